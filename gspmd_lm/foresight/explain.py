@@ -19,7 +19,7 @@ from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import Pass, kernel_said, settled
+from gspmd_lm.model.supported import Pass, kernel_choice, settled
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
@@ -163,7 +163,7 @@ def report(
 def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
     if not isinstance(config, Config) or phase == "decode":
         return ""
-    return kernel_said(rules, config, target.processor, _asked(config, phase))
+    return kernel_choice(rules, config, target.processor, _asked(config, phase))
 
 
 def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:

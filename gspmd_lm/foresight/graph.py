@@ -383,7 +383,7 @@ def _with_residuals(equation: Any, function: Any) -> Any:
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
     like = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     # The leaves of a vjp function are what it keeps.
-    with_residuals = jax.make_jaxpr(lambda *given: jax.tree.leaves(jax.vjp(alone, *given)))(*like).jaxpr
+    with_residuals = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(alone, *args)))(*like).jaxpr
     return with_residuals if _flops_within(with_residuals) == least else None
 
 

@@ -130,7 +130,7 @@ def _bytes(number: str, unit: str) -> int:
 
 def _source(text: str) -> str:
     match = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
-    return f"{own}:{match[2]}" if match and (own := hlo.in_package(match[1])) else ""
+    return f"{path}:{match[2]}" if match and (path := hlo.in_package(match[1])) else ""
 
 
 def _op(op_name: str) -> str:

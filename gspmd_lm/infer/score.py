@@ -82,8 +82,8 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", "loss"):
         count = loss.chunk_count(B, T)
-        hidden_spec, read_as = table_specs(cfg)
-        x_CBTD = chunks.split(shard(like(x_BTD, hidden_spec), read_as), count)
+        reduced_spec, gathered_spec = table_specs(cfg)
+        x_CBTD = chunks.split(shard(like(x_BTD, reduced_spec), gathered_spec), count)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
         vocab_V = jnp.arange(cfg.vocab_rows)
 

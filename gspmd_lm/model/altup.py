@@ -1,4 +1,4 @@
-"""What stands beside the residual stream: more streams, a low-rank product, and embeddings of tokens for each layer.
+"""Additions to the residual stream: more streams, a low-rank product, and embeddings of tokens for each layer.
 
 AltUp (arXiv 2301.13310) has several residual streams, of which a block computes the first. LAuReL (arXiv 2411.07501)
 adds a low-rank product. Gemma 3n has both, and an embedding of each token for each layer, which enters the other
@@ -50,7 +50,7 @@ class AltUp(nn.Module):
         return like(predicted(x_MBTD, parts_UBT), STREAMS)
 
     def after(self, predicted_MBTD: jax.Array, x_BTD: jax.Array, input_BTY: jax.Array | None) -> jax.Array:
-        """All streams after the block, which made `x_BTD` of the first. `input_BTY`: the layer's own embeddings."""
+        """All streams after the block, whose output is `x_BTD`. `input_BTY`: the tokens' embeddings for this layer."""
         cfg = self.cfg
         parts_MBT = jnp.einsum("BTM,UM->UBT", self._features(x_BTD), use(self.altup_correct))
 

@@ -26,13 +26,13 @@ class Attention(nn.Module):
         cfg = self.cfg
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
-        own = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
-        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in own]
+        kv_names = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
+        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in kv_names]
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
         self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
-            self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in own]
+            self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in kv_names]
         self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
         if cfg.attention_out_bias:
             self.bo = bias(self, "bo", "embed", (D,), cfg)
@@ -62,20 +62,20 @@ class Attention(nn.Module):
 
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
-        that shares keys and values writes none. It has those that were kept, which stand in the batch.
+        that shares keys and values writes none. It reads those that an earlier layer kept, which are in the batch.
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
-        own = not cfg.shared_kv_layers
+        own_kv = not cfg.shared_kv_layers
         q = project(x_BTD, self.wq)
-        k, v = (project(x_BTD, w) for w in self.w_keys) if own else (batch[f"shared_{name}_{kind}"] for name in "kv")
+        k, v = (project(x_BTD, w) for w in self.w_keys) if own_kv else (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
-            k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own else (k, v)
+            k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own_kv else (k, v)
         K = keys_spec("k")
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, keys_spec("v"))
         if cfg.qk_norm:
-            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH) if own else k_BSKH
-        if self.value_norm and own:
+            q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH) if own_kv else k_BSKH
+        if self.value_norm and own_kv:
             v_BSKH = self.value_norm(v_BSKH)
         if cfg.attention_temperature:
             q_BTNH = shard(q_BTNH * _temperature(batch["positions"], cfg.attention_temperature).astype(q.dtype), Q)
@@ -85,10 +85,10 @@ class Attention(nn.Module):
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg, length), Q)
-            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K) if own else k_BSKH
+            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K) if own_kv else k_BSKH
         if kept is not None:
             kept = kept | {kind: (k_BSKH, v_BSKH)}
-        if cache and own:
+        if cache and own_kv:
             cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)

@@ -34,8 +34,8 @@ class LinearState(NamedTuple, Generic[Leaf]):
 
     def of(self: "LinearState[jax.Array]", layer: jax.Array | int) -> "LinearState[jax.Array]":
         """The states of one layer, [B, ...]."""
-        found = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
-        return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(found, STATES, strict=True)))
+        states = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
+        return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(states, STATES, strict=True)))
 
 
 STATES = LinearState(
@@ -82,8 +82,8 @@ class Cache(NamedTuple, Generic[Leaf]):
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache[jax.Array]:
     """An empty cache for `rows` rows of up to `slots` tokens."""
     linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
-    own = cfg.layers - linear - cfg.shared_kv_layers
-    shape = (own, rows, slots, cfg.kv_head_rows, cfg.head_dim)
+    kv_layers = cfg.layers - linear - cfg.shared_kv_layers
+    shape = (kv_layers, rows, slots, cfg.kv_head_rows, cfg.head_dim)
     k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
     return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None)
 
@@ -102,10 +102,10 @@ def _empty_states(cfg: config.Model, layers: int, rows: int) -> LinearState[jax.
 def in_cache(cfg: config.Model) -> list[int]:
     """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
     that shares keys has the place of the layer whose keys it has."""
-    kinds, own = cfg.kind_of_each_layer, cfg.layers - cfg.shared_kv_layers
+    kinds, makers = cfg.kind_of_each_layer, range(cfg.layers - cfg.shared_kv_layers)  # they make keys of their own
     linear = [kind == "linear" for kind in kinds]
-    of = [i if i < own else max(j for j in range(own) if kinds[j] == kinds[i]) for i in range(cfg.layers)]
-    return [linear[:i].count(linear[i]) for i in of]
+    keys_of = [i if i in makers else max(j for j in makers if kinds[j] == kinds[i]) for i in range(cfg.layers)]
+    return [linear[:i].count(linear[i]) for i in keys_of]
 
 
 def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:

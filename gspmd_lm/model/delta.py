@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         cfg = self.cfg
         q, k, v, z = (project(x_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
         a, b = (like(project(x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
-        given = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
+        qkv = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
         rate_BTN = jax.nn.sigmoid(b.astype(jnp.float32))
@@ -76,12 +76,12 @@ class GatedDeltaNet(nn.Module):
         segments_BT = batch.get("segment_ids", jnp.zeros(v.shape[:2], jnp.int32))
         before = cache.linear.of(layer) if cache and cache.linear and v.shape[1] == 1 else None
         if before:
-            windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, given, strict=False)]
+            windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, qkv, strict=False)]
             mixed = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
             last = [x_BANH[:, 1:] for x_BANH in windows]
         else:
-            mixed = [_convolved(x, w, segments_BT) for x, w in zip(given, taps, strict=True)]
-            last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(given, taps, strict=True)]
+            mixed = [_convolved(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
+            last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(qkv, taps, strict=True)]
         q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in mixed)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))
@@ -109,8 +109,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _convolved(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """The sum of each channel over the last tokens of the segment, each multiplied with its tap; the last is a token's
-    own."""
+    """A causal convolution of each channel within its segment. The last tap is that of the token itself."""
     length, most = x_BTNH.shape[1], len(taps_ANH)
     total = x_BTNH * taps_ANH[-1]
     for back in range(1, min(most, length)):
@@ -121,7 +120,7 @@ def _convolved(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -
 
 
 def _last(x_BTNH: jax.Array, count: int, segments_BT: jax.Array) -> jax.Array:
-    """The last tokens, [B, count, N, H]; zeros in place of those of other segments than the last one's."""
+    """The last tokens, [B, count, N, H]; zeros for tokens that are not of the last token's segment."""
     own_BT = segments_BT == segments_BT[:, -1:]
     own_BTNH = jnp.where(own_BT[..., None, None], x_BTNH, 0)
     return jnp.pad(own_BTNH, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, x_BTNH.shape[1] :]

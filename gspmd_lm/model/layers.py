@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def table_specs(cfg: config.Model) -> tuple[str, str]:
-    """The activation that has the width of the token table: between its products, and while one reads it."""
+    """How the activation of the token table's width is named: where it is reduced to, and gathered for a matmul."""
     return (EMBEDDED, EMBEDDED) if cfg.embedding_width else (RESIDUAL, BLOCK_INPUT)
 
 

@@ -1,4 +1,4 @@
-"""Trees of parameters with adapters: the adapters apart, joined with the weights, or merged into them."""
+"""Trees of parameters with adapters: the adapters by themselves, joined with the weights, or merged into them."""
 
 import dataclasses
 from typing import Any
@@ -57,8 +57,8 @@ def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
         added = scale * jnp.matmul(a, b, precision="highest").reshape(weight.shape)
         return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
-    found = {path: sum_of(path, weight) for path, weight in _flat(weights(params)).items()}
-    return unflatten_dict(found), dataclasses.replace(cfg, lora=None)
+    sums = {path: sum_of(path, weight) for path, weight in _flat(weights(params)).items()}
+    return unflatten_dict(sums), dataclasses.replace(cfg, lora=None)
 
 
 def _flat(tree: Tree) -> dict[tuple[str, ...], Any]:

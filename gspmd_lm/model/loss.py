@@ -67,11 +67,11 @@ def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax
 def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     """The sums and, if `gradients`, the gradients of sums.loss with respect to x_BTD and `weights` (None if frozen).
 
-    A chunk's share of the gradients is computed while its logits are there.
+    A chunk's share of the gradients is computed right after its logits, so that these need not be kept.
     """
     count = chunk_count(*x_BTD.shape[:2])
-    home, read_as = table_specs(cfg)
-    x_CBTD = chunks.split(shard(like(x_BTD, home), read_as), count)
+    reduced_spec, gathered_spec = table_specs(cfg)
+    x_CBTD = chunks.split(shard(like(x_BTD, reduced_spec), gathered_spec), count)
     inputs = x_CBTD, chunks.split(targets_BT, count)
     table, *bias = map(used, weights)
 
@@ -98,7 +98,7 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     (sums, dweights), dx_chunks = jax.lax.scan(add, zeros, inputs)
     if not gradients:
         return sums, None
-    dx_BTD = reduced(jax.tree.map(chunks.join, dx_chunks), read_as, home)
+    dx_BTD = reduced(jax.tree.map(chunks.join, dx_chunks), gathered_spec, reduced_spec)
     if not dweights:
         return sums, (dx_BTD, *(None for _ in weights))
     # The backward pass begins when the table's gradient is reduced: partial sums of the whole table would otherwise
@@ -123,8 +123,8 @@ def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple
 def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:
     """The logits of the decoder's output, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
     with scope("of", "logits"):
-        home, read_as = table_specs(cfg)
-        x_BTD = shard(like(x_BTD, home), read_as)
+        reduced_spec, gathered_spec = table_specs(cfg)
+        x_BTD = shard(like(x_BTD, reduced_spec), gathered_spec)
         return logits_of(x_BTD, use(table), None if bias is None else use(bias), cfg)
 
 

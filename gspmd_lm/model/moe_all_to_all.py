@@ -1,4 +1,4 @@
-"""The way of a device's tokens to their experts, in the order of experts, and back. It runs inside of one device."""
+"""Dispatch of tokens to the devices of their experts, and back. Each device runs this code on its own tokens."""
 
 from typing import NamedTuple
 
@@ -8,37 +8,37 @@ import jax.numpy as jnp
 from gspmd_lm.sharding.annotate import Split, platform, scope
 
 
-class Travel(NamedTuple):
-    """Where the rows of a device go. A row is a token on its way to one of its experts."""
+class Routing(NamedTuple):
+    """Which experts compute the rows of a device, and on which devices. A row is a token for one of its experts."""
 
     k: int  # experts of a token
     order_N: jax.Array  # the rows, sorted by expert
     place_N: jax.Array  # where each of them is in that order
     rows: int  # M: the rows of the buffer of sorted rows where experts compute
     sizes_E: jax.Array  # the rows of each expert of this device
-    there: "Segments | None" = None  # how rows travel to other devices, and back; None: they stay
-    back: "Segments | None" = None
+    to_experts: "Segments | None" = None  # the all-to-all of rows; None: they stay on their device
+    from_experts: "Segments | None" = None  # that of their results
 
-    def out(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[M, D]: the tokens, once for each of their experts, where these compute.
+    def dispatch(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[M, D]: rows on the devices of their experts, sorted by expert.
 
-        With weights, a row is multiplied by its own before it leaves.
+        With weights, a row is multiplied by its own before it is sent.
         """
         rows_ND = x_nD[self.order_N // self.k]
         if weights_BTk is not None:
             rows_ND = (weights_BTk.reshape(-1, 1)[self.order_N] * rows_ND).astype(rows_ND.dtype)
-        return self.there.exchanged(rows_ND, self.rows) if self.there else rows_ND[: self.rows]
+        return self.to_experts.exchanged(rows_ND, self.rows) if self.to_experts else rows_ND[: self.rows]
 
-    def home(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `out`."""
-        y_nkD = self.each_home(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
+    def combine(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `dispatch`."""
+        y_nkD = self.returned(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
         if weights_BTk is not None:
             y_nkD *= weights_BTk.reshape(-1, self.k, 1)
         return y_nkD.sum(1).astype(y_MD.dtype)
 
-    def each_home(self, y_MD: jax.Array) -> jax.Array:
-        """[N, D]: the rows of each token, in the order of tokens."""
-        y_ND = self.back.exchanged(y_MD, len(self.order_N)) if self.back else y_MD
+    def returned(self, y_MD: jax.Array) -> jax.Array:
+        """[N, D]: rows back on the devices of their tokens, in the order of tokens."""
+        y_ND = self.from_experts.exchanged(y_MD, len(self.order_N)) if self.from_experts else y_MD
         return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
 
 
@@ -59,26 +59,27 @@ class Segments(NamedTuple):
             return exchange(rows_ND, into, *self[1:], axis_name=self.over.over)
 
 
-def plan(chosen_BTk: jax.Array, experts: int, over: Split, travels: bool, capacity: int) -> Travel:
-    """The way of the tokens of a device that has `experts` experts, of which `over` says how all are split.
+def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int) -> Routing:
+    """The routing of the tokens of a device that has `experts` experts. `over` says how all experts are split.
 
-    Rows whose expert is nowhere, or not here if they stay, come last and are computed by none. Where tokens travel,
-    the buffer holds what may arrive at most: any number of tokens may choose the experts of one device.
+    Rows that no expert computes come last: their expert does not exist or, without an all-to-all, is on another device.
+    With an all-to-all, the buffer has room for as many rows as may arrive, since any number of tokens may choose the
+    experts of one device.
     """
     B, T, k = chosen_BTk.shape
     most = B * T * min(k, experts)  # rows of one device for the experts of another
     most = min(most, B * experts * min(T, capacity)) if capacity else most
     flat_N, all_ = chosen_BTk.reshape(-1), experts * over.pieces
-    if not travels and over.pieces > 1:
+    if not all_to_all and over.pieces > 1:
         flat_N = flat_N - experts * jax.lax.axis_index(over.over)
         flat_N = jnp.where(flat_N < 0, experts, flat_N)
-    local = all_ if travels else experts
+    local = all_ if all_to_all else experts
     order_N = jnp.argsort(flat_N)
     sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
-    travel = Travel(k, order_N, jnp.argsort(order_N), most if not travels else len(flat_N), sizes)
-    if not travels or over.pieces == 1:
-        return travel
-    here = jax.lax.axis_index(over.over)
+    routing = Routing(k, order_N, jnp.argsort(order_N), most if not all_to_all else len(flat_N), sizes)
+    if not all_to_all or over.pieces == 1:
+        return routing
+    device = jax.lax.axis_index(over.over)
     sizes_sE = jax.lax.all_gather(sizes, over.over)  # s: the device that sends
     before_sE = jnp.cumsum(sizes_sE, 0) - sizes_sE  # what earlier devices send to the same expert
     starts_sE = jnp.cumsum(sizes_sE, 1) - sizes_sE
@@ -88,11 +89,12 @@ def plan(chosen_BTk: jax.Array, experts: int, over: Split, travels: bool, capaci
 
     def mine(x_sE: jax.Array) -> jax.Array:
         """What concerns the experts of this device, by sender."""
-        return jax.lax.dynamic_slice_in_dim(x_sE, here * experts, experts, 1).reshape(-1)
+        return jax.lax.dynamic_slice_in_dim(x_sE, device * experts, experts, 1).reshape(-1)
 
-    there = Segments(over, starts_sE[here], sizes_sE[here], targets_sE[here], mine(sizes_sE))
-    back = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[here])
-    return travel._replace(rows=over.pieces * most, sizes_E=totals_re[here], there=there, back=back)
+    to_experts = Segments(over, starts_sE[device], sizes_sE[device], targets_sE[device], mine(sizes_sE))
+    from_experts = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[device])
+    rows, sizes_E = over.pieces * most, totals_re[device]
+    return routing._replace(rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
 
 
 def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
@@ -100,13 +102,13 @@ def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
     all_sND, starts_s, sent_s, targets_s = (
         jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)
     )  # fmt: skip
-    here, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
+    device, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
     first, size, at = (
-        jax.lax.dynamic_slice_in_dim(x, here * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)
+        jax.lax.dynamic_slice_in_dim(x, device * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)
     )
     offset_gM = jnp.arange(len(into_MD)) - at  # g: the slices that arrive here
-    found_gM = (offset_gM >= 0) & (offset_gM < size)
+    arrives_gM = (offset_gM >= 0) & (offset_gM < size)
     source_gM = jnp.arange(len(at))[:, None] // each * rows_ND.shape[0] + first + offset_gM
-    source_M = jnp.where(found_gM, source_gM, 0).sum(0)
+    source_M = jnp.where(arrives_gM, source_gM, 0).sum(0)
     rows_MD = all_sND.reshape(-1, rows_ND.shape[1])[source_M]
-    return jnp.where(found_gM.any(0)[:, None], rows_MD, into_MD)
+    return jnp.where(arrives_gM.any(0)[:, None], rows_MD, into_MD)

@@ -1,4 +1,4 @@
-"""Tokens on their way to the experts that compute them, and back.
+"""Dispatch of tokens to the experts that compute them, and the weighted sum of their results.
 
 Each device sorts its own tokens by expert, and computes them with its own copy of the experts' weights. The gradients
 of the copies are partial sums, reduced as other gradients are (partial_sums.py). What is split decides what else
@@ -6,7 +6,7 @@ happens:
 
 - `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
   partial sums too.
-- `expert` over axes that split tokens: tokens travel to the devices that have their experts, and results travel home.
+- `expert` over axes that split tokens: all-to-alls send tokens to the devices of their experts, and results back.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
-from gspmd_lm.model.moe_all_to_all import Travel, plan
+from gspmd_lm.model.moe_all_to_all import Routing, route
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, scope, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
@@ -38,10 +38,10 @@ def mixed(
 ) -> Unreduced:
     """The weighted sum of what each token's experts compute, [B, T, D].
 
-    x_BTD is gathered. chosen_BTk: int32; experts that are not there, such as E, compute nothing.
-    matrices: [E, D, F], whose products `activated` turns into one; the last is [E, F, D]. capacity: what an expert
-    computes at most of a row, if `chosen_BTk` keeps to a limit; it bounds buffers. weighted_input: the weights multiply
-    what experts read, and not what they compute.
+    x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
+    [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
+    tokens of a row an expert computes at most; it bounds buffers, and `chosen_BTk` keeps to it. 0: no limit.
+    weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
@@ -73,7 +73,7 @@ class _How(NamedTuple):
     seq: Split
     expert: Split
     mlp: Split
-    travels: bool  # tokens travel to their experts
+    all_to_all: bool  # tokens are sent to the devices of their experts
     inner: Split  # over devices that compute parts of the same outputs
     activated: Any = None
     capacity: int = 0
@@ -112,10 +112,10 @@ class _How(NamedTuple):
     def rows(self, weight: Weight) -> Split:
         """The devices whose partial sums of the weight's gradient are added up."""
         axes = set(weight.axes)
-        own = {name for names in self.place(weight.axes) for name in names}
+        weight_split = {name for names in self.place(weight.axes) for name in names}
         # The other matrix of an adapter is split along mlp, so that what lies between the two is a sum.
         local = self.tokens + (self.mlp.over if "rank" in axes else ())
-        return split_over(tuple(name for name in local if name not in own))
+        return split_over(tuple(name for name in local if name not in weight_split))
 
 
 def _down(weights: tuple[Weight, ...], tree: Any) -> str:
@@ -130,9 +130,9 @@ def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
-    travels = bool(expert.over) and {*expert.over} <= tokens
-    inner = split_over(mlp.over + (() if travels else expert.over))
-    return _How(weights, tree, batch, seq, expert, mlp, travels, inner)
+    all_to_all = bool(expert.over) and {*expert.over} <= tokens
+    inner = split_over(mlp.over + (() if all_to_all else expert.over))
+    return _How(weights, tree, batch, seq, expert, mlp, all_to_all, inner)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -145,10 +145,10 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
 
     def local(x_zBTD, weights_BTk, chosen_BTk, *used: jax.Array):
-        travel = _travel(how, chosen_BTk, used)
+        routing = _route(how, chosen_BTk, used)
         x_nD = x_zBTD.reshape(-1, x_zBTD.shape[-1])
         before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
-        rows_MD, sizes_E = travel.out(x_nD, before), travel.sizes_E
+        rows_MD, sizes_E = routing.dispatch(x_nD, before), routing.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
@@ -160,7 +160,7 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
         if b_down is not None:
             with scope("of", down.weight.path):
                 y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return travel.home(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
+        return routing.combine(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
 
     partial = how.inner.over, *_x(how)
     run = per_device(
@@ -179,18 +179,18 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
 
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
         rows_MD, in_MF, low_MR = kept
-        travel = _travel(how, chosen_BTk, used)
+        routing = _route(how, chosen_BTk, used)
         before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
-        dy_MD = travel.out(dy.reshape(-1, dy.shape[-1]), after)
-        sizes_E, (matrices, (*_, b_down)) = travel.sizes_E, how.holding(used)
+        dy_MD = routing.dispatch(dy.reshape(-1, dy.shape[-1]), after)
+        sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, how.holding(used)
         hidden_MF, back = jax.vjp(how.activated, *in_MF)
         dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
         din_MF = back(dhidden_MF)
         drows, dused = [], []
         for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
-            d, *found = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
+            d, *dmatrices = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
             drows.append(d)
-            dused += found
+            dused += dmatrices
         dused += ddown
         drows_MD = sum(drows[1:], drows[0])
         # What is weighted, times its weighted gradient: the output, or what experts read.
@@ -202,8 +202,8 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
                 weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
-        dx = travel.home(drows_MD, before).reshape(dy.shape)
-        weighted = travel.each_home(weighted_M1).reshape(1, *weights_BTk.shape)
+        dx = routing.combine(drows_MD, before).reshape(dy.shape)
+        weighted = routing.returned(weighted_M1).reshape(1, *weights_BTk.shape)
         return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
 
     rows = [how.rows(w) for w in how.weights]
@@ -214,16 +214,16 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
                            for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
     weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
-    # The gradient of a weight is the output times dy. Neither is there, but `weighted_BTk` is the output times the
-    # weighted dy. A weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
+    # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
+    # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
-    found: Any = [
+    gradients: Any = [
         None if d is None else _reduced(w.holding(array), how.down, over, d)
         for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
     ]
     if not how.weights[0].scanned:
-        found = jax.lax.optimization_barrier(found)
-    return dx, dweights_BTk, None, *found
+        gradients = jax.lax.optimization_barrier(gradients)
+    return dx, dweights_BTk, None, *gradients
 
 
 _mixed.defvjp(_forward, _backward)
@@ -244,9 +244,9 @@ def _x(how: _How) -> tuple[tuple[str, ...], ...]:
     return how.batch.over, how.seq.over, ()
 
 
-def _travel(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Travel:
-    """The way of a device's tokens."""
-    return plan(chosen_BTk, len(used[0]), how.expert, how.travels, how.capacity)
+def _route(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Routing:
+    """The routing of a device's tokens."""
+    return route(chosen_BTk, len(used[0]), how.expert, how.all_to_all, how.capacity)
 
 
 def _first(how: _How) -> jax.Array | float:
@@ -267,21 +267,21 @@ def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[ja
     return [y_MF + added_MF, low_MR]
 
 
-def _derivatives(matrix: Adapted, given: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array) -> list[Any]:
-    """The gradients of what `_product` was given: the rows, the matrix, and those of an adapter.
+def _derivatives(matrix: Adapted, inputs: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array) -> list[Any]:
+    """The gradients of the arguments of `_product`: of the rows, of the matrix, and of those of an adapter.
 
-    given: the rows and, with an adapter, what lies between its two matrices.
+    inputs: the rows and, with an adapter, the rows times its first matrix.
     """
     with scope("of", matrix.weight.path):
         drows_MD = grouped(dy_MF, matrix.weight.array, sizes_E, transposed=True)
-    found = [_gradient(matrix.weight, given[0], dy_MF, sizes_E)]
+    gradients = [_gradient(matrix.weight, inputs[0], dy_MF, sizes_E)]
     if matrix.adapter:
-        (a, b), (rows_MD, low_MR) = matrix.adapter, given
+        (a, b), (rows_MD, low_MR) = matrix.adapter, inputs
         with scope("of", a.path, b.path):
             dlow_MR = matrix.scale * grouped(dy_MF, b.array, sizes_E, transposed=True)
             drows_MD += grouped(dlow_MR, a.array, sizes_E, transposed=True)
-        found += [_gradient(a, rows_MD, dlow_MR, sizes_E), _gradient(b, low_MR, dy_MF, sizes_E)]
-    return [drows_MD, *found]
+        gradients += [_gradient(a, rows_MD, dlow_MR, sizes_E), _gradient(b, low_MR, dy_MF, sizes_E)]
+    return [drows_MD, *gradients]
 
 
 def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array | None:

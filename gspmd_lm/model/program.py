@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_lm.config import Config
-from gspmd_lm.model.supported import Pass, kernel_said
+from gspmd_lm.model.supported import Pass, kernel_choice
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by
@@ -35,12 +35,12 @@ class Program:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """The sharding of what every device has all of."""
+        """The sharding of an array that is replicated on all devices."""
         return self.placement.sharding("rules", "", (), ())
 
     @property
     def settings(self) -> Config | None:
-        """The settings of the decoder; None for a model of one's own."""
+        """The settings of the decoder; None for another model."""
         return self.config
 
     @property
@@ -52,7 +52,7 @@ class Program:
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
         cfg, on = self.settings, meshes.processor(self.mesh.devices.flat[0])
-        return kernel_said(self.rules, cfg, on, self.asked) if cfg else ""
+        return kernel_choice(self.rules, cfg, on, self.asked) if cfg else ""
 
     @property
     def matmul_precision(self) -> str:
@@ -63,7 +63,7 @@ class Program:
     def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned.
 
-        `placement` answers the model's questions, or the program's own if it is None.
+        `placement` answers the model's questions; None: that of the program.
         """
         with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield

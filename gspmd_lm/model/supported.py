@@ -1,4 +1,4 @@
-"""What kernels and rules cannot do of what a config asks, and the attention kernel that the rules come to."""
+"""What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Pass(NamedTuple):
 def attention_lacks(
     kernel: str, config: Config, rules: Rules, asked: Pass, capability: tuple[int, ...] = ()
 ) -> str | None:
-    """What `kernel` cannot do of the attention that a pass computes, or None.
+    """What a pass asks of attention and `kernel` does not support, or None.
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
@@ -47,21 +47,21 @@ def attention_lacks(
 
     def lacking(segments: bool) -> str | None:
         known: Any = {"seq": piece, "segments": segments, "capability": capability}
-        found = (unsupported(kernel, kind, **known) for kind in kinds)
-        return next(filter(None, found), None)
+        reasons = (unsupported(kernel, kind, **known) for kind in kinds)
+        return next(filter(None, reasons), None)
 
-    found = lacking(asked.segments)
-    if not found and asked.padded and lacking(True):
+    reason = lacking(asked.segments)
+    if not reason and asked.padded and lacking(True):
         return "prompts that are padded on the left"
-    if found and piece != seq:
-        found = found.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
-    return found
+    if reason and piece != seq:
+        reason = reason.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
+    return reason
 
 
 def split_sequence(rules: Rules) -> tuple[str, ...]:
     """The mesh axes that split the sequence of all arrays within a block alike."""
-    found = {rules.split("rules", array, "seq") for array in ALIKE}
-    return found.pop() if len(found) == 1 else ()
+    splits = {rules.split("rules", array, "seq") for array in ALIKE}
+    return splits.pop() if len(splits) == 1 else ()
 
 
 def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
@@ -81,7 +81,7 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     return rules
 
 
-def kernel_said(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
+def kernel_choice(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
     """The attention kernel of settled rules, with the reason where it is not the fastest of the platform.
 
     '' where the platform has only one.
@@ -144,18 +144,18 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
 def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> list[Problem]:
     """`dealt`: whether rows are dealt to devices, as in training. A prompt is not, and its keys are gathered."""
     form, over, model = rules.context, split_sequence(rules), config.model
-    place, found = rules.place("context", form), []
+    place, problems = rules.place("context", form), []
 
     def wrong(message: str, fix: str, warning: bool = False) -> None:
-        found.append(Problem(f"context: {message}", place, fix, warning=warning))
+        problems.append(Problem(f"context: {message}", place, fix, warning=warning))
 
     if not over:
         if form != "gather" and any(rules.split("rules", array, "seq") for array in ALIKE):
             fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
             wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
-        return found
+        return problems
     if "linear" in model.kind_of_each_layer:
-        found.append(
+        problems.append(
             Problem(
                 "model.linear_attention: a state goes from token to token, and no device has all of a row", place,
                 f"do not split seq over {', '.join(over)}",
@@ -164,13 +164,13 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
     pieces = rules.piece_count(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
-        own = model.kv_head_rows
+        key_heads = model.kv_head_rows
         heads = rules.split("rules", "q", "heads")
         if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
-            own = model.head_rows
-        each = own // rules.piece_count(heads)
-        if own % rules.piece_count(heads) == 0 and each % pieces:
-            most = " x ".join(["kv_heads" if own == model.kv_head_rows else "heads", *heads])
+            key_heads = model.head_rows
+        each = key_heads // rules.piece_count(heads)
+        if key_heads % rules.piece_count(heads) == 0 and each % pieces:
+            most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
             wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                   f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
     elif dealt and seq % (2 * pieces) and seq % pieces == 0:
@@ -190,34 +190,35 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
-    return found
+    return problems
 
 
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
-    found = attention_problems(config, rules, platform, asked)
-    return [*found, *_experts_problems(config, rules, platform)]
+    return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
-    model, found = config.model, []
+    model, problems = config.model, []
     if not model.experts:
         return []
     path = "layers.mlp.w_down"
     names, row = rules.split("rules", path, "expert"), rules.row("rules", path, "expert")
     tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
     if row and {*names} & tokens and {*names} - tokens:
-        there, not_there = (", ".join(name for name in names if (name in tokens) is kind) for kind in (True, False))
-        message = f"experts: expert would be split over {there}, which splits tokens, and {not_there}, which does not"
-        fix = f"--set rules.{row.key}={there}, so that tokens travel"
-        found.append(Problem(message, row.place, fix, f"--set rules.{row.key}={not_there}, so that none does"))
+        token_axes = ", ".join(name for name in names if name in tokens)
+        other_axes = ", ".join(name for name in names if name not in tokens)
+        both = f"{token_axes}, which splits tokens, and {other_axes}, which does not"
+        fix = f"--set rules.{row.key}={token_axes}, so that tokens travel"
+        message = f"experts: expert would be split over {both}"
+        problems.append(Problem(message, row.place, fix, f"--set rules.{row.key}={other_axes}, so that none does"))
     if model.capacity_factor and (over := split_sequence(rules)):
         message = "model.capacity_factor: an expert computes the first tokens of a row, and no device has all of a row"
         seq = rules.row("rules", "block_input", "seq")
         place = seq.place if seq else rules.path
         fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
-        found.append(Problem(message, place, fix))
+        problems.append(Problem(message, place, fix))
     sides = [size // rules.piece_count(rules.split("rules", path, axis))
              for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
     if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
@@ -226,5 +227,5 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
         fix = "use multiples of 16" if narrow else "--set model.compute_dtype=bfloat16"
         message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
-        found.append(Problem(message, row.place if row else rules.path, fix, warning=True))
-    return found
+        problems.append(Problem(message, row.place if row else rules.path, fix, warning=True))
+    return problems

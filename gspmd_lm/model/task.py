@@ -29,7 +29,7 @@ def everything(params: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is computed, and what its arrays are called. The functions see one device and the whole batch.
+    """A model, its loss and its optimizer, and the names of their arrays. The functions see one device and all rows.
 
     `explain` compiles in another process, which imports the functions: they stand in a module, not in a script.
     """
@@ -106,7 +106,7 @@ class Task:
         return self.sums(params, batch, None)._asdict() | {"count": self.counted(batch)}
 
     def means(self, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
-        """What a step tells of its sums."""
+        """The metrics of a step, from its sums."""
         if self.metrics:
             return self.metrics(sums, count, step)
         return {name: total / count for name, total in sums._asdict().items()} | {"count": count}

@@ -94,9 +94,9 @@ class Pattern(nn.Module):
     def __call__(self, carried: Carried, first: jax.Array, inputs: jax.Array | None, *rest: Any):
         routed = []
         for i, kind in enumerate(self.kinds):
-            own = None if inputs is None else inputs[i]
-            carried, found = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, own, *rest)
-            routed += [found] if found else []
+            input_BTY = None if inputs is None else inputs[i]
+            carried, of_block = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, input_BTY, *rest)
+            routed += [of_block] if of_block else []
         return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
 
@@ -123,13 +123,13 @@ class Decoder(nn.Module):
         dtype = jnp.dtype(cfg.compute_dtype)
         if cache and (cache.linear or cfg.shared_kv_layers):
             batch = batch | {"cache_layer": jnp.array(in_cache(cfg))}
-        home, read_as = table_specs(cfg)
+        reduced_spec, gathered_spec = table_specs(cfg)
         width, axis = (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
         embedding = matrix(self, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
-        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), read_as, home)
+        x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
         if cfg.embedding_width:
             inward = matrix(self, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
-            with gathered(x_BTD, read_as, home) as in_BTW:
+            with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTW:
                 x_BTD = like(like(project(in_BTW, inward), BLOCK_INPUT), RESIDUAL)
         if cfg.embedding_scale != 1:
             x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
@@ -167,8 +167,8 @@ class Decoder(nn.Module):
                     f"shared_{name}_{kind}": x for kind, kv in kept.items() for name, x in zip("kv", kv, strict=True)
                 }
                 batch, kept = batch | shared, None
-            (x_BTD, cache, kept), found = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
-            routed += found
+            (x_BTD, cache, kept), of_stack = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
+            routed += of_stack
         if streams:
             x_BTD = streams.together(x_BTD)
         if cfg.final_norm:
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         if cfg.embedding_width:
             outward = matrix(self, "embedding_out", "embed embedding_width", (cfg.embed, width), cfg)
             with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-                x_BTD = like(like(project(in_BTD, outward), read_as), home)
+                x_BTD = like(like(project(in_BTD, outward), gathered_spec), reduced_spec)
         unembedding = embedding
         if not cfg.tied_embeddings:
             unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
@@ -198,29 +198,31 @@ class Decoder(nn.Module):
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
         turns = stack.scanned // length
-        beside = unroll(turns)
+        unrolled = unroll(turns)
         scanned: Any = {
             "variable_axes": {"params": 0},
             "split_rngs": {"params": True},
             "length": turns,
             "in_axes": (0, 0, nn.broadcast, nn.broadcast),
             "metadata_params": {nn.PARTITION_NAME: "layers"},
-            "unroll": beside,
+            "unroll": unrolled,
         }
-        one = nn.scan(_block(alone=beside == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+        one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
         layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
-        own = None
+        scanned_inputs = None
         if inputs_LBTY is not None:
-            own = inputs_LBTY[stack.first : stack.first + stack.scanned]
-            own = own if length == 1 else own.reshape(turns, length, *own.shape[1:])
-        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), own, batch, keys_BT)
-        found = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
+            scanned_inputs = inputs_LBTY[stack.first : stack.first + stack.scanned]
+            if length > 1:
+                scanned_inputs = scanned_inputs.reshape(turns, length, *scanned_inputs.shape[1:])
+        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), scanned_inputs, batch, keys_BT)
+        of_layers = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
         for i, kind in enumerate(kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
-            own = None if inputs_LBTY is None else inputs_LBTY[layer]
-            carried, routed = _block(alone=False)(kind, name=f"layer_{layer}")(carried, layer, own, batch, keys_BT)
-            found.append(jax.tree.map(lambda x: x[None], routed))
-        return carried, [each for each in found if each is not None]
+            input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
+            block = _block(alone=False)(kind, name=f"layer_{layer}")
+            carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
+            of_layers.append(jax.tree.map(lambda x: x[None], routed))
+        return carried, [each for each in of_layers if each is not None]
 
 
 def _block(alone: bool = True) -> type[nn.Module]:
@@ -246,8 +248,8 @@ def decode_routed(
 ) -> tuple[jax.Array, Weight, Weight | None, Routed | None]:
     """What `decode` returns, and what the routers did."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
-    *found, _, routed = decoded
-    return (*found, routed)
+    hidden, table, bias, _, routed = decoded
+    return hidden, table, bias, routed
 
 
 def extend(

@@ -23,10 +23,10 @@ def weight(
     init: nn.initializers.Initializer,
 ) -> Weight:
     """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
-    found = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
+    param = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
     frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in LOOPS
-    array = jax.lax.stop_gradient(found.array) if frozen else found.array
-    return dataclasses.replace(found, array=array, frozen=frozen, scanned=scanned)
+    array = jax.lax.stop_gradient(param.array) if frozen else param.array
+    return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned)
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:

@@ -45,9 +45,9 @@ class Names(NamedTuple):
         return cls(tuple(dict.fromkeys(outputs)), tuple(dict.fromkeys(inputs)))
 
     def remat(self, destinations: Mapping[str, Destination]) -> Remat:
-        """The policy that keeps names where `homes` says."""
-        kept = {home: tuple(name for name in (*self.inputs, *self.outputs) if destinations.get(name) == home)
-                for home in ("save", "offload")}  # fmt: skip
+        """The policy that keeps names where `destinations` says."""
+        names = (*self.inputs, *self.outputs)
+        kept = {to: tuple(name for name in names if destinations.get(name) == to) for to in ("save", "offload")}
         return Remat("names", **kept)
 
 

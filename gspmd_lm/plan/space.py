@@ -24,7 +24,7 @@ from typing import Any
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.supported import kernel_said
+from gspmd_lm.model.supported import kernel_choice
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
 from gspmd_lm.plan.estimate import Estimator
@@ -90,7 +90,7 @@ class Space:
         self.estimator = Estimator(config, target, self.traces)
         if isinstance(self.config, Config):
             plain = self.rules({"mesh": {"data": target.devices}})
-            kernel_note = kernel_said(plain, self.config, target.processor, attention_pass(self.config))
+            kernel_note = kernel_choice(plain, self.config, target.processor, attention_pass(self.config))
             self.notes += [f"attention: {kernel_note}"] if kernel_note else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

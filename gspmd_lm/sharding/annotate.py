@@ -118,10 +118,10 @@ class Placement(Protocol):
         """
         ...
 
-    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
-        """`x`, whose last axis is split as that of a table is, on the way to `home`, one mesh axis after the other.
+    def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
+        """`x`, whose last axis is split as that of a table is, on the way to `target`, one mesh axis after the other.
 
-        Compilers know an exchange of one axis for another one, and not of one for two.
+        Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two.
         """
         ...
 
@@ -295,8 +295,8 @@ def like(x: jax.Array, spec: str) -> jax.Array:
 
     Before a `shard` that gathers, it fixes the dtype that is sent: the dtype of `x`.
     """
-    place, found = placement(), parse(spec, x.ndim)
-    return place.constrain(x, found) if place else x
+    place, parsed = placement(), parse(spec, x.ndim)
+    return place.constrain(x, parsed) if place else x
 
 
 def use(weight: Weight, dtype: Any = None) -> jax.Array:

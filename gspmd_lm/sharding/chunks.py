@@ -33,8 +33,8 @@ def _shards(length: int) -> int:
     A loop cuts each shard further. Rules that split the sequence unequally are refused. For them there is one shard per
     token, so that nothing is cut.
     """
-    found = math.lcm(_pieces("logits", "seq"), _pieces("block_input", "seq"))
-    return length if length % found else found
+    shards = math.lcm(_pieces("logits", "seq"), _pieces("block_input", "seq"))
+    return length if length % shards else shards
 
 
 def _pieces(array: str, axis: str) -> int:

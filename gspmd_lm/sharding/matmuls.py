@@ -63,17 +63,18 @@ LOW_RANK = "low_rank: batch seq rank"
 
 
 @contextlib.contextmanager
-def gathered(x: jax.Array, spec: str, home: str) -> Iterator[jax.Array]:
-    """`x`, gathered as `spec` says, which `project` multiplies with weights.
+def gathered(x: jax.Array, gathered_spec: str, reduced_spec: str) -> Iterator[jax.Array]:
+    """`x`, gathered as `gathered_spec` says, which `project` multiplies with weights.
 
-    All gradients of it are added up on each device and reduced once, to where `home` says. Weights that are split over
-    other mesh axes have another reduction. Within, `gathered(x, spec, home)` is the same input once more.
+    Each device adds up the gradients of all these matmuls, and one reduction places their sum as `reduced_spec` says.
+    Weights that are split over other mesh axes have a reduction of their own. Within this context, `gathered` of the
+    same array and specs gives the same input.
     """
-    known = [one for one in _inputs.get() if one.made_of(x, spec, home)]
-    one = known[0] if known else _Gathered(x, spec, home)
-    token = _inputs.set((*_inputs.get(), one))
+    same = (earlier for earlier in _inputs.get() if earlier.made_of(x, gathered_spec, reduced_spec))
+    input_ = next(same, None) or _Gathered(x, gathered_spec, reduced_spec)
+    token = _inputs.set((*_inputs.get(), input_))
     try:
-        yield one.x
+        yield input_.x
     finally:
         _inputs.reset(token)
 
@@ -131,35 +132,36 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
         return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
 
 
-def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array:
-    """The rows of `table` for `ids_BT`, [B, T, D], placed as `home` says. Gradients of a repeated id add up in float32.
+def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: str) -> jax.Array:
+    """The rows of `table` for `ids_BT`, [B, T, D], placed as `reduced_spec` says. Gradients of an id add up in float32.
 
-    A table that is whole along its rows is read where it rests: if it is split along `embed`, two small all-to-alls of
-    the result cost less than gathering the table. A table that is split along its rows is gathered along `embed`. Each
-    device looks up the rows that it has, and one reduction adds them up.
+    A table that is not split along its rows is read as it is stored: if it is split along `embed`, two small
+    all-to-alls of the result cost less than gathering it. A table that is split along its rows is gathered along
+    `embed`. Each device looks up the rows that it has, and one reduction adds them up.
     """
     over, tokens = split(table.path, table.axes[0]), tokens_of(ids_BT, "BT")
     with scope("of", table.path):
         if over.pieces == 1:
-            found_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
+            rows_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
             at_rest = Spec(table.path, table.axes, "weights")
-            place = placement()
-            return place.columns_apart(found_BTD, at_rest, parse(home, found_BTD.ndim)) if place else found_BTD
+            if not (place := placement()):
+                return rows_BTD
+            return place.reshard_axis_by_axis(rows_BTD, at_rest, parse(reduced_spec, rows_BTD.ndim))
         in_use = Spec(table.path, table.axes)
         table_rVD: Any = copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
         table_rzVD = table_rVD.reshape(tokens.sum.over.pieces, over.pieces, -1, table_rVD.shape[-1])
         ids_rBT = tokens.apart(ids_BT)
         first_z = table_rzVD.shape[2] * jnp.arange(over.pieces)
 
-        def found(table_VD: jax.Array, first: jax.Array, ids_BT: jax.Array) -> jax.Array:
-            """Zeros for the ids of other pieces, which are out of bounds."""
+        def rows_of_shard(table_VD: jax.Array, first: jax.Array, ids_BT: jax.Array) -> jax.Array:
+            """The rows of one shard of the table; zeros for ids of other shards, which are out of bounds."""
             at_BT = jnp.where(ids_BT >= first, ids_BT - first, len(table_VD))
             return table_VD.at[at_BT].get(mode="fill", fill_value=0).astype(table.compute_dtype)
 
-        found_zrBTD = jax.vmap(jax.vmap(found, (0, None, 0)), (1, 0, None))(table_rzVD, first_z, ids_rBT)
-        found_zBTD = jax.vmap(tokens.together)(found_zrBTD)
+        rows_zrBTD = jax.vmap(jax.vmap(rows_of_shard, (0, None, 0)), (1, 0, None))(table_rzVD, first_z, ids_rBT)
+        rows_zBTD = jax.vmap(tokens.together)(rows_zrBTD)
         sum_ = Sum(over, (f"{table.path}.{table.axes[0]}",), (table.path,))
-        return reduced(unreduced(found_zBTD, sum_), spec, home)
+        return reduced(unreduced(rows_zBTD, sum_), gathered_spec, reduced_spec)
 
 
 # One input, and the weights that it is multiplied with
@@ -168,33 +170,37 @@ def look_up(table: Weight, ids_BT: jax.Array, spec: str, home: str) -> jax.Array
 class _Gathered:
     """The gathered input of several matmuls.
 
-    Its gradient has one sum over devices for each way in which the weights are split. Autodiff adds up the partial sums
-    of one as the gradient of a slot. A slot is zeros of their shape, whose values are not used.
+    Its gradient has one reduction for each set of mesh axes that the weights are split over. For each there is a slot:
+    an array of zeros whose gradient is the partial sums of all these matmuls, which autodiff adds up. The derivative of
+    the slot reduces them. The values of a slot are not used.
     """
 
-    def __init__(self, x: jax.Array, spec: str, home: str):
-        self.x = shard(like(x, home), spec)
+    def __init__(self, x: jax.Array, gathered_spec: str, reduced_spec: str):
+        self.x = shard(like(x, reduced_spec), gathered_spec)
         self._fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
-        self._before, self._spec, self._home = x, parse(spec, x.ndim), parse(home, x.ndim)
+        self._before, self._gathered_spec = x, parse(gathered_spec, x.ndim)
+        self._reduced_spec = parse(reduced_spec, x.ndim)
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
 
-    def made_of(self, x: jax.Array, spec: str, home: str) -> bool:
-        return x is self._before and (parse(spec, x.ndim), parse(home, x.ndim)) == (self._spec, self._home)
+    def made_of(self, x: jax.Array, gathered_spec: str, reduced_spec: str) -> bool:
+        if x is not self._before:
+            return False
+        return (self._gathered_spec, self._reduced_spec) == (parse(gathered_spec, x.ndim), parse(reduced_spec, x.ndim))
 
     @staticmethod
     def known(x: jax.Array) -> "_Gathered":
-        """What `gathered` made of an array."""
+        """The gathered input whose array is `x`. Raises InputError where there is none."""
         for one in _inputs.get():
             if one.x is x:
                 return one
         raise InputError(
             f"project(x, weight): x, {x.shape}, is not what gathered() gave\n"
-            "  fix   with gathered(x, spec, home) as x: ... project(x, weight)"
+            "  fix   with gathered(x, gathered_spec, reduced_spec) as x: ... project(x, weight)"
         )
 
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
-        equation = _equation(self._spec.axes[:-1], 1, w)
+        equation = _equation(self._gathered_spec.axes[:-1], 1, w)
         if placement() is None:
             return jnp.einsum(equation, self.x, use(w))
         (a, b), out = _letters(equation)
@@ -206,13 +212,13 @@ class _Gathered:
     def copies(self, sum_: Sum) -> jax.Array:
         if sum_.over.pieces == 1:
             return self.x[None]
-        return _copies(sum_, self._spec, self._fixed, self._slot(sum_))
+        return _copies(sum_, self._gathered_spec, self._fixed, self._slot(sum_))
 
     def _slot(self, sum_: Sum) -> jax.Array:
-        """The slot of the matmuls with weights that are split alike."""
+        """The slot of all matmuls whose weights are split over the same mesh axes."""
         if sum_.over not in self._slots:
-            sums: list[Sum] = []  # complete by the time the backward pass is traced, which names the sum after all
-            self._slots[sum_.over] = _slot(sum_.over, self._home, sums, self._before), sums
+            sums: list[Sum] = []  # complete when the backward pass is traced, which names its reduction after them
+            self._slots[sum_.over] = _slot(sum_.over, self._reduced_spec, sums, self._before), sums
         slot, sums = self._slots[sum_.over]
         sums.append(sum_)
         return slot
@@ -222,13 +228,13 @@ _inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _slot(over: Split, home: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
+def _slot(over: Split, reduced_spec: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
     return jnp.zeros((over.pieces, *x.shape), x.dtype)
 
 
 _slot.defvjp(
-    lambda *given: (_slot(*given), None),
-    lambda over, home, sums, _, dx: (functools.reduce(operator.or_, sums).made(dx, home),),
+    lambda *args: (_slot(*args), None),
+    lambda over, reduced_spec, sums, _, dx: (functools.reduce(operator.or_, sums).made(dx, reduced_spec),),
 )
 
 
@@ -238,7 +244,7 @@ def _copies(sum_: Sum, spec: Spec, x: jax.Array, slot: jax.Array) -> jax.Array:
     return sum_.copies(x, spec)
 
 
-_copies.defvjp(lambda *given: (_copies(*given), None), lambda sum_, spec, _, dx: (None, dx))
+_copies.defvjp(lambda *args: (_copies(*args), None), lambda sum_, spec, _, dx: (None, dx))
 
 
 # One matmul
@@ -275,7 +281,7 @@ def _how(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Su
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
-    """The product of `x` and a weight at rest. With a slot, the gradient of `x` is that of the slot.
+    """The product of `x` and a stored weight. With a slot, the gradient of `x` is returned as that of the slot.
 
     Its derivatives are written here. For autodiff to give them as partial sums, the forward pass would have to cut the
     same axis, which adds copies in attention to TPU programs: 4% of a step under fsdp2_tp4 on v5p.
@@ -308,10 +314,10 @@ def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
                 cuts = {"z": (how.letter, how.sum.over), **tokens.cuts}
                 partials = _einsum(f"{how.x},{how.y}->rt{how.w}", x, dy, **cuts)
             dw = gradient(unreduced(partials, tokens.sum), weight)
-        found = (dx, None, dw) if how.dx == how.x else (None, dx, dw)
+        gradients = (dx, None, dw) if how.dx == how.x else (None, dx, dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
         # gradient only when the optimizer asks for it, and to hold the partials while the other layers are computed.
-        return found if weight.scanned else jax.lax.optimization_barrier(found)
+        return gradients if weight.scanned else jax.lax.optimization_barrier(gradients)
 
 
 _product.defvjp(_forward, _backward)
@@ -320,8 +326,8 @@ _product.defvjp(_forward, _backward)
 def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
     """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the piece and N within it.
 
-    If the equation's result has z, the pieces stay apart: as partial sums, or as those of N. If it has N alone, they
-    become one axis again. Nothing is cut where the equation has no z. Where the split has one piece, z is left out.
+    If the equation's result has z, so has the array: for partial sums, or for the pieces of N. If the result has N but
+    not z, the pieces become one axis again. Without z in the equation nothing is cut. A split of one piece has no z.
     """
     (a, b), out = _letters(equation)
     cuts = {piece: cut for piece, cut in cuts.items() if piece in equation}
@@ -336,24 +342,24 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         # compiler would not turn the result but the product.
         turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
         product = jax.lax.optimization_barrier(jnp.einsum(f"{b},{a}->{turned}", y, x))
-        found = jnp.einsum(f"{turned}->{out}", product)
+        result = jnp.einsum(f"{turned}->{out}", product)
     else:
         # With pieces first, the result needs no transposition. H is h, since jnp.einsum sums over axes in alphabetical
         # order, and CPUs transpose arrays in which they stand in another, as heads do before H.
-        found = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
+        result = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
     for piece, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
             at, out = out.index(piece), out.replace(piece, "")
             to = out.index(letter)
-            found = jnp.moveaxis(found, at, to)
-            found = found.reshape(*found.shape[:to], -1, *found.shape[to + 2 :])
+            result = jnp.moveaxis(result, at, to)
+            result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
     if out.startswith("rt"):  # one partial sum for each piece of the tokens
-        found = found.reshape(-1, *found.shape[2:])
-    return found
+        result = result.reshape(-1, *result.shape[2:])
+    return result
 
 
 def _cut(x: jax.Array, letters: str, letter: str, over: Split, piece: str) -> tuple[jax.Array, str]:
-    """`x` and its letters, the axis `letter` cut in two if it has it."""
+    """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
     if letter not in letters:
         return x, letters
     at = letters.index(letter)

@@ -53,8 +53,8 @@ def platform(mesh: Mesh) -> str:
 
 def processor(device: Any) -> Processor:
     """What decides which kernels a jax device can run."""
-    found = str(device.platform)
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(found, found)
+    jax_name = str(device.platform)
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(jax_name, jax_name)
     version = str(getattr(device, "compute_capability", "")) if name == "gpu" else ""
     capability = tuple(map(int, version.split("."))) if re.fullmatch(r"\d+\.\d+", version) else (0, 0)
     chip = chip_of(device.device_kind)

@@ -22,7 +22,7 @@ class Vocabulary:
         return {**self.weights, **self.activations}
 
     def adapted(self, path: str) -> str:
-        """The path of the weight that an adapter's matrix belongs to; of another array its own."""
+        """The path of the weight that an adapter's matrix belongs to. For any other array, `path` itself."""
         module, dot, name = path.rpartition(".")
         return f"{module}{dot}{self.adapters.get(name, name)}"
 

@@ -9,7 +9,7 @@ from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, scope, split
 
-TOKENS = "block_input"  # the activation whose tokens, along batch and seq, weights are multiplied with
+TOKENS = "block_input"  # its rows of the rules file say how tokens are split, along batch and seq
 
 
 class Sum(NamedTuple):
@@ -23,9 +23,9 @@ class Sum(NamedTuple):
         """One sum of the partial sums of both."""
         return Sum(self.over, self.axes + other.axes, self.of + other.of)
 
-    def made(self, partials: jax.Array, home: Spec) -> jax.Array:
+    def made(self, partials: jax.Array, spec: Spec) -> jax.Array:
         with scope("of", *self.of), scope("sum", *self.axes):
-            return _place().total(partials, self.over, home)
+            return _place().total(partials, self.over, spec)
 
     def copies(self, x: jax.Array, spec: Spec) -> jax.Array:
         """The derivative of `made`: `x`, gathered as `spec` says, once for each partial sum."""
@@ -48,7 +48,7 @@ class PartialSums:
 class Unreduced:
     """A sum over devices that is not yet made: partial sums for each set of mesh axes, and arrays to add afterwards.
 
-    Where nothing is split there is one array.
+    Where no weight is split, there are no partial sums and `rest` is one array.
     """
 
     parts: tuple[PartialSums, ...] = ()
@@ -71,47 +71,56 @@ class Unreduced:
     def __rmul__(self, factor: jax.Array | float) -> "Unreduced":
         return jax.tree.map(lambda x: factor * x, self)
 
-    def total(self, home: Spec, spec: Spec) -> jax.Array:
-        """The sum. What is reduced is placed as `home` says, and its gradient is gathered as `spec` says."""
-        each = [*(_total(part.sum, home, spec, part.array) for part in self.parts), *self.rest]
+    def total(self, reduced_spec: Spec, gathered_spec: Spec) -> jax.Array:
+        """The sum, placed as `reduced_spec` says. Its gradient is gathered as `gathered_spec` says."""
+        each = [*(_total(part.sum, reduced_spec, gathered_spec, part.array) for part in self.parts), *self.rest]
         return sum(each[1:], each[0])
 
 
 def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
-    """The sum over the first dimension, if it has more than one shard. Otherwise there is no such dimension."""
+    """The sum over the first dimension of `partials`. A sum over one shard has no such dimension."""
     return Unreduced((PartialSums(partials, sum_),)) if sum_.over.pieces > 1 else Unreduced((), (partials,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _total(sum_: Sum, home: Spec, spec: Spec, partials: jax.Array) -> jax.Array:
-    return sum_.made(partials, home)
+def _total(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, partials: jax.Array) -> jax.Array:
+    return sum_.made(partials, reduced_spec)
 
 
-_total.defvjp(lambda *given: (_total(*given), None), lambda sum_, home, spec, _, dy: (sum_.copies(dy, spec),))
+_total.defvjp(
+    lambda *args: (_total(*args), None),
+    lambda sum_, reduced_spec, gathered_spec, _, dy: (sum_.copies(dy, gathered_spec),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def copied(sum_: Sum, home: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """A copy of `x`, gathered as `spec` says, for each partial sum of its gradient, which `home` places."""
-    return sum_.copies(x, spec)
+def copied(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, x: jax.Array) -> jax.Array:
+    """A copy of `x`, gathered as `gathered_spec` says, for each partial sum of its gradient.
+
+    The gradient is placed as `reduced_spec` says.
+    """
+    return sum_.copies(x, gathered_spec)
 
 
-copied.defvjp(lambda *given: (copied(*given), None), lambda sum_, home, spec, _, dx: (sum_.made(dx, home),))
+copied.defvjp(
+    lambda *args: (copied(*args), None),
+    lambda sum_, reduced_spec, gathered_spec, _, dx: (sum_.made(dx, reduced_spec),),
+)
 
 
-def reduced(y: Unreduced, spec: str, home: str) -> jax.Array:
-    """The sum, placed as `home` says. Its gradient is gathered as `spec` says."""
+def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:
+    """The sum, placed as `reduced_spec` says. Its gradient is gathered as `gathered_spec` says."""
     if y.parts:
-        return y.total(parse(home, y.rank), parse(spec, y.rank))
-    return like(like(y.rest[0], spec), home)
+        return y.total(parse(reduced_spec, y.rank), parse(gathered_spec, y.rank))
+    return like(like(y.rest[0], gathered_spec), reduced_spec)
 
 
 def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
-    """The gradient of `weight`, reduced to where the rules keep gradients."""
-    place, home = placement(), Spec(weight.path, weight.axes, "optimizer")
-    total = dw.total(home, home)
+    """The gradient of `weight`, reduced to where the table `optimizer` places it."""
+    place, spec = placement(), Spec(weight.path, weight.axes, "optimizer")
+    total = dw.total(spec, spec)
     if place and not dw.parts:
-        total = place.constrain(total, home)
+        total = place.constrain(total, spec)
     return total.astype(weight.array.dtype)
 
 
@@ -142,7 +151,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Tokens:
-    """How the tokens of `x` are split; an axis that a mesh axis of `without` splits counts as whole."""
+    """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()

@@ -21,8 +21,8 @@ from gspmd_lm.sharding.rules import Problem, Rules, check
 
 # On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then
 # copies less: 58 instead of 201 MB a step of bench_4m (benchmarks/one_device.py). Longer loops stay, so that large
-# models compile in the same time as before. So do layers that are recomputed: without a loop, XLA:CPU computes them
-# again and holds what they were to save nevertheless.
+# models compile in the same time as before. Layers that are recomputed keep their loop, too: without it, XLA:CPU
+# recomputes them and still holds what this was to save.
 UNROLLED_TURNS = 8
 
 
@@ -96,7 +96,7 @@ class MeshPlacement:
         return Split(mesh_axes, self.rules.piece_count(mesh_axes))
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """A device holds the copy of its own piece, which is what it holds of `x`: nothing moves."""
+        """Each device has the copy for its shard, which is the part of `x` that it has: nothing is sent."""
         place = self.sharding(spec.table, spec.array, spec.axes, x.shape)
         each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
         sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
@@ -107,7 +107,7 @@ class MeshPlacement:
         """The sum over the first dimension of `partials`, which is split over the mesh axes of `split`.
 
         The partitioner would make it an all-reduce and a slice on CPU, and elsewhere where its pass for
-        reduce-scatters does not match. That is twice the traffic, so psum_scatter is said here. A mesh axis that does
+        reduce-scatters does not match. That is twice the traffic, so psum_scatter is called here. A mesh axis that does
         not split the result is summed with psum. So is one inside of which an axis that is not summed over splits the
         same dimension: the blocks of a reduce-scatter would come out in the wrong order.
         """
@@ -149,17 +149,17 @@ class MeshPlacement:
             )(partials)
             return jax.lax.with_sharding_constraint(reduced, result)
 
-    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+    def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         columns = self.rules.split(table.table, table.array, table.axes[-1])
-        want = [self.rules.split(home.table, home.array, axis) for axis in home.axes[:-1]]
+        want = [self.rules.split(target.table, target.array, axis) for axis in target.axes[:-1]]
         moved = [name for name in columns if any(name in names for names in want)]
         if len({names for names in want if set(names) & set(moved)}) < 2:
             return x
         left = list(columns)
         for name in (None, *reversed(moved[1:])):
             left = [other for other in left if other != name]
-            there = [tuple(other for other in names if other in moved and other not in left) for names in want]
-            sharding = NamedSharding(self.mesh, _partition_spec([*there, left]))
+            leading = [tuple(other for other in names if other in moved and other not in left) for names in want]
+            sharding = NamedSharding(self.mesh, _partition_spec([*leading, left]))
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
 
@@ -182,7 +182,7 @@ def policy(rules: Rules) -> Callable[..., Any] | None:
     if chosen.policy == "block":
         return policies.nothing_saveable
     if chosen.policy == "dots":
-        # A product that is summed over devices has its own batch dimension; its sum is kept as `residual`.
+        # The partial sums of a matmul have a batch dimension, so they are not kept. Their sum is, as `residual`.
         sums = policies.save_only_these_names("residual")
         return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums)
     return policies.save_and_offload_only_these_names(
@@ -197,8 +197,8 @@ class Recorder:
     """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
     and marks in the program where each array is placed: see `marked`.
 
-    Loops are cut as the rules say, and axes compare as split alike or not. A sum has one partial sum,
-    because an axis that does not divide has no equal pieces.
+    Loops have as many chunks as the rules say, and two axes compare as split alike or not. But each sum has one partial
+    sum, because an axis whose size does not divide has no shards of one size.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -250,7 +250,7 @@ class Recorder:
     def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
         return self.constrain(partials.sum(0), spec)
 
-    def columns_apart(self, x: jax.Array, table: Spec, home: Spec) -> jax.Array:
+    def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
             self.used.add(table.array)
         return x
@@ -310,7 +310,7 @@ def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Record
 
 
 class _NoRules(list[tuple[str, None]]):
-    """Rules for flax's words, which place nothing; and how often a constraint asked them. Flax asks no empty ones."""
+    """Axis rules for flax that place nothing, and count how often a constraint reads them. Empty rules are not read."""
 
     asked = 0
 
@@ -320,7 +320,7 @@ class _NoRules(list[tuple[str, None]]):
 
 
 def as_recorded(recorder: Recorder) -> AbstractContextManager[None]:
-    """A context in which a model's questions have the answers that `recorder` gave, and nothing is noted."""
+    """A context in which a model gets the answers that `recorder` gave it. Nothing is noted in `recorder`."""
     return placed_by(Recorder(recorder.rules))
 
 
@@ -334,14 +334,14 @@ def problems(
 
     `activations` are what the model was recorded to name under the same rules; None where no model runs.
     """
-    found = list(rules.problems)
+    collected = list(rules.problems)
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     for table, (leaf, like) in tables:
-        found += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
-    found += activations.problems if activations else []
-    found += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
-    return list(dict.fromkeys(found))
+        collected += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
+    collected += activations.problems if activations else []
+    collected += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
+    return list(dict.fromkeys(collected))
 
 
 def _split(rules: Rules, array: str, axis: str) -> Split:

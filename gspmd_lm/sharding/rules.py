@@ -172,9 +172,9 @@ class Rules:
         weight = self.vocabulary.adapted(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]):
             rows = [row for row in self.rows if row.table == name and row.axis == axis]
-            found = [row for row in rows if row.speaks_of(path) or row.speaks_of(weight)]
-            if found:
-                return max(found, key=lambda row: (row.array != "" and row.speaks_of(path), len(row.array)))
+            matches = [row for row in rows if row.speaks_of(path) or row.speaks_of(weight)]
+            if matches:
+                return max(matches, key=lambda row: (row.array != "" and row.speaks_of(path), len(row.array)))
         return None
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:

@@ -44,10 +44,10 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, o
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
                             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
     reader = _Reader(str(path), vocabulary)
-    found = reader.laid(raw, mesh_override, overrides)
+    values = reader.laid(raw, mesh_override, overrides)
     if reader.flags:
-        text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(found)}"
-    return dataclasses.replace(reader.rules(found), text=text)
+        text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(values)}"
+    return dataclasses.replace(reader.rules(values), text=text)
 
 
 def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
@@ -89,12 +89,12 @@ class _Reader:
 
     def laid(self, raw: Mapping[Any, Any], mesh_override: str, overrides: Sequence[str]) -> dict[Any, Any]:
         """The values of a file with those of flags laid over them."""
-        found = dict(raw)
+        values = dict(raw)
         for text in overrides:
-            self.lay(found, text)
-        if mesh_override and isinstance(found.get("mesh"), dict):
-            found["mesh"] = self.sizes(found["mesh"], mesh_override)
-        return found
+            self.lay(values, text)
+        if mesh_override and isinstance(values.get("mesh"), dict):
+            values["mesh"] = self.sizes(values["mesh"], mesh_override)
+        return values
 
     def lay(self, raw: dict[Any, Any], text: str) -> None:
         """Lays one 'rules.KEY=VALUE' over the values of a file. What follows the section in KEY is one row."""
@@ -191,7 +191,7 @@ class _Reader:
             array, _, axis = str(key).rpartition(".")
             where = f"{table}.{key}"
             names = tuple(target) if isinstance(target, list) else () if target is None else (target,)
-            found = len(self.problems)
+            problems_before = len(self.problems)
             if axis not in axes:
                 hint = did_you_mean(axis, axes)
                 if not array and axis in self.vocabulary.arrays:
@@ -203,7 +203,7 @@ class _Reader:
                 elif mesh:  # a missing mesh is a problem already
                     what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
                     self.known(name, mesh, what, where, target, rest)
-            if len(self.problems) == found and mesh:
+            if len(self.problems) == problems_before and mesh:
                 yield Row(place(self.path, self.flags, where, target), table, array, axis, names)
 
     def remat(self, value: Any) -> Remat:

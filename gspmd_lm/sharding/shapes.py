@@ -69,15 +69,15 @@ def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
 
 
 def checked(
-    found: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
+    arrays: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
 ) -> list[Problem]:
     """The warnings about `rules` for the arrays of a model. Nothing is compiled or allocated.
 
     `recorded` are the activations that the model names in each of its programs under the same rules, and `more` the
     problems that its arrays do not show. Raises ShardingError that lists everything that does not fit.
     """
-    params = pairs(found.named_params, found.params)
-    optimizer = pairs(found.named_optimizer, found.optimizer)
+    params = pairs(arrays.named_params, arrays.params)
+    optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
     problems = [
         problem
         for activations in list(recorded) or [None]

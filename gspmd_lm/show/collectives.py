@@ -77,7 +77,7 @@ def _sums(members: Sequence[Collective], whole: int) -> Row:
 
 
 def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
-    """A row of COLLECTIVES. `others` says how many arrays it stands for besides its own."""
+    """A row of COLLECTIVES. `others`: how many more arrays it stands for."""
     size, times = _size(one), one.times_per_step
     return (
         Cell(one.kind, one.kind.replace(" ", "\n")),

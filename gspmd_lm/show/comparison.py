@@ -38,24 +38,24 @@ def page(reports: Sequence[Report], command: str = "") -> str:
 
 
 def layouts(reports: Sequence[Report]) -> str:
-    """The HTML of all about each layout. Where there are several, a script shows the one that is chosen."""
+    """The HTML of the reports. Where there are several, a script shows the one that is chosen."""
     return "".join(_layout(report, number, len(reports) > 1) for number, report in enumerate(reports))
 
 
 def _layout(report: Report, number: int, several: bool) -> str:
-    found = page_sections(report, number)
+    content = page_sections(report, number)
     name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
         f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
         f'<p class="about">{text(about(report))}</p><p class="verdict">{text(verdict(report))}</p>'
-        f"{html.facts(found)}{html.sections(found, 'h3' if several else 'h2')}</article>"
+        f"{html.facts(content)}{html.sections(content, 'h3' if several else 'h2')}</article>"
     )
 
 
 def data(reports: Sequence[Report]) -> str:
     """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
-    found = [{"mesh": list(report.mesh.items()), "arrays": list(map(vars, report.arrays))} for report in reports]
-    return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+    records = [{"mesh": list(report.mesh.items()), "arrays": list(map(vars, report.arrays))} for report in reports]
+    return json.dumps(records, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def comparison(reports: Sequence[Report]) -> Section:
@@ -63,13 +63,13 @@ def comparison(reports: Sequence[Report]) -> Section:
     notes = ["* best of those that fit; ranked by predicted time"]
     errors = dict.fromkeys(report.prediction.error for report in reports if report.prediction)
     notes += [f"error of predicted times: {error}" for error in errors]
-    found = collections.defaultdict[tuple[str, str], list[str]](list)
+    layouts_by_finding = collections.defaultdict[tuple[str, str], list[str]](list)
     for report in reports:
         if report.prediction is None:
             notes.append(f"{report.layout}: no prediction, {report.no_prediction}")
         for finding in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
-            found[finding].append(report.layout)
-    findings = Findings([(code, ", ".join(where), fix) for (code, fix), where in found.items()])
+            layouts_by_finding[finding].append(report.layout)
+    findings = Findings([(code, ", ".join(where), fix) for (code, fix), where in layouts_by_finding.items()])
     slowest = max((report.prediction.step_time_s for report in reports if report.prediction), default=0)
     largest = max(max(report.memory.peak_bytes, report.memory.limit_bytes or 0) for report in reports)
     bars = "".join(
@@ -82,7 +82,7 @@ def comparison(reports: Sequence[Report]) -> Section:
         f'memory, and the floor of compute.</p><dl class="bars">{bars}</dl>'
     )
     blocks = [Text(winner(reports), "verdict"), compared(reports), *(Text(note, "dim") for note in notes)]
-    return Section("Side by side", "", [*blocks, *([findings] if found else []), Figure(drawing)])
+    return Section("Side by side", "", [*blocks, *([findings] if layouts_by_finding else []), Figure(drawing)])
 
 
 def compared(reports: Sequence[Report]) -> Table:
@@ -91,12 +91,12 @@ def compared(reports: Sequence[Report]) -> Table:
     A layout that does not fit is never best, and neither is one of several equals.
     """
 
-    def cell(report: Report, said: str, best: bool = False) -> Cell:
-        style = "best" if best else "" if report.memory.fits else "bad" if said == "NO" else "dim"
-        return Cell(f"{said}*" if best else said, style=style)
+    def cell(report: Report, value: str, best: bool = False) -> Cell:
+        style = "best" if best else "" if report.memory.fits else "bad" if value == "NO" else "dim"
+        return Cell(f"{value}*" if best else value, style=style)
 
-    def words(label: str, known: str, said: Sequence[str]) -> Row:
-        return [label, known, *map(cell, reports, said)]
+    def words(label: str, known: str, values: Sequence[str]) -> Row:
+        return [label, known, *map(cell, reports, values)]
 
     def line(label: str, known: str, values: Sequence[float | None], show: Callable[[float], str], sign=1) -> Row:
         able = {i: sign * x for i, x in enumerate(values) if x is not None and reports[i].memory.fits}
@@ -110,8 +110,8 @@ def compared(reports: Sequence[Report]) -> Table:
     widths = [report.other_width if report.above_floor is not None else "" for report in reports]
     rows = [words("mesh", "", [mesh(report.mesh) for report in reports])]
     for label in ("config", "target"):
-        said = [getattr(report, label) for report in reports]
-        rows += [words(label, "", said)] if len(set(said)) > 1 else []
+        names = [getattr(report, label) for report in reports]
+        rows += [words(label, "", names)] if len(set(names)) > 1 else []
     rows += [
         words("fits", "compiled", ["yes" if report.memory.fits else "NO" for report in reports]),
         line("peak memory", "compiled", [report.memory.peak_bytes for report in reports], human_bytes),

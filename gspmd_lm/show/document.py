@@ -21,7 +21,7 @@ class Cell:
     """What stands at one place of a table."""
 
     text: str
-    short: str = ""  # stands there on a narrow terminal
+    short: str = ""  # the text on a narrow terminal
     style: Style = ""
     kind: str = ""  # what a page shows in a colour beside it, such as "matmul"
     share: float | None = None  # of the whole: drawn as a bar
@@ -37,8 +37,9 @@ class Table:
     """Rows below the names of their columns.
 
     The first `labels` columns say what a row is, and stand again where a terminal has no room for all columns at once.
-    A terminal may leave out the last rows if `left_out` says what is to be said of all rows from a number on. A page
-    shows `groups` in place of the rows if there are any: each is a row with sums and the rows that fold below it.
+    A terminal may leave out the last rows if there is `left_out`, which makes a line about them from the number of rows
+    that are shown. A page shows `groups` in place of the rows if there are any: each is a row with sums and the rows
+    that fold below it.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Notes:
-    """Names, each with what is said of it."""
+    """Names, each with a text about it."""
 
     notes: Sequence[tuple[str, str]]
 
@@ -84,7 +85,7 @@ class Notes:
 class Findings:
     """What is wrong: each a code, a message, and what to type."""
 
-    found: Sequence[tuple[str, str, str]]
+    findings: Sequence[tuple[str, str, str]]
 
 
 @dataclasses.dataclass(frozen=True)

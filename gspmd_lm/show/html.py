@@ -48,18 +48,18 @@ def page(title: str, command: str, body: str, data: str = "[]") -> str:
     return filled
 
 
-def sections(found: Iterable[Section], heading: str = "h2") -> str:
+def sections(content: Iterable[Section], heading: str = "h2") -> str:
     """The sections that have more than facts."""
     return "".join(
         f"<section><{heading}>{text(one.title)} {_known_as(one.known)}</{heading}>{blocks(one.blocks)}</section>"
-        for one in found
+        for one in content
         if one.blocks
     )
 
 
-def facts(found: Iterable[Section]) -> str:
+def facts(content: Iterable[Section]) -> str:
     """The facts of sections in large."""
-    tiles = [_fact(fact, section.known) for section in found for fact in section.facts]
+    tiles = [_fact(fact, section.known) for section in content for fact in section.facts]
     return f'<dl class="facts">{"".join(tiles)}</dl>' if tiles else ""
 
 
@@ -83,9 +83,9 @@ def _fact(fact: Fact, known: str) -> str:
     return f"<div><dt>{_term(fact.name)} {_known_as(known)}</dt><dd>{value}</dd></div>"
 
 
-def blocks(found: Iterable[Block]) -> str:
+def blocks(content: Iterable[Block]) -> str:
     """The HTML of blocks."""
-    return "".join(map(_block, found))
+    return "".join(map(_block, content))
 
 
 def _block(block: Block) -> str:
@@ -93,12 +93,12 @@ def _block(block: Block) -> str:
         case document.Text():
             return f'<p class="{block.style}">{text(block.text)}</p>'
         case document.Notes():
-            told = "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in block.notes)
-            return f'<dl class="notes">{told}</dl>'
+            items = "".join(f"<dt>{text(name)}</dt><dd>{text(note)}</dd>" for name, note in block.notes)
+            return f'<dl class="notes">{items}</dl>'
         case document.Findings():
             items = "".join(
                 f"<li><b>{text(code)}</b> {text(message)}<br><span>Fix: {text(fix)}</span></li>"
-                for code, message, fix in block.found
+                for code, message, fix in block.findings
             )
             return f'<ul class="warnings">{items}</ul>'
         case document.Table():
@@ -143,13 +143,13 @@ def _head(column: Column, sorts: bool) -> str:
 
 def _row(table: Table, row: Row, folds: bool = False) -> str:
     """A row of a table. Its first cell is a button if other rows fold below it."""
-    first, found = cells(row)[0].text, list(map(_cell, table.columns, cells(row)))
+    first, tags = cells(row)[0].text, list(map(_cell, table.columns, cells(row)))
     if folds:
         button = f'<button type="button" class="fold" aria-expanded="true">{text(first)}</button>'
-        found[0] = f'<th scope="rowgroup">{button}</th>'
+        tags[0] = f'<th scope="rowgroup">{button}</th>'
     elif table.labels:
-        found[0] = f'<th scope="row">{_term(first)}</th>'
-    return f"<tr>{''.join(found)}</tr>"
+        tags[0] = f'<th scope="row">{_term(first)}</th>'
+    return f"<tr>{''.join(tags)}</tr>"
 
 
 def _cell(column: Column, cell: Cell) -> str:

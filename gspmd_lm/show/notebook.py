@@ -56,8 +56,8 @@ class FoundPlan(Plan):
     batch: int = 0  # rows of a step
 
     @classmethod
-    def of(cls, found: Plan, task: Task | Config) -> "FoundPlan":
-        return cls(**vars(found), batch=task.data.batch if isinstance(task, Config) else task.rows)
+    def of(cls, plan: Plan, task: Task | Config) -> "FoundPlan":
+        return cls(**vars(plan), batch=task.data.batch if isinstance(task, Config) else task.rows)
 
     @property
     def yaml(self) -> str:

@@ -1,4 +1,4 @@
-"""A plan, or plans for several targets: the ranking and what is said of it, on a terminal and as a page."""
+"""A plan, or plans for several targets: the ranking and notes on it, on a terminal and as a page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ LIMIT_SEEN = 5  # a limit so many times above all that is drawn is not drawn
 FARTHEST = 3  # times the best step: slower layouts are not drawn
 WORDS = ("layout", "exposed", "target", "known by")  # columns that hold no numbers
 
-Note = tuple[str, str]  # a label, and what is said
+Note = tuple[str, str]  # a label and a text
 
 
 def show(outcomes: Sequence[Outcome], console: Console, advice: Sequence[Note] = ()) -> None:
@@ -33,15 +33,15 @@ def show(outcomes: Sequence[Outcome], console: Console, advice: Sequence[Note] =
 def page(outcomes: Sequence[Outcome], advice: Sequence[Note], command: str) -> str:
     """The HTML of a page with what `show` prints, pictures, the best rules file, and reports on the best layouts."""
     best = ranked(outcomes)[0]
-    found, plan = sections(outcomes, advice), best.plan
+    content, plan = sections(outcomes, advice), best.plan
     if plan.best is None:
-        return html.page(f"Plan of {plan.config}", command, html.sections(found))
+        return html.page(f"Plan of {plan.config}", command, html.sections(content))
     reports = [line.candidate.report for line in best.lines() if line.candidate.report][:IN_FULL]
-    found += [
+    content += [
         *_memory(best),
         Section("The rules file", "", [html.file(candidate.rules_file(plan, plan.best, command))]),
     ]
-    body = html.sections(found) + comparison.layouts(reports) + html.words()
+    body = html.sections(content) + comparison.layouts(reports) + html.words()
     return html.page(f"Plan of {plan.config} on {plan.target.text}", command, body, comparison.data(reports))
 
 
@@ -69,13 +69,13 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     plan, lines = outcome.plan, outcome.lines()
     left = len(lines) - len(shown(lines))
-    said = [Text(f"and {left:,} more that may fit", "dim")] if left else []
+    more = [Text(f"and {left:,} more that may fit", "dim")] if left else []
     rows = [{name: Cell(cell, style="best" if line.candidate is plan.best else "")
              for name, cell in cells(outcome, line).items()} for line in shown(lines)]  # fmt: skip
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
         notes.append(("search", "; ".join(filter(None, (plan.stopped, estimate_error(plan))))))
-    blocks = [Text(summary(outcome)), table_of("Ranking", rows, WORDS), *said]
+    blocks = [Text(summary(outcome)), table_of("Ranking", rows, WORDS), *more]
     return Section("Ranking", "predicted", [*blocks, Notes([note for note in notes if note[1]])])
 
 
@@ -100,10 +100,10 @@ def cells(outcome: Outcome, line: Line) -> dict[str, str]:
     target, one = outcome.plan.target, line.candidate
     limit = target.chip.usable_hbm_bytes if target.chip else None
     memory = human_bytes(line.peak_bytes) + (f" ({line.peak_bytes / limit:.0%})" if limit else "")
-    found = {"#": f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", "layout": one.name}
+    row = {"#": f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", "layout": one.name}
     if target.chip is None:
-        return found | {"sent": human_bytes(one.estimate.sent_bytes), "memory": memory}
-    return found | {
+        return row | {"sent": human_bytes(one.estimate.sent_bytes), "memory": memory}
+    return row | {
         "step": human_seconds(line.step_time_s),
         "tok/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
         "MFU": figure(line.mfu, "{:.1%}".format),
@@ -153,10 +153,10 @@ def answer(outcome: Outcome) -> str:
         if outcome.usd is None
         else f", for {outcome.usd:,.0f} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
     )
-    said = f"{human_count(outcome.tokens)} tokens take {outcome.days_needed:,.1f} days{price}"
+    sentence = f"{human_count(outcome.tokens)} tokens take {outcome.days_needed:,.1f} days{price}"
     if outcome.in_time is False:
-        return f"{said}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are"
-    return f"{said}: within the {outcome.days:g} days that there are" if outcome.in_time else said
+        return f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are"
+    return f"{sentence}: within the {outcome.days:g} days that there are" if outcome.in_time else sentence
 
 
 def estimate_error(plan: Plan) -> str:
@@ -179,26 +179,26 @@ def estimate_error(plan: Plan) -> str:
 
 def _nothing_fits(outcome: Outcome, advice: Sequence[Note]) -> Section:
     plan, nearest = outcome.plan, outcome.plan.nearest
-    said = [Text(summary(outcome))]
+    paragraphs = [Text(summary(outcome))]
     if nearest and plan.target.chip:
         needs = f"{human_bytes(nearest.peak_bytes)} of {human_bytes(plan.target.chip.usable_hbm_bytes)}"
         what = "nothing fits" if all(one.fits is False for one in plan.candidates) else "nothing that was compiled fits"
-        said.append(Text(f"{what}: {nearest.name} needs least, {needs}", "bad"))
-    return Section("Nothing fits", "", [*said, *([Notes(advice)] if advice else [])])
+        paragraphs.append(Text(f"{what}: {nearest.name} needs least, {needs}", "bad"))
+    return Section("Nothing fits", "", [*paragraphs, *([Notes(advice)] if advice else [])])
 
 
-def fixes(found: Larger | None, savings: Sequence[tuple[str, int]]) -> list[Note]:
+def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]]) -> list[Note]:
     """What to do where nothing fits: a larger target, or a setting that saves memory."""
     fix = "no larger target that was tried is large enough either"
-    if found:
-        fix = (f"{found.target.text} is the smallest target of its chip on which it fits: {found.candidate.name}, "
-               f"{human_bytes(found.candidate.peak_bytes)}")  # fmt: skip
-    told = [("fix", fix)]
+    if larger:
+        fix = (f"{larger.target.text} is the smallest target of its chip on which it fits: {larger.candidate.name}, "
+               f"{human_bytes(larger.candidate.peak_bytes)}")  # fmt: skip
+    notes = [("fix", fix)]
     if savings:
         setting, saved = savings[0]
-        told.append(("or", f"--set {setting} saves most memory here, about {human_bytes(saved)} per device; it changes "
-                     "what is computed"))  # fmt: skip
-    return told
+        most = f"saves most memory here, about {human_bytes(saved)} per device"
+        notes.append(("or", f"--set {setting} {most}; it changes what is computed"))
+    return notes
 
 
 # ---- several targets, and pictures

@@ -38,8 +38,8 @@ class Axis:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(1, math.ceil((last - first) / (2 * TICKS)))
             factors = (1, 2, 5) if last - first <= 3 else (1,)
-            found = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-            return [value for value in found if self.low <= value <= self.high]
+            candidates = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+            return [value for value in candidates if self.low <= value <= self.high]
         step = round_step(max((self.high - self.low or abs(self.high) or 1.0) / TICKS, 1e-300))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [n * step for n in range(first, last + 1)]
@@ -49,9 +49,9 @@ def short(value: float) -> str:
     """'20k', '1.5M': a round number"""
     if value < 1000:
         return f"{value:g}"
-    found = human_short(value)
-    number = found.rstrip("kMBT")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + found[len(number) :]
+    shortened = human_short(value)
+    number = shortened.rstrip("kMBT")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + shortened[len(number) :]
 
 
 class Plot:
@@ -88,11 +88,11 @@ class Plot:
         self.marks.append(f'<path class="line" style="stroke:var(--bad)" d="M{at:.1f} 0V{SIZE}"/>')
         self.word((x, self.y.high), name, before=self.x.share(x) > 0.5)
 
-    def word(self, at: Point, said: str, *, before: bool = False) -> None:
+    def word(self, at: Point, label: str, *, before: bool = False) -> None:
         """Text beside a point."""
         x, y = self._at(at)
         side = ' class="before"' if before else ""
-        self.words.append(f'<b{side} style="left:{x / SIZE:.2%};top:{y / SIZE:.2%}">{text(said)}</b>')
+        self.words.append(f'<b{side} style="left:{x / SIZE:.2%};top:{y / SIZE:.2%}">{text(label)}</b>')
 
     def html(self, label: str, tall: bool = False) -> str:
         """The plot; `label` says what it shows to whoever does not see it."""

@@ -1,4 +1,4 @@
-"""What is said of one layout: warnings, memory, step time and collectives, and drawings for its page."""
+"""The report on one layout: warnings, memory, step time and collectives, and drawings for its page."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,11 +31,11 @@ from gspmd_lm.units import human_bytes, human_count, human_seconds
 def paragraph(report: Report) -> str:
     """The paragraph that training prints before it starts: all but the tables and notes."""
     memory, time, sent = (terminal.heading(section).plain for section in sections(report)[1:])
-    said = [f"{title(report)}, {about(report)}", f"{memory} ({listed(memory_parts(report))})"]
-    said += [f"{time} ({listed(time_parts(report))})" if report.prediction else time, sent]
+    sentences = [f"{title(report)}, {about(report)}", f"{memory} ({listed(memory_parts(report))})"]
+    sentences += [f"{time} ({listed(time_parts(report))})" if report.prediction else time, sent]
     if report.warnings:
-        said.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}")
-    return ". ".join(said) + "."
+        sentences.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}")
+    return ". ".join(sentences) + "."
 
 
 def title(report: Report) -> str:
@@ -62,23 +62,23 @@ def sections(report: Report) -> list[Section]:
 
 
 def _warnings(report: Report) -> Section:
-    found = [(warning.code, warning.message, warning.fix) for warning in report.warnings]
-    return Section(f"Warnings ({len(found)})", "", [Findings(found) if found else Text("None.")])
+    findings = [(warning.code, warning.message, warning.fix) for warning in report.warnings]
+    return Section(f"Warnings ({len(findings)})", "", [Findings(findings) if findings else Text("None.")])
 
 
 def _memory(report: Report) -> Section:
     memory, limit = report.memory, report.memory.limit_bytes
-    said = fit(memory) if limit is None else f"of {human_bytes(limit)}: {fit(memory)}"
+    fit_text = fit(memory) if limit is None else f"of {human_bytes(limit)}: {fit(memory)}"
     style = "" if limit is None else "good" if memory.fits else "bad"
-    facts = [Fact("peak memory", human_bytes(memory.peak_bytes), said, style)]
+    facts = [Fact("peak memory", human_bytes(memory.peak_bytes), fit_text, style)]
     if memory.host_bytes:
         facts.append(Fact("on the host", human_bytes(memory.host_bytes)))
     largest = [
-        (human_bytes(found.bytes), found.shape, " ".join(axis or "?" for axis in found.axes),
-         Cell(found.source, found.source.removeprefix("gspmd_lm/")), found.op)
-        for found in memory.largest
+        (human_bytes(temporary.bytes), temporary.shape, " ".join(axis or "?" for axis in temporary.axes),
+         Cell(temporary.source, temporary.source.removeprefix("gspmd_lm/")), temporary.op)
+        for temporary in memory.largest
     ]  # fmt: skip
-    rest_bytes = memory.temporaries_bytes - sum(found.bytes for found in memory.largest)
+    rest_bytes = memory.temporaries_bytes - sum(temporary.bytes for temporary in memory.largest)
     if largest and rest_bytes > 0:
         largest.append((human_bytes(rest_bytes), "all others", "", Cell(""), ""))
     columns = (Column("size", "number"), Column("largest temporaries", "code"), Column("axes"),
@@ -93,8 +93,9 @@ def _memory(report: Report) -> Section:
 
 def _table(name: str, parts: Sequence[Part], whole: float) -> Table:
     """Parts, each with its share of the whole."""
-    rows = [(Cell(part.label, kind=part.kind), part.said, Cell(f"{part.amount / whole:.1%}", share=part.amount / whole))
-            for part in parts]  # fmt: skip
+    shares = [part.amount / whole for part in parts]
+    rows = [(Cell(part.label, kind=part.kind), part.quantity, Cell(f"{share:.1%}", share=share))
+            for part, share in zip(parts, shares, strict=True)]  # fmt: skip
     return Table(name, (Column(), Column("", "number"), Column("", "number")), rows)
 
 
@@ -123,20 +124,20 @@ def _time(report: Report) -> Section:
     return Section("Step time", "predicted", blocks, facts)
 
 
-def _time_notes(report: Report, found: Prediction) -> list[tuple[str, str]]:
+def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]:
     floor, notes = report.floor, []
     if floor.compute_s is not None and floor.memory_s is not None:
-        times = found.step_time_s / max(floor.compute_s, floor.memory_s)
+        times = prediction.step_time_s / max(floor.compute_s, floor.memory_s)
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
         notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x the larger"))
     if floor.communication_bytes is not None:
         by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
         least = f"{human_bytes(floor.communication_bytes)} sent"
         notes.append(("", f"{least}: {by_axis}" if by_axis else least))
-    notes.append(("basis", found.basis))
-    if found.unpriced_share:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in found.unpriced.items())
-        notes.append(("not priced", f"{found.unpriced_share:.1%} of the program's bytes: {shares}"))
+    notes.append(("basis", prediction.basis))
+    if prediction.unpriced_share:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in prediction.unpriced.items())
+        notes.append(("not priced", f"{prediction.unpriced_share:.1%} of the program's bytes: {shares}"))
     return notes
 
 
@@ -262,19 +263,19 @@ def time_parts(report: Report) -> list[Part]:
 
 def verdict(report: Report) -> str:
     """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
-    memory, found = report.memory, report.prediction
+    memory, prediction = report.memory, report.prediction
     needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
-    said = [f"{report.layout} {needs}."]
-    if found:
-        label, most_s = max(list(parts_s(found).items())[:3], key=lambda part: part[1])
-        longest = next(iter(found.exposed_by_axis), "")
-        said.append(
-            f"A step takes {human_seconds(found.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
-            f"{most_s / found.step_time_s:.1%} of it, and it waits "
-            f"{found.exposed_communication_s / found.step_time_s:.1%} of it for other devices"
+    sentences = [f"{report.layout} {needs}."]
+    if prediction:
+        label, most_s = max(list(parts_s(prediction).items())[:3], key=lambda part: part[1])
+        longest = next(iter(prediction.exposed_by_axis), "")
+        sentences.append(
+            f"A step takes {human_seconds(prediction.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
+            f"{most_s / prediction.step_time_s:.1%} of it, and it waits "
+            f"{prediction.exposed_communication_s / prediction.step_time_s:.1%} of it for other devices"
             + (f", most for {longest}." if longest else ".")
         )
     if not memory.refusal:
         sent = filter(None, (human_bytes(report.sent_bytes), of_floor(report)))
-        said.append(f"Each device sends {', '.join(sent)}.")
-    return " ".join(said)
+        sentences.append(f"Each device sends {', '.join(sent)}.")
+    return " ".join(sentences)

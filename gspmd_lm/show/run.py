@@ -154,8 +154,8 @@ def _range(
     top, bottom = max(value for value in values if value <= most), min(values[0], 0.0) if zero else values[0]
     room = 0.05 * (top - bottom or abs(top) or 1.0)
     several = "s above are" if len(outside) > 1 else " above is"
-    said = f"<p class=legend>{len(outside):,} value{several} not drawn: up to {text(show(values[-1]))}.</p>"
-    return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), said if outside else ""
+    note = f"<p class=legend>{len(outside):,} value{several} not drawn: up to {text(show(values[-1]))}.</p>"
+    return Axis("", 0.0 if zero and not bottom else bottom - room, top + room, show), note if outside else ""
 
 
 def _samples(runs: Sequence[RunHistory]) -> list[Section]:

@@ -29,12 +29,12 @@ class Part(NamedTuple):
     kind: str  # its colour
     label: str
     amount: float
-    said: str  # the amount with its unit
+    quantity: str  # the amount with its unit
 
 
 def listed(parts: Iterable[Part]) -> str:
     """'matmul 9.24 s, attention 2.34 s'"""
-    return ", ".join(f"{part.label} {part.said}" for part in parts)
+    return ", ".join(f"{part.label} {part.quantity}" for part in parts)
 
 
 def bar(parts: Iterable[Part], whole: float, label: str, marks: Sequence[tuple[str, float]]) -> str:

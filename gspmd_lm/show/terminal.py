@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
 
 def show(console: Console, sections: Sequence[Section], title: str = "", about: str = "", lines: int = 0) -> None:
-    """Prints a title, what is said below it, and sections. Long tables and lists are cut to `lines`, if it is not 0."""
+    """Prints a title, `about` below it, and sections. Long tables and lists are cut to `lines`, if it is not 0."""
     page = Group()
     for most in MOST if lines else MOST[:1]:
         page = Group(*_page(sections, title, about, Room(console.width, *most)))
@@ -52,8 +52,8 @@ def heading(section: Section) -> Line:
     line = Line.assemble((section.title, "bold"), f", {section.known}" if section.known else "")
     for i, fact in enumerate(section.facts):
         name = "" if fact.name == section.title.lower() else f"{fact.name} "
-        said = f"{name}{fact.value}" + (f", {fact.note}" if fact.note else "")
-        line.append("; " if i else ": ").append(said, STYLES.get(fact.style))
+        fact_text = f"{name}{fact.value}" + (f", {fact.note}" if fact.note else "")
+        line.append("; " if i else ": ").append(fact_text, STYLES.get(fact.style))
     return line
 
 
@@ -79,23 +79,23 @@ def _block(block: Block, room: Room) -> Iterator[RenderableType]:
             yield from _table(block, room)
         case Notes():
             grid = Grid.grid(padding=(0, 2, 0, 0))
-            for name, said in block.notes:
-                grid.add_row(Line(name, style="bold"), Line(said))
+            for name, note in block.notes:
+                grid.add_row(Line(name, style="bold"), Line(note))
             yield grid
         case Findings():
-            yield from _findings(block.found, room.findings)
+            yield from _findings(block.findings, room.findings)
         case Pair():
             for one in block.blocks:
                 yield from _block(one, room)
 
 
-def _findings(found: Sequence[tuple[str, str, str]], most: int) -> Iterator[RenderableType]:
+def _findings(findings: Sequence[tuple[str, str, str]], most: int) -> Iterator[RenderableType]:
     grid = Grid.grid(padding=(0, 1, 0, 0))
-    for code, message, fix in found[:most]:
+    for code, message, fix in findings[:most]:
         grid.add_row(Line("!", style="yellow"), Line(f"{code}: {message}"))
         grid.add_row(Line(), Line(f"fix  {fix}", style="dim"))
     yield grid
-    if left := [code for code, _, _ in found[most:]]:
+    if left := [code for code, _, _ in findings[most:]]:
         yield Line(f"! and {len(left)} more: {', '.join(dict.fromkeys(left))}; {MORE}", style="yellow")
 
 

@@ -25,7 +25,7 @@ def choice(text, on, config=LLAMA, asked=Pass(2048)):  # noqa: B008
     loaded = rules_file.from_dict(core_yaml.parse(text, path), path)
     rules = supported.settled(loaded, config, on, asked)
     assert supported.settled(rules, config, on, asked) == rules
-    return rules.kernel(on.platform), supported.kernel_said(rules, config, on, asked)
+    return rules.kernel(on.platform), supported.kernel_choice(rules, config, on, asked)
 
 
 def model(**changes):

@@ -184,7 +184,7 @@ def said(section):
         elif isinstance(block, Notes):
             yield from itertools.chain(*block.notes)
         elif isinstance(block, Findings):
-            yield from itertools.chain(*block.found)
+            yield from itertools.chain(*block.findings)
         elif isinstance(block, Pair):
             left += block.blocks
         elif isinstance(block, Table) and not block.groups:

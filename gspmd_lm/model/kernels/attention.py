@@ -122,12 +122,12 @@ def unsupported(
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
     if kernel == "cudnn":
-        found, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
+        current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
-            return f"compute capability {found} (only {oldest} and newer)"
+            return f"compute capability {current} (only {oldest} and newer)"
         if (segments or model.attention_chunk) and capability and capability < HOPPER:  # a chunk is a document, too
             asked = "data.packing: documents" if segments else f"model.attention_chunk: {model.attention_chunk}"
-            return f"{asked} on compute capability {found} (only {hopper} and newer)"
+            return f"{asked} on compute capability {current} (only {hopper} and newer)"
         if model.attention_softcap:
             return f"model.attention_softcap: {model.attention_softcap}"
         if model.compute_dtype == "float32":
@@ -229,27 +229,27 @@ def alibi_slopes(heads: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_sums(
     passes: tuple[Any, Any], cfg: config.Model, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
-    heads_N: jax.Array, given: tuple[Any, ...],
+    heads_N: jax.Array, kernel_args: tuple[Any, ...],
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
 
-    `given` is what both take besides. heads_N: the sinks, if the config has any.
+    `kernel_args` are the other arguments of both. heads_N: the sinks, if the config has any.
     """
-    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given)[0]
+    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args)[0]
 
 
-def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, given):
-    out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *given)
+def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args):
+    out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *kernel_args)
     if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
         total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
         out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
     out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN)
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args, out_BTNH, lse_BTN)
 
 
 def _with_sums_backward(passes, cfg, saved, dout_BTNH):
-    q_BTNH, k_BSKH, v_BSKH, heads_N, given, out_BTNH, lse_BTN = saved
-    dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *given)
+    q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args, out_BTNH, lse_BTN = saved
+    dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *kernel_args)
     dheads_N = None
     if cfg.attention_sinks:
         along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)

@@ -72,8 +72,8 @@ class Blocks:
         if self.kernel == "cudnn":
             from gspmd_lm.model.kernels import cudnn
 
-            given = q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH
-            return cudnn.backward(*given, _packed(segments, causal), causal=causal)
+            arguments = q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH
+            return cudnn.backward(*arguments, _packed(segments, causal), causal=causal)
         q, dout = self._grouped(q_BTNH, k_BSKH), self._grouped(dout_BTNH, k_BSKH)
         # One number for each query: what the derivative of its softmax takes off.
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)

@@ -30,12 +30,12 @@ ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 def sequence() -> Split:
     """How the sequence is split within a block; in one piece where rules split some of its arrays otherwise."""
-    found = {split(array, "seq") for array in ALIKE}
-    return found.pop() if len(found) == 1 else Split()
+    splits = {split(array, "seq") for array in ALIKE}
+    return splits.pop() if len(splits) == 1 else Split()
 
 
 def keys_spec(array: str) -> str:
-    """What `shard` calls keys or values: those of a device's own tokens, or those that its queries read."""
+    """The spec of keys or values: of the tokens that a device has, or of those that its queries read."""
     return f"{array}: batch {'seq' if sequence().pieces > 1 else 'kv_seq'} kv_heads head_dim"
 
 
@@ -77,7 +77,7 @@ def dealt(batch: dict[str, Any]) -> dict[str, Any]:
 
 def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
     """`x` of the device that sends to this one. Devices are counted along the axes of `over`."""
-    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order it is given names.
+    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order the names are passed.
     along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
     sizes = [jax.lax.axis_size(name) for name in over.over]
     counted = np.argsort(np.arange(over.pieces).reshape(sizes).transpose(along).ravel()).tolist()
@@ -173,7 +173,7 @@ _whole.defvjp(lambda over, dealt, x: (_whole(over, dealt, x), None), _apart)
 
 
 def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
-    """Attention of a part of a device's heads over the whole sequence."""
+    """Attention over the whole sequence. Each device computes a part of the heads that it has."""
 
     def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
         return jax.lax.all_to_all(x, over.over, split_axis=have, concat_axis=want, tiled=True)

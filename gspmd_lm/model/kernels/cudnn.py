@@ -22,7 +22,7 @@ from gspmd_lm.model.kernels.documents import Documents, Part, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 
 _SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
-_OFFSETS = 2**31  # cuDNN is told in int32 where a document begins, counted in numbers
+_OFFSETS = 2**31  # cuDNN takes where a document begins as an int32, counted in numbers of an array
 _UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes beside any other
 
 
@@ -41,11 +41,12 @@ def forward(
         out_BTNH, sums_BNT = call(is_training=True)
         return out_BTNH, jnp.swapaxes(sums_BNT, 1, 2)
 
-    def add(found: Any, part: Part) -> Any:
-        (out_BTNH, sums_DNT), own = call(part=part, is_training=True), part.queries
+    def add(results: Any, part: Part) -> Any:
+        (out_BTNH, sums_DNT), queries = call(part=part, is_training=True), part.queries
         # Without a document, any sum will do.
-        lse_BTN = sums_DNT[jnp.where(own.mine_BT, own.of_BT, 0), :, jnp.where(own.mine_BT, own.place_BT, 0)]
-        return _of(own, out_BTNH, found[0]), _of(own, lse_BTN, found[1])
+        document_BT, place_BT = (jnp.where(queries.mine_BT, x, 0) for x in (queries.of_BT, queries.place_BT))
+        lse_BTN = sums_DNT[document_BT, :, place_BT]
+        return _of(queries, out_BTNH, results[0]), _of(queries, lse_BTN, results[1])
 
     return each(packed, add, (jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], _UNSEEN, jnp.float32)))
 
@@ -62,13 +63,13 @@ def backward(
         dq, dk, dv = call((jnp.swapaxes(lse_BTN, 1, 2), *after))
         return dq, dk, dv
 
-    def add(found: Any, part: Part) -> Any:
-        own, D = part.queries, len(part.queries.lengths)
-        to = jnp.where(own.mine_BT, own.of_BT, D)  # beyond the end: it is not set
+    def add(gradients: Any, part: Part) -> Any:
+        queries, D = part.queries, len(part.queries.lengths)
+        to = jnp.where(queries.mine_BT, queries.of_BT, D)  # beyond the end: it is not set
         sums_DNT = jnp.zeros((D, q_BTNH.shape[2], q_BTNH.shape[1]), jnp.float32)
-        sums_DNT = sums_DNT.at[to, :, own.place_BT].set(lse_BTN, mode="drop")
+        sums_DNT = sums_DNT.at[to, :, queries.place_BT].set(lse_BTN, mode="drop")
         new = call((sums_DNT, *after), part)
-        return tuple(map(_of, (own, part.keys, part.keys), new, found))
+        return tuple(map(_of, (queries, part.keys, part.keys), new, gradients))
 
     return each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
 
@@ -83,18 +84,18 @@ def _check(cfg: config.Model, seq: int, packed: bool) -> None:
 
 
 def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` for tokens of these documents. Of other tokens, the kernel leaves its results as the memory was."""
+    """`new` for tokens of these documents, and `old` for others, whose results the kernel does not write."""
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 
 def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: Part | None = None,
           **options: Any) -> list[jax.Array]:  # fmt: skip
-    """What a primitive gives. `after` is what a backward pass is given of the forward pass."""
+    """The results of a primitive. `after`: what a backward pass takes of the forward pass."""
     none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType
     where, mask = [none] * 4, masks.CAUSAL if causal else masks.NO_MASK
     if part:
-        told = [_told(*of) for of in zip(part, qkv[:2], strict=True)]
-        where = [x for pair in zip(*told, strict=True) for x in pair]
+        lengths_and_begins = [_lengths_and_begins(*of) for of in zip(part, qkv[:2], strict=True)]
+        where = [x for pair in zip(*lengths_and_begins, strict=True) for x in pair]
         mask = masks.PADDING_CAUSAL if causal else masks.PADDING
     if _SCORE_MOD:
         options |= {"score_mod_name": None, "score_mod_jaxpr": None}
@@ -105,7 +106,7 @@ def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any 
     )  # fmt: skip
 
 
-def _told(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _lengths_and_begins(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How long documents are, and with which number of the array they begin, in the shapes of jax's primitives.
 
     These have a row of D / B documents for each row of tokens, and of one more where they begin. cuDNN itself takes D

@@ -1,7 +1,7 @@
-"""Packed documents as cuDNN is told of them: where each begins and how long it is, so many of them in one call.
+"""Packed documents as cuDNN takes them: where each begins and how long it is, for a fixed number of them in one call.
 
-How many documents a batch has is known when it is there, and how many a call has is known when it is compiled. So a
-loop calls until all documents had their turn. It turns once unless they are short.
+The number of documents in a call is fixed when it is compiled, and that of a batch depends on its data. So a loop calls
+until all documents are computed. It calls once unless documents are short.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gspmd_lm.sharding.annotate import scope
 
-AT_ONCE = 32  # the documents of a row, on average, in one call: it holds the sums of a whole row for each of them
+AT_ONCE = 32  # documents in one call for each row; a call holds softmax sums of the length of a row for each document
 
 
 class Ranges(NamedTuple):
@@ -68,22 +68,22 @@ def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Part:
     return Part(ranges(first_BT), ranges(last_BS))
 
 
-def each(packed: Documents | Part, add: Callable[[Any, Part], Any], found: Any) -> Any:
-    """`found` after `add` of each part of the documents."""
+def each(packed: Documents | Part, add: Callable[[Any, Part], Any], results: Any) -> Any:
+    """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, Part):
-        return add(found, packed)
+        return add(results, packed)
     at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size
 
     def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        first, found = state
+        first, results = state
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
         mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
-        own = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
-        return first + at_once, add(found, Part(own, own))
+        ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
+        return first + at_once, add(results, Part(ranges, ranges))
 
     assert len(packed.begins) == tokens + at_once + 1
     with scope("turns", "1"):
-        return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), found))[1]
+        return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
 
 
 def _at_once(B: int, T: int) -> int:

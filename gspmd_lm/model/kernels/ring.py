@@ -54,8 +54,8 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
     with jax.named_scope("ring"):
         turns = _Turns(over, segments)
         kv = turns.passed((k, v))
-        own = _Part(*blocks.forward(q, k, v, turns.own, causal=True))
-        parts = tuple(_Part(*half) for half in zip(*map(_halves, own), strict=True))
+        local = _Part(*blocks.forward(q, k, v, turns.local_segments, causal=True))
+        parts = tuple(_Part(*half) for half in zip(*map(_halves, local), strict=True))
         parts, kv = turns.loop(lambda turn, parts, kv: _add(turns, blocks, q, turn, parts, kv), parts, kv)
         out, lse = (jnp.concatenate(halves, axis=1) for halves in zip(*parts, strict=True))
         out, lse = (checkpoint_name(x, "attention_out") for x in (out.astype(q.dtype), lse))
@@ -67,8 +67,8 @@ def _add(turns: "_Turns", blocks: Blocks, q, turn, parts, kv):
     early, late = parts
     first, second = _pairs(turns, turn, q, *kv)
     q, k, v, ids = _stack(first, second)
-    found = blocks.forward(q, k, v, ids, causal=False)
-    of_late, of_other = (_Part(*part) for part in zip(*(jnp.split(x, 2) for x in found), strict=True))
+    results = blocks.forward(q, k, v, ids, causal=False)
+    of_late, of_other = (_Part(*part) for part in zip(*(jnp.split(x, 2) for x in results), strict=True))
     before = turns.before(turn)
     return early.merged(of_other, before), late.merged(of_late).merged(of_other, ~before)
 
@@ -78,7 +78,7 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
     with jax.named_scope("ring"):
         turns = _Turns(over, segments)
         kv = turns.passed((k, v))
-        dq, *own = blocks.backward(q, k, v, turns.own, out, lse, dout, causal=True)
+        dq, *local_dkv = blocks.backward(q, k, v, turns.local_segments, out, lse, dout, causal=True)
         dqs = tuple(x.astype(jnp.float32) for x in _halves(dq))
         of_queries = [_halves(x) for x in (out, lse, dout)]
 
@@ -89,8 +89,8 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
             first, second = _pairs(turns, turn, q, *kv)
             before = turns.before(turn)
             pair = [_stack(x[1], jnp.where(before, *x)) for x in of_queries]
-            found = blocks.backward(*_stack(first, second), *pair, causal=False)
-            (dq_late, dq_other), *dkv = (jnp.split(x.astype(jnp.float32), 2) for x in found)
+            gradients = blocks.backward(*_stack(first, second), *pair, causal=False)
+            (dq_late, dq_other), *dkv = (jnp.split(x.astype(jnp.float32), 2) for x in gradients)
             early = early + jnp.where(before, dq_other, 0)
             late = late + dq_late + jnp.where(before, 0, dq_other)
             new = tuple(
@@ -102,9 +102,10 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
             return (early, late), tuple(x.astype(k.dtype) for x in new)
 
         (dqs, travelling), _ = turns.loop(add, (dqs, None), kv)
-        home = turns.passed(travelling)
+        received_dkv = turns.passed(travelling)
         dk, dv = (
-            (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(k.dtype) for a, b in zip(own, home, strict=True)
+            (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(k.dtype)
+            for a, b in zip(local_dkv, received_dkv, strict=True)
         )
     return jnp.concatenate(dqs, axis=1).astype(q.dtype), dk, dv, None
 
@@ -142,11 +143,11 @@ class _Turns:
         return turn(n - 1, carried, kv), kv
 
     def before(self, turn: Any) -> jax.Array:
-        """Whether the device whose keys are here in a turn has an earlier early half."""
+        """Whether the keys of a turn come from a device whose early half is before that of this device."""
         return self.device >= turn
 
     @property
-    def own(self) -> tuple[jax.Array, jax.Array] | None:
+    def local_segments(self) -> tuple[jax.Array, jax.Array] | None:
         """The segments of queries and keys in turn 0."""
         return None if self.segments is None else (self._of(self.device), self._of(self.device))
 
@@ -163,8 +164,8 @@ def _pairs(turns: _Turns, turn: Any, q, k, v) -> tuple[tuple[Any, ...], tuple[An
     (q_early, q_late), (k_early, k_late), (v_early, v_late) = map(_halves, (q, k, v))
     before = turns.before(turn)
     ids: Any = (None, None)
-    if turns.own is not None:
-        (early, late), (k_ids, k_late_ids) = _halves(turns.own[0]), _halves(turns.of_keys(turn))
+    if turns.local_segments is not None:
+        (early, late), (k_ids, k_late_ids) = _halves(turns.local_segments[0]), _halves(turns.of_keys(turn))
         ids = (late, k_ids), (jnp.where(before, early, late), jnp.where(before, k_ids, k_late_ids))
     other = jnp.where(before, q_early, q_late), jnp.where(before, k_early, k_late), jnp.where(before, v_early, v_late)
     return (q_late, k_early, v_early, ids[0]), (*other, ids[1])

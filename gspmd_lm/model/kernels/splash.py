@@ -21,7 +21,7 @@ MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradie
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """Whether a query's token sees a key's, given the places of both. The kernel computes it for a block at a time."""
+    """Whether a query's token sees a key's, from the places of both. The kernel computes it for a block at a time."""
 
     window: int
 
@@ -31,10 +31,10 @@ class _Before:
 
 
 class _Mask(masks.Mask):
-    """The causal mask of queries whose places are given and keys in their order.
+    """The causal mask of queries at `places_T` and keys in their order.
 
     Splash asks of each block only whether any and whether all of it is seen. Neighbours in a block of queries are
-    neighbours in the text, so the corners of the block tell. At 128k tokens, a mask in full would take minutes.
+    neighbours in the text, so the corners of the block are enough. At 128k tokens, a full mask would take minutes.
     """
 
     def __init__(self, places_T: np.ndarray, keys: int, window: int):
@@ -68,7 +68,7 @@ def kernel(
     q_BTNH: jax.Array, keys: int, cfg: config.Model, *, places_T: np.ndarray | None = None, piece: int = 0,
     devices: int = 1, everything: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """The kernel for the heads of `q_BTNH` and queries of all `devices`, whose places in the text are given.
+    """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
     Without places, queries stand in the order of the text. Neighbours within a `piece` of the places are neighbours in
     the text. With `everything` nothing is masked.
@@ -91,12 +91,12 @@ def kernel(
 def of_device(made: Any, devices: int, device: jax.Array) -> Any:
     """The kernel for the queries of one of the devices that `made` is for."""
 
-    def own(x: jax.Array) -> jax.Array:
+    def local_part(x: jax.Array) -> jax.Array:
         axis = 0 if x.ndim == 1 else 1  # places of queries, or a table of heads x blocks of queries x blocks of keys
         cut = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
         return jax.lax.dynamic_index_in_dim(cut, device, axis, keepdims=False)
 
-    return jax.tree.map(own, made)
+    return jax.tree.map(local_part, made)
 
 
 def attend(
@@ -150,12 +150,14 @@ def backward(
     def chunk(dq_BNTH: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         number, k_BKSH, v_BKSH, *ids_BS = inputs
 
-        def own(x: jax.Array) -> jax.Array:
+        def of_chunk(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, number * at_once, at_once, axis=2)
 
         # Keys are counted from the first one of the chunk.
         places = None if table.q_sequence is None else table.q_sequence - number * at_once * block
-        part = table._replace(data_next=own(table.data_next), block_mask=own(table.block_mask), q_sequence=places)
+        part = table._replace(
+            data_next=of_chunk(table.data_next), block_mask=of_chunk(table.block_mask), q_sequence=places
+        )
 
         def one(q, k, v, out, lse, dout, *ids):
             saved = q, k, v, splash.SegmentIds(*ids) if ids else None, None, out, lse, None, part
