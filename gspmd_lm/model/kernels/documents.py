@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.sharding.annotate import scope
+from gspmd_lm.sharding.op_names import scope
 
 AT_ONCE = 32  # the documents of a row, on average, in one call: it holds the sums of a whole row for each of them
 
