@@ -11,7 +11,6 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.bounds import any_model, of_training
 from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.foresight.graph import DataflowGraph
-from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
@@ -21,6 +20,7 @@ from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.op_names import parse
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 
@@ -68,7 +68,7 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     operations = traces.trace(rules).op_graph(False).ops
     total = sum(one.flops * (1 + one.backward) * one.trip_count for one in operations)
     of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
-    of_step = any_model.flops_of_step(mixer, traces.arrays)
+    of_step = any_model.traced_flops(mixer, traces.arrays)
     assert total - of_images == of_step
 
 
