@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.collectives import ops
 from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.hardware import network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +44,9 @@ class Collective:
 
     @property
     def ring_bytes(self) -> float:
-        """What one device sends, all times: rings for reductions and gathers, the direct way for the rest."""
-        n = self.group_size
-        if self.kind == "reduce-scatter":
-            return self.output_bytes * (n - 1)
-        if self.kind.startswith("collective-"):
-            return float(self.output_bytes)
-        return self.output_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+        """What one device sends, all times: see `network.sent_bytes`."""
+        shards = self.group_size if self.kind == "reduce-scatter" else 1
+        return network.sent_bytes(self.kind, self.output_bytes * shards, self.group_size)
 
 
 def output_bytes(collectives: Iterable[Collective]) -> int:

@@ -49,9 +49,25 @@ NCCL_PROTOCOLS = {
     "LL": (3.6e-6, 0.47e-6, 2.7e-6, 0.25),
 }
 
-# How many passes over the data a collective makes.
-_REDUCTIONS = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}
-_EXCHANGES = ("all-to-all", "ragged-all-to-all")
+# How many times the data goes round: an all-reduce is a reduce-scatter and an all-gather.
+_RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "collective-broadcast": 1, "all-reduce": 2}
+_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+
+
+def sent_bytes(kind: str, size_bytes: float, group_size: int) -> float:
+    """The bytes that one device sends in a collective of `group_size` devices.
+
+    `size_bytes` is the whole tensor of the group for an all-gather (its result), a reduction (what one device begins
+    with) and a broadcast. These go round a ring, so that a device passes on all but one of n pieces. For an all-to-all
+    it is what one device holds, of which it keeps one of n pieces. For a permute it is what one device sends.
+
+    Raises: ValueError for another kind.
+    """
+    if kind == "collective-permute":
+        return size_bytes
+    if kind not in _RING_PASSES and kind not in _ALL_TO_ALL:
+        raise ValueError(f"{kind} is not a collective")
+    return _RING_PASSES.get(kind, 1) * size_bytes * (group_size - 1) / group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +138,7 @@ class Network:
     def time_s(self, kind: str, size_bytes: float, groups: Groups) -> float:
         """The seconds of one collective, those of its slowest group.
 
-        `size_bytes` is the whole tensor of one group for gathers and reductions: an all-gather ends with it, and the
-        others begin with it. For an all-to-all it is what one device holds. For a permute, whose groups are (source,
-        target) pairs, it is what one device sends.
+        `size_bytes` is that of `sent_bytes`. The groups of a permute are (source, target) pairs.
 
         Raises: ValueError for another kind.
         """
@@ -133,32 +147,32 @@ class Network:
             raise ValueError("simulated devices have no times")
         if kind == "collective-permute":
             return self._permute_s(chip, size_bytes, groups)
-        if kind not in _REDUCTIONS and kind not in _EXCHANGES:
+        if kind not in _RING_PASSES and kind not in _ALL_TO_ALL:
             raise ValueError(f"{kind} is not a collective")
         routes = [route for route in self._routes(groups) if route.size > 1]
         if chip.platform == "gpu":
             times = (_gpu_s(chip, kind, size_bytes, route) for route in routes)
-        elif kind in _EXCHANGES:
+        elif kind in _ALL_TO_ALL:
             times = (self._exchange_s(chip, size_bytes, route) for route in routes)
         else:
-            times = (_REDUCTIONS[kind] * self._gather_s(chip, size_bytes, route) for route in routes)
+            times = (_RING_PASSES[kind] * self._gather_s(chip, size_bytes, route) for route in routes)
         return max(times, default=0.0)
 
     def _gather_s(self, chip: Chip, whole_bytes: float, route: Route) -> float:
         """The seconds of one pass of a TPU collective in which a device needs, or gives, all but its own share."""
         chips = route.inner // route.per_chip
-        between_s = whole_bytes / route.inner * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
+        between_s = sent_bytes("all-gather", whole_bytes / route.inner, route.outer) / self._dcn_bytes_per_s(chip)
         ici_s = die_s = 0.0
         if chips > 1:
             links = sum(dimension.links for dimension in route.dimensions)
-            ici_s = whole_bytes * (chips - 1) / chips / (links * self._ici_bytes_per_s(chip, route))
+            ici_s = sent_bytes("all-gather", whole_bytes, chips) / (links * self._ici_bytes_per_s(chip, route))
         if route.per_chip > 1:
-            die_s = whole_bytes * (route.per_chip - 1) / route.per_chip / chip.die_link_bytes_per_s
+            die_s = sent_bytes("all-gather", whole_bytes, route.per_chip) / chip.die_link_bytes_per_s
         return between_s + max(ici_s, die_s, self._latency_s(route))
 
     def _exchange_s(self, chip: Chip, held_bytes: float, route: Route) -> float:
         """The seconds of an all-to-all on TPU: each device sends an equal part of its data to every other device."""
-        between_s = held_bytes * (route.outer - 1) / route.outer / self._dcn_bytes_per_s(chip)
+        between_s = sent_bytes("all-to-all", held_bytes, route.outer) / self._dcn_bytes_per_s(chip)
         within_bytes = held_bytes / route.outer * route.inner  # what all devices of a group in one slice hold
         chips, link_bytes_per_s = route.inner // route.per_chip, self._ici_bytes_per_s(chip, route)
         crossings_s = [self._latency_s(route)]
@@ -170,7 +184,7 @@ class Network:
             crossings_s.append(within_bytes / chips / 4 / chip.die_link_bytes_per_s)
         return between_s + max(crossings_s)
 
-    def _permute_s(self, chip: Chip, sent_bytes: float, pairs: Groups) -> float:
+    def _permute_s(self, chip: Chip, size_bytes: float, pairs: Groups) -> float:
         """The seconds of a permute on its fullest link. Each pair takes a shortest path, dimension by dimension."""
         gpu, dcn_bytes_per_s = chip.platform == "gpu", self._dcn_bytes_per_s(chip)
         devices, outside = collections.Counter(self.hosts), self.hosts if gpu else self.slices
@@ -192,7 +206,7 @@ class Network:
                 path = self._path(self.coords[source], self.coords[target])
                 loads.update(("ici", chip.ici_link_bytes_per_s, self.slices[source], *hop) for hop in path)
                 longest = max(longest, len(path))
-        slowest = max((load * sent_bytes / speed for (_, speed, *_), load in loads.items()), default=0.0)
+        slowest = max((load * size_bytes / speed for (_, speed, *_), load in loads.items()), default=0.0)
         if gpu and loads:
             crosses = any(link[0] == "network" for link in loads)
             return _nccl_s(slowest, int(not crosses), int(crosses))
@@ -282,14 +296,14 @@ class Network:
 def _gpu_s(chip: Chip, kind: str, size_bytes: float, route: Route) -> float:
     """The seconds of a collective of GPUs: NVLink within a host and network ports between hosts work at once."""
     size, outer, inner = route.size, route.outer, route.inner
-    if kind in _EXCHANGES:
+    if kind in _ALL_TO_ALL:
         passes, steps = 1, 1
         within_bytes, between_bytes = size_bytes * (inner - 1) / size, size_bytes * (size - inner) / size
     else:
-        passes = _REDUCTIONS[kind]
+        passes = _RING_PASSES[kind]
         steps = passes * (size - 1)
-        within_bytes = size_bytes * (size - 1) / size if inner > 1 else 0.0
-        between_bytes = size_bytes / inner * (size - 1) / size if outer > 1 else 0.0
+        within_bytes = sent_bytes("all-gather", size_bytes, size) if inner > 1 else 0.0
+        between_bytes = sent_bytes("all-gather", size_bytes / inner, size) if outer > 1 else 0.0
     nvlink_s = within_bytes / (NVLINK_SHARE * chip.nvlink_bytes_per_s)
     across = min(steps, passes * (outer - 1))
     network_s = between_bytes / (NETWORK_SHARE * chip.network_bytes_per_s)

@@ -11,7 +11,7 @@ import numpy as np
 
 from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.network import Groups, Network
+from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
@@ -78,8 +78,9 @@ class Overlap:
         activation_share = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][gathers_of_activations]
         total_s = 0.0
         for kind, axes, times, in_loop, size_bytes in _combined(transfers):
-            group_size, link = len(groups[axes][0]), network.link(groups[axes])
-            seconds = times * network.time_s("all-gather", size_bytes * group_size / (group_size - 1), groups[axes])
+            link = network.link(groups[axes])
+            whole_bytes = size_bytes / sent_bytes("all-gather", 1, len(groups[axes][0]))
+            seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
             if kind in ("activations", "keys"):
                 _add(sent_s[3], least_exposed_s[3], axes, seconds, activation_share if kind == "activations" else 0.0)

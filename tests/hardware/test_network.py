@@ -8,7 +8,7 @@ import pytest
 from sample import network
 
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.hardware.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE
+from gspmd_lm.hardware.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE, sent_bytes
 
 GB = 1e9
 AXES = ("data", "fsdp", "tensor")
@@ -233,3 +233,15 @@ def test_simulated_devices_have_axes_but_no_times():
         found.time_s("all-gather", GB, along((2, 4), 1))
     with pytest.raises(ValueError, match="fusion is not a collective"):
         tpu("v6e", (4, 4), (16,)).time_s("fusion", GB, along((16,), 0))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_bytes_that_a_device_sends(devices):
+    """Of 32 bytes among 4 devices, pieces of 8: passed on one by one round a ring, or sent directly to each other."""
+    others, piece = devices - 1, 32 // devices
+    sent = {kind: sent_bytes(kind, 32, devices) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
+    assert set(sent.values()) == {others * piece}
+    assert sent_bytes("all-reduce", 32, devices) == 2 * others * piece
+    assert sent_bytes("collective-permute", 32, devices) == 32
+    with pytest.raises(ValueError, match="fusion is not a collective"):
+        sent_bytes("fusion", 32, devices)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import DataflowGraph, Node
+from gspmd_lm.hardware.network import sent_bytes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
@@ -139,9 +140,9 @@ class Transfers(abc.ABC):
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
         self.all += [
-            Transfer(kind, axes, sent_bytes, times_per_step, in_loop)
-            for axes, sent_bytes in volume.items()
-            if sent_bytes
+            Transfer(kind, axes, size_bytes, times_per_step, in_loop)
+            for axes, size_bytes in volume.items()
+            if size_bytes
         ]
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
@@ -153,17 +154,16 @@ class Transfers(abc.ABC):
         }
         bytes_over: dict[str, float] = collections.defaultdict(float)
         local = size_bytes / self.rules.piece_count(source_axes | (target_axes - summed))
-        for over, passes, shrinks in (
-            (summed & target_axes, 1, True),
-            (summed - target_axes, 2, False),
-            (exchanged, 1, False),
+        for kind, over in (
+            ("reduce-scatter", summed & target_axes),
+            ("all-reduce", summed - target_axes),
+            ("all-to-all", exchanged),
+            ("all-gather", source_axes - target_axes),
         ):
-            shards = self.rules.piece_count(over)
-            if shards > 1:
-                bytes_over[self.axes_key(over)] += passes * local * (shards - 1) / shards
-            local /= shards if shrinks else 1
-        if (shards := self.rules.piece_count(source_axes - target_axes)) > 1:
-            bytes_over[self.axes_key(source_axes - target_axes)] += local * (shards - 1)
+            if (shards := self.rules.piece_count(over)) > 1:
+                size_bytes = local * shards if kind == "all-gather" else local
+                bytes_over[self.axes_key(over)] += sent_bytes(kind, size_bytes, shards)
+                local /= shards if kind == "reduce-scatter" else 1
         return bytes_over
 
     def axes_key(self, names: Iterable[str]) -> str:

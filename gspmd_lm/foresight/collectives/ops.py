@@ -5,7 +5,9 @@ import math
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.hlo import COLLECTIVES, Array, Instruction, Module
-from gspmd_lm.foresight.hlo.replica_groups import Groups, groups
+from gspmd_lm.foresight.hlo.replica_groups import groups
+from gspmd_lm.hardware import network
+from gspmd_lm.hardware.network import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +27,17 @@ class CollectiveOp:
         return max((len(group) for group in self.groups), default=1)
 
     @property
-    def input_bytes(self) -> int:
-        return sum(array.bytes for array in self.inputs)
+    def size_bytes(self) -> int:
+        """The size by which network.py counts a collective: see `network.sent_bytes`."""
+        shards = self.group_size if self.kind == "all-gather" else 1
+        return shards * sum(array.bytes for array in self.inputs)
 
     @property
     def sent_bytes(self) -> int:
-        """What one device sends: rings for gathers and reductions, the direct way for the rest."""
-        n = self.group_size
-        if self.kind == "all-gather":
-            return self.input_bytes * (n - 1)
-        if self.kind.startswith("collective-"):
-            return self.input_bytes if any(source != target for source, target, *_ in self.groups) else 0
-        return math.ceil(self.input_bytes * (n - 1) / n) * (2 if self.kind == "all-reduce" else 1)
+        """What one device sends."""
+        if self.kind == "collective-permute" and all(source == target for source, target, *_ in self.groups):
+            return 0
+        return math.ceil(network.sent_bytes(self.kind, self.size_bytes, self.group_size))
 
     @property
     def elements(self) -> int:

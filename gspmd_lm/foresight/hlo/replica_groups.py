@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspmd_lm.errors import InputError
+from gspmd_lm.hardware.network import Groups
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo.instruction import Instruction
-
-Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$")

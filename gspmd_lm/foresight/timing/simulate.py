@@ -163,8 +163,7 @@ class Simulation:
             return None
         # On a torus different mesh axes have different links. In any other network they share one link.
         links = [f"{link} {axis}" for axis in axes] if link == "ici" else [NETWORK]
-        shards = op.group_size if op.kind == "all-gather" else 1
-        seconds = self.network.time_s(op.kind, op.input_bytes * shards, op.groups)
+        seconds = self.network.time_s(op.kind, op.size_bytes, op.groups)
         self.communication_s += seconds
         lane = self.network.track(op.groups)
         return self._transfer(seconds, links, lane, op.kind, op.scheduled, "+".join(axes))
