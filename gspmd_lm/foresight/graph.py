@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.op_names import OpName, parse
+from gspmd_lm.sharding.op_names import OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
 

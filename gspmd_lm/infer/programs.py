@@ -20,8 +20,9 @@ from gspmd_lm.model.program import Program, placed
 from gspmd_lm.model.supported import Pass, layer_problems, settled, split_sequence
 from gspmd_lm.model.transformer import extend, init
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import parse, scope
+from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays, arrays

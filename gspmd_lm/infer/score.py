@@ -26,7 +26,8 @@ from gspmd_lm.model.supported import Pass, layer_problems, settled
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import like, scope, shard, use
+from gspmd_lm.sharding.annotate import like, shard, use
+from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.placement import record
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import checked
@@ -80,7 +81,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     batch = dealt({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
     batch["row"] = jnp.arange(B, dtype=jnp.int32)
     x_BTD, table, bias = decode(cfg, params, batch)
-    with scope("of", "loss"):
+    with scope("of", LOSS):
         count = loss.chunk_count(B, T)
         reduced_spec, gathered_spec = table_specs(cfg)
         x_CBTD = chunks.split(shard(like(x_BTD, reduced_spec), gathered_spec), count)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.sharding import chunks
-from gspmd_lm.sharding.annotate import Weight, like, scope, shard, use, used
+from gspmd_lm.sharding.annotate import Weight, like, shard, use, used
 from gspmd_lm.sharding.matmuls import einsum
+from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.partial_sums import gradient, reduced
 
 LOGITS = "logits: batch seq vocab"
@@ -40,7 +41,7 @@ def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax
     Logits, softmax and sums are float32. Rows of padding (cfg.vocab and up) have probability 0.
     """
 
-    of = scope("of", "loss")
+    of = scope("of", LOSS)
 
     def scanned(arrays, gradients):
         x_BTD, table_VD, *bias_V = arrays

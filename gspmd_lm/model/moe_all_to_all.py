@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.sharding.annotate import Split, platform, scope
+from gspmd_lm.sharding.annotate import Split, platform
+from gspmd_lm.sharding.op_names import scope
 
 
 class Routing(NamedTuple):

@@ -19,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe_all_to_all import Routing, route
-from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, scope, split, split_over, use
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
+from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.op_names import scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +129,6 @@ class Placement(Protocol):
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         """See `annotate.per_device`."""
         ...
-
-
-def scope(role: str, *names: str) -> Any:
-    """A context that writes `names` into the names of its operations, for `foresight` to read in the compiled program.
-
-    The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
-    summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
-    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what work they are ("kind":
-    attention). Without names nothing is written.
-    """
-    return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
 
 
 _current: ContextVar[Placement | None] = ContextVar("placement", default=None)

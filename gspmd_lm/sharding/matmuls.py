@@ -40,11 +40,11 @@ from gspmd_lm.sharding.annotate import (
     placement,
     platform,
     remat,
-    scope,
     shard,
     split,
     use,
 )
+from gspmd_lm.sharding.op_names import einsum_equation, scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
     Sum,
@@ -344,9 +344,7 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         product = jax.lax.optimization_barrier(jnp.einsum(f"{b},{a}->{turned}", y, x))
         result = jnp.einsum(f"{turned}->{out}", product)
     else:
-        # With pieces first, the result needs no transposition. H is h, since jnp.einsum sums over axes in alphabetical
-        # order, and CPUs transpose arrays in which they stand in another, as heads do before H.
-        result = jnp.einsum(f"{a},{b}->{out}".replace("H", "h"), x, y)
+        result = jnp.einsum(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
     for piece, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
             at, out = out.index(piece), out.replace(piece, "")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, scope, split
+from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, split
+from gspmd_lm.sharding.op_names import scope
 
 TOKENS = "block_input"  # its rows of the rules file say how tokens are split, along batch and seq
 

@@ -15,8 +15,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by, scope
+from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
 from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
 # On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then

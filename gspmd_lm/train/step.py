@@ -16,7 +16,8 @@ from gspmd_lm.model.program import Program, placed
 from gspmd_lm.model.supported import Pass
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Spec, Split, scope
+from gspmd_lm.sharding.annotate import Spec, Split
+from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
@@ -120,7 +121,7 @@ class Step(Program):
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        with scope("of", "loss"):
+        with scope("of", LOSS):
             count = jnp.maximum(self.task.counted(batch), 1)
         frozen, trained = self.task.partition(state.params)
         sums, gradients = self._gradients(state, frozen, trained, batch, count)

@@ -9,7 +9,7 @@ import pytest
 import saved_programs
 from sample import network
 
-from gspmd_lm.foresight import collectives, hlo, op_names, table
+from gspmd_lm.foresight import collectives, hlo, table
 from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -287,41 +287,6 @@ def test_what_only_one_device_takes_part_in_is_no_collective():
     body = """  %p = f32[8]{0} parameter(0)
   ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add"""
     assert found_in(program(body)) == ()
-
-
-@pytest.mark.parametrize(
-    ("op_name", "count", "expected"),
-    [
-        ("jit(f)/a/b", 1, ["jit(f)/a/b"]),
-        ("jit(f)/x/(a/b:c:jit(g)/d)", 3, ["jit(f)/x/a/b", "jit(f)/x/c", "jit(f)/x/jit(g)/d"]),
-        ("jit(f)/(transpose(jvp(a))/b:(c:d)/e)", 3, ["jit(f)/transpose(jvp(a))/b", "jit(f)/c/e", "jit(f)/d/e"]),
-        ("jit(f)/a", 2, []),
-    ],
-)
-def test_names_of_merged_tensors(op_name, count, expected):
-    assert op_names.of_each_tensor(op_name, count) == expected
-
-
-@pytest.mark.parametrize(
-    ("op_name", "phase", "parts"),
-    [
-        ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/attention_norm/mul", "forward", (("layers", "attention_norm"), (), (), ("", ""))),
-        ("jit(_train)/transpose(jvp(Decoder))/while/body/checkpoint/rematted_computation/layers/of.a.wq+a.wk/rules.a.wq/convert_element_type", "recomputation", (("layers",), ("a.wq", "a.wk"), (), ("rules", "a.wq"))),
-        ("jit(_train)/transpose(jvp(Decoder))/checkpoint/layers/of.a.wo/sum.q.heads+k.kv_heads/rules.residual/shard_map/reduce_scatter", "backward", (("layers",), ("a.wo",), ("q.heads", "k.kv_heads"), ("rules", "residual"))),
-        ("jit(_train)/jvp(of.loss)/sum.logits.vocab/rules.residual/shard_map/psum", "backward", ((), ("loss",), ("logits.vocab",), ("rules", "residual"))),
-        ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), ("", ""))),
-        ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), ("", ""))),
-    ],
-)  # fmt: skip
-def test_what_names_say(op_name, phase, parts):
-    name = op_names.parse(op_name)
-    assert (name.phase, (name.modules, name.owners, name.summed_axes, (name.table, name.array))) == (phase, parts)
-
-
-def test_arguments_of_the_step():
-    assert op_names.state_array("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
-    assert op_names.state_array("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")
-    assert op_names.state_array("jit(_train)/jvp(Decoder)/mul") == ("", "")
 
 
 def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():

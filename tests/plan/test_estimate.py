@@ -11,7 +11,6 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.bounds import any_model, of_training
 from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.foresight.graph import DataflowGraph
-from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
@@ -21,6 +20,7 @@ from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.op_names import parse
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 

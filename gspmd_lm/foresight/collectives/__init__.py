@@ -10,8 +10,8 @@ from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import OpName, of_each_tensor, parse, state_array
 from gspmd_lm.hardware.network import Network
+from gspmd_lm.sharding.op_names import OpName, of_each_tensor, parse, state_array
 from gspmd_lm.sharding.rules import Rules
 
 NEAR = 30  # how many users and ancestors are looked at for the name of a tensor that has none

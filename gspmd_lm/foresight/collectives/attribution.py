@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.foresight.graph import DataflowGraph
-from gspmd_lm.foresight.op_names import OpName
+from gspmd_lm.sharding.op_names import OpName
 from gspmd_lm.sharding.rules import TABLES, Rules
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from gspmd_lm.foresight.collectives.ops import rendezvous
 from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Value
-from gspmd_lm.foresight.op_names import state_array
+from gspmd_lm.sharding.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
 _SAME = {

@@ -12,8 +12,8 @@ from gspmd_lm.foresight.collectives import ops
 from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.collectives.ops import CollectiveOp
 from gspmd_lm.foresight.hlo import Array, Executed, Instruction, Module, Value
-from gspmd_lm.foresight.op_names import of_each_tensor
 from gspmd_lm.hardware.network import Groups
+from gspmd_lm.sharding.op_names import of_each_tensor
 
 WINDOWED = "windowed "
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
-from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
+from gspmd_lm.sharding.op_names import parse
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.

@@ -3,12 +3,11 @@
 import dataclasses
 import itertools
 import math
-import re
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, memory_traffic
 from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.sharding.op_names import parse
 from gspmd_lm.units import bits
 
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
@@ -53,8 +52,6 @@ _BY_BYTES = {
     "scatter", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "slice",
     "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "transpose", "xor", "cbrt", "real", "imag", "complex",
 }  # fmt: skip
-# An einsum of attention without a kernel: in models of one's own, jax.nn.dot_product_attention has it.
-_SCORES = re.compile(r"BN?K?G?TS\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +174,7 @@ def _is_attention(module: Module, instruction: Instruction) -> bool:
     """Whether an instruction is a part of attention without a kernel of its own: scores, their softmax, or a product
     with them. XLA loses the names of some products on GPUs; what they read, or what reads their result, has one."""
     names = [instruction.op_name] if instruction.op_name else _neighbour_names(module, instruction)
-    return any(parse(name).kind == "attention" or _SCORES.search(name) for name in names)
+    return any(parse(name).kind == "attention" for name in names)
 
 
 def _neighbour_names(module: Module, instruction: Instruction) -> list[str]:

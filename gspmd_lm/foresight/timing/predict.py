@@ -5,11 +5,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.op_names import parse
 from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
 from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Iteration, Simulation
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
+from gspmd_lm.sharding.op_names import parse
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TRIP_COUNT = "while: turns unknown"

@@ -13,7 +13,8 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.sharding.annotate import attention_kernel, cheap, per_device, scope, shard, split
+from gspmd_lm.sharding.annotate import attention_kernel, cheap, per_device, shard, split
+from gspmd_lm.sharding.op_names import scope
 
 Q = "q: batch seq heads head_dim"
 K = "k: batch kv_seq kv_heads head_dim"

@@ -10,7 +10,7 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.documents import Documents, Part, runs, shared
-from gspmd_lm.sharding.annotate import scope
+from gspmd_lm.sharding.op_names import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
 _MASKED = -1e30  # finite: a query that sees no key of a block then has a sum that vanishes beside any other

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.sharding.annotate import scope
+from gspmd_lm.sharding.op_names import scope
 
 AT_ONCE = 32  # documents in one call for each row; a call holds softmax sums of the length of a row for each document
 

@@ -1,11 +1,26 @@
-"""What the names of operations say: where in the model an operation stands, and what it moves; see `annotate.scope`."""
+"""What the names of operations say: where in the model an operation stands, and what it moves.
 
+A step is traced with these names (`scope`, `einsum_equation`), compilers keep them, and `foresight` reads them from the
+compiled program (`parse`).
+"""
+
+import contextlib
 import dataclasses
 import functools
 import re
+from typing import Any
+
+import jax
 
 from gspmd_lm.sharding.rules import TABLES
 
+LOSS = "loss"  # the owner of operations of the loss
+SHARDS = "zrt"  # letters beside those of axes, in equations of `matmuls`: shards of a weight, of rows, of sequences
+
+# What a scope names, for `OpName`, besides an array that a table places.
+_ROLES = ("of", "sum", "sees", "turns", "kind")
+# An einsum of attention without a kernel: in models of one's own, jax.nn.dot_product_attention has it.
+_SCORES = re.compile(r"BN?K?G?TS\b")
 _KEYS = re.compile(r"\['(\w+)'\]")
 _NOT_MODULES = {
     "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map",
@@ -16,7 +31,7 @@ _NOT_MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class OpName:
-    """What an operation's name says; see `annotate.scope`."""
+    """What an operation's name says."""
 
     phase: str  # forward, backward, recomputation, optimizer
     modules: tuple[str, ...]  # layers, attention_norm
@@ -27,7 +42,7 @@ class OpName:
     einsum: str = ""
     mask_window: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
     trip_count: str = ""  # of a loop that its data stop; "" if that is not known
-    kind: str = ""  # of work: attention
+    kind: str = ""  # of compute: attention
 
     @property
     def is_located(self) -> bool:
@@ -35,9 +50,30 @@ class OpName:
         return bool(self.owners or self.summed_axes or self.array or self.modules)
 
 
-# Axes are capital letters in the model. What matmuls.py writes beside them: pieces of weights and rows, and h for
-# H.
-_EINSUM_LETTERS = str.maketrans({"z": None, "r": None, "h": "H"})
+def scope(role: str, *names: str) -> Any:
+    """A context that writes `names` into the names of its operations.
+
+    The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
+    summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
+    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what compute they are ("kind":
+    attention). Without names nothing is written.
+    """
+    assert role in _ROLES or role in TABLES, role
+    return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
+
+
+def einsum_equation(equation: str) -> str:
+    """An equation in the letters of the model's axes, as `jnp.einsum` gets it, which writes it into the name.
+
+    H is h, since jnp.einsum sums over axes in alphabetical order, and CPUs transpose arrays in which they stand in
+    another, as heads do before H.
+    """
+    return equation.replace("H", "h")
+
+
+def _equation_of_axes(word: str) -> str:
+    """The equation that `einsum_equation` was given, without shards. One in small letters is not from `matmuls`."""
+    return word if word.islower() else re.sub(f"[{SHARDS}]", "", word).replace("h", "H")
 
 
 @functools.lru_cache(maxsize=65536)
@@ -48,16 +84,16 @@ def parse(op_name: str) -> OpName:
     modules, table, array, einsum = [], "", "", ""
     for number, word in enumerate(words):
         role, dot, rest = word.partition(".")
-        if dot and role in ("of", "sum", "sees", "turns", "kind"):
+        if dot and role in _ROLES:
             scopes[role] = rest
         elif dot and role in TABLES:
             table, array = role, rest
         elif "->" in word:
-            einsum = word if word.islower() else word.translate(_EINSUM_LETTERS)
+            einsum = _equation_of_axes(word)
         elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     owners = tuple(filter(None, scopes.get("of", "").split("+")))
-    in_loss = owners == ("loss",)
+    in_loss = owners == (LOSS,)
     if "rematted_computation" in words:
         phase = "recomputation"
     elif "transpose" in words or (in_loss and "sum" in scopes):  # the loss works out its gradients on its way forward
@@ -67,6 +103,7 @@ def parse(op_name: str) -> OpName:
         phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
     summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
     window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    kind = kind or ("attention" if _SCORES.search(op_name) else "")
     return OpName(phase, tuple(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
 
 
