@@ -15,7 +15,6 @@ from gspmd_lm.foresight.timing.op_time import CALL
 from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.supported import faster_kernel
-from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.train import state
 from gspmd_lm.units import human_bytes
@@ -33,7 +32,7 @@ NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "hea
 
 def warnings(
     report: Report,
-    config: Config | Task,
+    config: Config | None,
     rules: Rules,
     on: Processor,
     problems: Iterable[Problem],
@@ -43,26 +42,25 @@ def warnings(
 ) -> tuple[Finding, ...]:
     """Findings about the layout of a report, in the order in which they are worth reading.
 
-    on: what it would run on. problems: the warnings of its check. looked_up: tables in which rows are looked up.
-    module: None where there is no program. notes: what the compiler said while it worked.
+    config: of the decoder. on: what it would run on. problems: the warnings of its check. looked_up: tables in which
+    rows are looked up. module: None where there is no program. notes: what the compiler said while it worked.
     """
-    decoder = config if isinstance(config, Config) else None
-    training = decoder and report.phase == "train" and rules.kernel(on.platform) == "xla"
-    fused = faster_kernel(rules, decoder, on, state.attention_pass(decoder)) if decoder and training else ""
+    training = config and report.phase == "train" and rules.kernel(on.platform) == "xla"
+    fused = faster_kernel(rules, config, on, state.attention_pass(config)) if config and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     findings = [
         *_too_large(memory),
         *_unpriced(predicted),
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
-        *_slow_links(decoder.model.layers if decoder else 1, rules, moved),
+        *_slow_links(config.model.layers if config else 1, rules, moved),
         *_unfused(fused, predicted),
         *_involuntary(notes),
         *_replicated(rules, arrays, memory),
         *_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(memory),
-        *(_padded_vocabulary(decoder) if decoder else ()),
+        *(_padded_vocabulary(config) if config else ()),
         *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),

@@ -4,7 +4,6 @@ import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
@@ -43,27 +42,30 @@ def reports(
     checked before anything is compiled. With `export`, the executable of the only layout is kept there.
     Raises ShardingError, InputError or RunFailed.
     """
+    task = decoder.task(config)
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
-    filled = [_settled(config, rules, target, phase) for rules in filled]
-    checked = [_checked(config, rules, target.platform, phase) for rules in filled]
-    parameter_sizes = sizes(checked[0][0]) if isinstance(config, Task) else None
+    filled = [_settled(task, rules, target, phase) for rules in filled]
+    checked = [_checked(task, rules, target.platform, phase) for rules in filled]
+    parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None
-    compiled = programs([CompileRequest(config, rules, target, keep, phase, parameter_sizes) for rules in filled], say)
+    compiled = programs(
+        [CompileRequest(task.config or task, rules, target, keep, phase, parameter_sizes) for rules in filled], say
+    )
     if export and compiled[0].executable:
         files.replace(export, compiled[0].executable.read_bytes())
         exported.record(export)
     return [
-        report(config, rules, target, arrays, problems, program, phase)
+        report(task, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, checked, compiled, strict=True)
     ]
 
 
-def _settled(config: Config | Task, rules: Rules, target: Target, phase: str) -> Rules:
+def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
     """The rules with the attention kernel that the compiled program will have."""
     if phase == "train":
-        return state.settled(config, rules, target.processor)
-    return settled(rules, config, target.processor, _asked(config, phase)) if isinstance(config, Config) else rules
+        return state.settled(task, rules, target.processor)
+    return settled(rules, task.config, target.processor, _asked(task.config, phase)) if task.config else rules
 
 
 def _asked(config: Config, phase: str) -> Pass:
@@ -75,16 +77,16 @@ def _asked(config: Config, phase: str) -> Pass:
     )
 
 
-def _checked(config: Config | Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
+def _checked(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
-        return state.arrays_and_warnings(config, rules, platform)
-    if isinstance(config, Task):
-        raise InputError(f"{config.name}: only the decoder generates\n  fix   phase: train")
-    return generation.arrays_and_warnings(config, rules, platform, generation.whole_context(config))
+        return state.arrays_and_warnings(task, rules, platform)
+    if not task.config:
+        raise InputError(f"{task.name}: only the decoder generates\n  fix   phase: train")
+    return generation.arrays_and_warnings(task.config, rules, platform, generation.whole_context(task.config))
 
 
 def report(
-    config: Config | Task,
+    computed: Config | Task,
     rules: Rules,
     target: Target,
     arrays: Arrays,
@@ -94,10 +96,11 @@ def report(
 ) -> Report:
     """What a compiled step says of a layout. `rules` are those that it was built with, whose attention kernel is
     chosen; `problems` are the warnings of its check."""
-    task = decoder.task(config)
+    task = decoder.task(computed)
+    config = task.config
     tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
-    if isinstance(config, Task) or phase == "train":
-        recorded = state.recorded(config, arrays, rules.microbatches, rules)
+    if config is None or phase == "train":
+        recorded = state.recorded(task, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
     named, graph = (
@@ -106,8 +109,8 @@ def report(
     )
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
-    if isinstance(config, Task):
-        lower_bounds = any_model.of_training(config, rules, arrays, target.chip)
+    if config is None:
+        lower_bounds = any_model.of_training(task, rules, arrays, target.chip)
         needed = lower_bounds.flops
     elif phase == "train":
         lower_bounds = bounds.of_training(config, rules, arrays, target.chip, graph)
@@ -137,13 +140,13 @@ def report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
         devices=target.devices,
-        config=config.name,
+        config=task.name,
         rules=rules.path,
         phase=phase,
         mesh=dict(rules.mesh),
-        attention=_attention(task.config, rules, target, phase),
+        attention=_attention(config, rules, target, phase),
         parameters=arrays.parameter_count,
-        active_parameters=arrays.active_count(config.model) if isinstance(config, Config) else arrays.parameter_count,
+        active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,
         memory=device_memory,
         collectives=moved,
@@ -160,8 +163,8 @@ def report(
     return dataclasses.replace(report, warnings=warned)
 
 
-def _attention(config: Any, rules: Rules, target: Target, phase: str) -> str:
-    if not isinstance(config, Config) or phase == "decode":
+def _attention(config: Config | None, rules: Rules, target: Target, phase: str) -> str:
+    if config is None or phase == "decode":
         return ""
     return kernel_choice(rules, config, target.processor, _asked(config, phase))
 

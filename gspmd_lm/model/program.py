@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gspmd_lm.config import Config
 from gspmd_lm.model.supported import Pass, kernel_choice
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
@@ -21,9 +20,9 @@ from gspmd_lm.sharding.shapes import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A config or task under rules on a mesh: where its arrays live, and the context in which it is traced."""
+    """What is computed, under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
-    config: Any  # config.Config or task.Task
+    config: Any  # config.Config; None of a model of one's own
     rules: Rules
     arrays: Arrays
     mesh: Mesh
@@ -39,11 +38,6 @@ class Program:
         return self.placement.sharding("rules", "", (), ())
 
     @property
-    def settings(self) -> Config | None:
-        """The settings of the decoder; None for another model."""
-        return self.config
-
-    @property
     def asked(self) -> Pass:
         """What the program asks of attention, if it is the decoder's."""
         raise NotImplementedError
@@ -51,8 +45,8 @@ class Program:
     @property
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
-        cfg, on = self.settings, meshes.processor(self.mesh.devices.flat[0])
-        return kernel_choice(self.rules, cfg, on, self.asked) if cfg else ""
+        on = meshes.processor(self.mesh.devices.flat[0])
+        return kernel_choice(self.rules, self.config, on, self.asked) if self.config else ""
 
     @property
     def matmul_precision(self) -> str:

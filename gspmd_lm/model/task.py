@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.annotate import Spec
 from gspmd_lm.sharding.names import Vocabulary
@@ -55,7 +56,9 @@ class Task:
     compute_dtype: str = "float32"  # of activations
     float32: tuple[str, ...] = ()  # activations that are float32 whatever `compute_dtype` says
     tokens: int = 0  # of a batch, for speeds; 0: the number of rows
-    config: Any = None  # the settings that it was made from: of the decoder, config.Config
+    # Of the decoder, the config that it was made from: `train.decoder.task` sets it. A changed copy has none, since its
+    # functions may be others.
+    config: Config | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self):
         if not self.inputs:

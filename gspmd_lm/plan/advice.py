@@ -19,6 +19,7 @@ from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding.rules import Remat, Rules
+from gspmd_lm.train import decoder
 from gspmd_lm.train.state import settled
 from gspmd_lm.units import human_bytes
 
@@ -40,15 +41,17 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
     best, chip = plan.best, plan.target.chip
     assert best and chip
     traces = TraceCache(config)
-    before_s = Estimator(config, plan.target, traces).estimate(best.rules).step_time_s
+    task = traces.task
+    before_s = Estimator(task, plan.target, traces).estimate(best.rules).step_time_s
     changes = []
     for what, changed in _faster(chip):
         if changed != chip:
             target = dataclasses.replace(plan.target, chip=changed)
-            after_s = Estimator(config, target, traces).estimate(best.rules).step_time_s
+            after_s = Estimator(task, target, traces).estimate(best.rules).step_time_s
             changes.append(Change(what, before_s / after_s - 1))
-    if isinstance(config, Config):
-        twice = dataclasses.replace(config, data=dataclasses.replace(config.data, batch=2 * config.data.batch))
+    if task.config:
+        data = task.config.data
+        twice = dataclasses.replace(task.config, data=dataclasses.replace(data, batch=2 * data.batch))
         after_s = Estimator(twice, plan.target).estimate(best.rules).step_time_s
         changes.append(Change("a batch twice as large, where it fits", 2 * before_s / after_s - 1))
     corrected = best.step_time_s / before_s
@@ -97,13 +100,13 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Lar
     return None
 
 
-def savings(config: Config | Task, plan: Plan) -> list[tuple[str, int]]:
+def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
     """What in a config would save memory under the layout that comes nearest: a setting, and the bytes per device.
 
     The greatest saving comes first. A plan changes none of these by itself, because they change what is computed.
     """
-    nearest = plan.nearest
-    if nearest is None or not isinstance(config, Config):
+    nearest, config = plan.nearest, decoder.task(computed).config
+    if nearest is None or config is None:
         return []
     data, model, optimizer = config.data, config.model, config.optimizer
     tried = {

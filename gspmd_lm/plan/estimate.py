@@ -128,7 +128,7 @@ class Estimator:
 
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
-        self.config, self.target, self.chip = self.traces.config, target, target.chip
+        self.target, self.chip = target, target.chip
         self._overlap = Overlap(target)
         self._layouts: dict[tuple, _LayoutCosts] = {}
 
@@ -292,7 +292,7 @@ class Estimator:
         named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in layout.transfers:
-            kind = DecoderTransfers if isinstance(self.config, Config) else AnyModelTransfers
+            kind = DecoderTransfers if self.traces.task.config else AnyModelTransfers
             layout.transfers[key] = kind(rules, self.traces.arrays, layout.trace.graph).all
         return layout.transfers[key]
 

@@ -339,8 +339,8 @@ class TraceCache:
     """The traces of a config or task. They depend on the microbatches, and on which splits the model finds equal."""
 
     def __init__(self, config: Config | Task):
-        self.config, self.task = config, decoder.task(config)
-        self.arrays = state.arrays(config)
+        self.task = decoder.task(config)
+        self.arrays = state.arrays(self.task)
         self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
         self._compared: set[tuple[str, str]] = set()
         self._traces: dict[tuple, ForwardTrace] = {}
@@ -349,7 +349,7 @@ class TraceCache:
         """The trace of filled `rules`, whose microbatches divide the batch."""
         key = rules.microbatches, self._pattern(rules)
         if key not in self._traces:
-            recorder = state.recorded(self.config, self.arrays, rules.microbatches, rules)
+            recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
             self._compared |= recorder.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
             trace = ForwardTrace(
@@ -375,8 +375,8 @@ class TraceCache:
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
         recorder = self._recorder_under(trace, rules)
         problems = placement.problems(rules, params, recorder, optimizer)
-        if isinstance(self.config, Config):
-            problems += state.config_problems(self.config, rules, platform)
+        if self.task.config:
+            problems += state.config_problems(self.task.config, rules, platform)
         return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:

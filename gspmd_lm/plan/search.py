@@ -74,7 +74,7 @@ def plan(
     if target.chip is None and rank_by == "time":
         raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
     traces = TraceCache(config)
-    space = Space(config, target, traces)
+    space = Space(traces.task, target, traces)
     candidates = estimated(space, began + 60 * minutes * ESTIMATING)
     if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
@@ -82,7 +82,7 @@ def plan(
         say(note)
     left_out = f"; {space.left_out:,} meshes and tables were not estimated for want of time" if space.left_out else ""
     say(f"estimated {len(candidates):,} layouts in {time.monotonic() - began:.0f} s{left_out}")
-    search = _Search(config, space, candidates, say, reports, began, minutes, most)
+    search = _Search(space, candidates, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
@@ -92,9 +92,9 @@ def plan(
 
 
 class _Search:
-    def __init__(self, config: Config | Task, space: Space, candidates: Sequence[Candidate], say: Callable[[str], None],
+    def __init__(self, space: Space, candidates: Sequence[Candidate], say: Callable[[str], None],
                  reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
-        self.config, self.space, self.target, self.say, self.reports = config, space, space.target, say, reports
+        self.task, self.space, self.target, self.say, self.reports = space.task, space, space.target, say, reports
         self.began, self.minutes, self.most = began, minutes, most
         self.searched = len(candidates)
         may_fit = [one for one in candidates if one.fits is not False]
@@ -217,7 +217,7 @@ class _Search:
         self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{best_so_far}")
         try:
             reports: list[Report | None] = [
-                *self.reports(self.config, [one.rules for one in chosen], self.target, self.say)
+                *self.reports(self.task, [one.rules for one in chosen], self.target, self.say)
             ]
         except RunFailed as error:
             if len(chosen) > 1:
@@ -288,7 +288,7 @@ class _Search:
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
         return Plan(
             target=self.target,
-            config=self.config.name,
+            config=self.task.name,
             tokens=tokens,
             candidates=tuple(ranked),
             ties=tuple(ties),

@@ -79,7 +79,7 @@ class Space:
 
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
-        self.config, self.task, self.target = self.traces.config, self.traces.task, target
+        self.task, self.target = self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
         self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
@@ -87,10 +87,10 @@ class Space:
         self.trace = self.traces.trace(single)
         self.asked = self.trace.recorder.asked
         self.roles = _roles(self.traces, self.trace.graph, "attention" in self.asked)
-        self.estimator = Estimator(config, target, self.traces)
-        if isinstance(self.config, Config):
+        self.estimator = Estimator(self.task, target, self.traces)
+        if decoder_config := self.task.config:
             plain = self.rules({"mesh": {"data": target.devices}})
-            kernel_note = kernel_choice(plain, self.config, target.processor, attention_pass(self.config))
+            kernel_note = kernel_choice(plain, decoder_config, target.processor, attention_pass(decoder_config))
             self.notes += [f"attention: {kernel_note}"] if kernel_note else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -132,7 +132,7 @@ class Space:
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""
         rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
-        return settled(self.config, rules.fill(self.target.devices), self.target.processor)
+        return settled(self.task, rules.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 

@@ -16,6 +16,7 @@ from gspmd_lm.plan import candidate, outcome
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
+from gspmd_lm.train import decoder
 from gspmd_lm.workdir import history
 
 PAGE_HEIGHT = 640  # of a page within a notebook, in pixels; it scrolls
@@ -57,7 +58,7 @@ class FoundPlan(Plan):
 
     @classmethod
     def of(cls, plan: Plan, task: Task | Config) -> "FoundPlan":
-        return cls(**vars(plan), batch=task.data.batch if isinstance(task, Config) else task.rows)
+        return cls(**vars(plan), batch=decoder.task(task).rows)
 
     @property
     def yaml(self) -> str:

@@ -23,11 +23,14 @@ initial = jax.jit(init, static_argnums=0)
 
 
 def task(config: Config | Task) -> Task:
-    """The task that a config describes. A task is returned as it is."""
+    """The task that a config describes, which has it as its `config`. A task is returned as it is.
+
+    What comes after asks `task.config`, which a model of one's own does not have.
+    """
     if isinstance(config, Task):
         return config
     model, data = config.model, config.data
-    return Task(
+    decoder = Task(
         name=config.name,
         vocabulary=DECODER,
         inputs=inputs(config),
@@ -45,8 +48,9 @@ def task(config: Config | Task) -> Task:
         compute_dtype=model.compute_dtype,
         float32=("logits",),
         tokens=data.batch * data.seq,
-        config=config,
     )
+    object.__setattr__(decoder, "config", config)
+    return decoder
 
 
 def inputs(config: Config) -> Mapping[str, Input]:

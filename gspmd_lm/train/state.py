@@ -81,7 +81,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
             f"{rules.path}: was loaded with another vocabulary than that of {task.name}\n"
             "  fix   load it with the vocabulary of the task"
         )
-    shapes, more = arrays(config), []
+    shapes, more = arrays(task), []
     whole = task.rows % rules.microbatches == 0
     if not whole:
         first = next(iter(task.specs().values()))
@@ -92,17 +92,17 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
                 f"use a divisor of {task.vocabulary.settings.get(first.axes[0], task.rows)}",
             )
         )
-    if isinstance(task.config, Config):
+    if task.config:
         more += config_problems(task.config, rules, platform)
-    named = recorded(config, shapes, rules.microbatches if whole else 1, rules)
+    named = recorded(task, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen["unroll"] = str(rules.unroll or "none")
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
             more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
-    if isinstance(config, Task):
-        more += _not_placed(config, shapes, rules, named)
+    if not task.config:
+        more += _not_placed(task, shapes, rules, named)
     return shapes, model_shapes.checked(shapes, rules, [named], more)
 
 
@@ -134,7 +134,7 @@ def attention_pass(config: Config) -> Pass:
 def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
     cfg = decoder.task(config).config
-    return supported.settled(rules, cfg, on, attention_pass(cfg)) if isinstance(cfg, Config) else rules
+    return supported.settled(rules, cfg, on, attention_pass(cfg)) if cfg else rules
 
 
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:

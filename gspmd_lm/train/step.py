@@ -29,24 +29,17 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Step(Program):
-    """The functions of a config or task under rules on a mesh, ready to be jitted, and where their inputs live."""
+    """The functions of a task under rules on a mesh, ready to be jitted, and where their inputs live."""
 
-    @functools.cached_property
-    def task(self) -> Task:
-        """The task that the step computes."""
-        return decoder.task(self.config)
+    task: Task
 
     @property
     def matmul_precision(self) -> str:
         return self.task.matmul_precision
 
     @property
-    def settings(self) -> Config | None:
-        return self.task.config if isinstance(self.task.config, Config) else None
-
-    @property
     def asked(self) -> Pass:
-        return attention_pass(self.task.config)
+        return attention_pass(self.config)
 
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
@@ -234,8 +227,8 @@ class Step(Program):
 def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
-    mesh = meshes.build(rules, devices)
-    return Step(config, settled(config, rules, meshes.processor(devices[0])), arrays, mesh)
+    task, mesh = decoder.task(config), meshes.build(rules, devices)
+    return Step(task.config, settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
 
 
 def _is_boxed(leaf: Any) -> bool:

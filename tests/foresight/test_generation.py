@@ -9,6 +9,7 @@ from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import to_json
 from gspmd_lm.hardware import target
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import decoder
 from tests.quick import QUICK
 
 CONFIG = configs.load(
@@ -24,7 +25,7 @@ def report_of(cache):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GSPMD_LM_CACHE", str(cache.parent))
             layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
-            (found,) = explain.reports(config, [layout], target.parse(where), phase=phase)
+            (found,) = explain.reports(decoder.task(config), [layout], target.parse(where), phase=phase)
         return found
 
     return make

@@ -14,7 +14,7 @@ from gspmd_lm.plan import candidate, remats, search, space
 from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import plan
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import state, step
+from gspmd_lm.train import decoder, state, step
 
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",
          "model.mlp=4096", "model.vocab=32000", "data.batch=8", "data.seq=1024", "model.context=1024")  # fmt: skip
@@ -33,10 +33,11 @@ known, traces = {}, {}
 
 def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
-    key = repr((config, target, remats.FILLED))
+    task = decoder.task(config)
+    key = repr((task, target, remats.FILLED))
     if key not in known:
-        graph = traces.setdefault(repr(config), TraceCache(config))
-        one = space.Space(config, target, graph)
+        graph = traces.setdefault(repr(task), TraceCache(task))
+        one = space.Space(task, target, graph)
         known[key] = one, price_all(one)
     return known[key]
 
@@ -44,8 +45,8 @@ def shared(config, target):
 @pytest.fixture(autouse=True)
 def priced_once(monkeypatch):
     """Searches of a config on a target price their layouts once for all tests."""
-    monkeypatch.setattr(search, "Space", lambda config, target, _: shared(config, target)[0])
-    monkeypatch.setattr(search, "estimated", lambda one, _: shared(one.config, one.target)[1])
+    monkeypatch.setattr(search, "Space", lambda task, target, _: shared(task, target)[0])
+    monkeypatch.setattr(search, "estimated", lambda one, _: shared(one.task, one.target)[1])
 
 
 class Compiler:

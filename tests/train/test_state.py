@@ -1,5 +1,7 @@
 """What is checked before anything is compiled: a layout that is accepted also becomes a program, and no other does."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import loss
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import state, step
+from gspmd_lm.train import decoder, state, step
 from tests import courses
 
 MESHES = [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"context": 4, "data": 2}, {"fsdp": 2, "tensor": 2, "context": 2}]
@@ -75,3 +77,13 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(smal
     for rows, tokens in (({}, 8), ({"logits.seq": None}, 4), ({"logits.seq": "data"}, 4)):
         rules = rules_file.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
         assert losses(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows
+
+
+def test_a_changed_task_of_the_decoder_is_a_model_of_ones_own(small):
+    """Nothing takes the config for what the other functions compute."""
+    config, rules = small(layers=1), rules_file.load("single").fill(1)
+    task = decoder.task(config)
+    changed = dataclasses.replace(task, name="changed")
+    for one, expected in ((task, config), (changed, None)):
+        built = step.build_step(one, rules, state.arrays(one), jax.devices()[:1])
+        assert (one.config, built.config) == (expected, expected)
