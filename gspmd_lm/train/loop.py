@@ -362,7 +362,7 @@ class _Training:
         peak = report.peak_flops_per_s if report else None
         return metrics.Meter(
             self.start, self.stop, config.data.batch * config.data.seq, config.data.batch / len(run.rows[0].rows),
-            metrics.flops_of_step(config, run.step.arrays), peak and peak * run.step.mesh.size,
+            metrics.model_flops(config, run.step.arrays), peak and peak * run.step.mesh.size,
         )  # fmt: skip
 
     def _log(self) -> Any:

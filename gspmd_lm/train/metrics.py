@@ -19,7 +19,8 @@ def flops_per_token(
 
     P are the parameters that compute a token, without tables that are only looked up, and S the keys that it sees: see
     `keys_seen`. Where only `trained_count` parameters are trained, the others have no gradient: 2 FLOPs less for each.
-    PaLM (arXiv 2204.02311, appendix B) counts all T keys of a row in place of S.
+    PaLM (arXiv 2204.02311, appendix B) counts all T keys of a row in place of S. This is three times what the traced
+    forward pass multiplies, except that the trace has all T keys, and P has norms and biases too.
     """
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":
@@ -30,7 +31,7 @@ def flops_per_token(
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
 
 
-def flops_of_step(config: Config, arrays: Arrays) -> float:
+def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
     active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
     return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq

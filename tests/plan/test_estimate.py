@@ -68,7 +68,7 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer):
     operations = traces.trace(rules).op_graph(False).ops
     total = sum(one.flops * (1 + one.backward) * one.trip_count for one in operations)
     of_images = next(one.flops for one in operations if one.flops)  # they have no gradient
-    of_step = any_model.flops_of_step(mixer, traces.arrays)
+    of_step = any_model.traced_flops(mixer, traces.arrays)
     assert total - of_images == of_step
 
 

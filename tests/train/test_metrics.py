@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from gspmd_lm.train.metrics import keys_seen
+from gspmd_lm.foresight.bounds.any_model import jaxpr_flops
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import decoder, state
+from gspmd_lm.train.metrics import keys_seen, model_flops
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
@@ -47,3 +51,23 @@ def test_the_keys_that_tokens_see(small, seq):
     seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(seq)]
     assert keys_seen(model, seq) == pytest.approx(sum(map(sum, seen)) / seq)
     assert keys_seen(model, seq, last=True) == sum(seen[-1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_heads": 1},
+        {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
+        {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
+    ],
+)
+def test_model_flops_are_three_times_those_of_the_traced_forward_pass(small, settings):
+    """But for keys that a token does not see, which are traced, and for norms and biases, which multiply nothing."""
+    config = small(layers=2, **settings)
+    task, model, tokens = decoder.task(config), config.model, config.data.batch * config.data.seq
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
+    unseen_keys = config.data.seq * model.layers - keys_seen(model, config.data.seq)
+    vectors = [like for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1]
+    not_multiplied = 6 * sum(like.size for like in vectors) - 12 * model.heads * model.head_dim * unseen_keys
+    assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) + tokens * not_multiplied)

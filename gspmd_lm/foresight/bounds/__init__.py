@@ -14,7 +14,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train.metrics import flops_of_step, flops_per_token, keys_seen
+from gspmd_lm.train.metrics import flops_per_token, keys_seen, model_flops
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 
@@ -39,7 +39,7 @@ def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None,
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops, moved_bytes = flops_of_step(config, arrays), memory_bytes(rules, arrays, graph)
+    flops, moved_bytes = model_flops(config, arrays), memory_bytes(rules, arrays, graph)
     return _bounds(config, rules, arrays, chip, graph, flops, moved_bytes, trains=True)
 
 

@@ -29,7 +29,7 @@ def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> 
 
     FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops = flops_of_step(task, arrays) / rules.devices
+    flops = traced_flops(task, arrays) / rules.devices
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
@@ -40,7 +40,7 @@ def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> 
     )
 
 
-def flops_of_step(task: Task, arrays: Arrays) -> float:
+def traced_flops(task: Task, arrays: Arrays) -> float:
     """The FLOPs of the matmuls and convolutions of the loss and its gradients, as they are traced for one device."""
 
     def loss(trained: Any, params: Any, batch: Any, key: Any) -> jax.Array:
