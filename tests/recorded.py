@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm.train import state
+from gspmd_lm.train import decoder, state
 
 GOLDEN = Path(__file__).parent / "golden"
 _arrays = {}
@@ -52,7 +52,10 @@ def shapes_once(monkeypatch):
     """The shapes of a config's weights are found once in a session, instead of once for each of its rules files."""
     arrays = state.arrays
 
-    def arrays_once(config):
+    def arrays_once(computed):
+        config = decoder.task(computed).config
+        if config is None:
+            return arrays(computed)
         if config not in _arrays:
             _arrays[config] = arrays(config)
         return _arrays[config]

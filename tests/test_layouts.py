@@ -138,6 +138,11 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
     assert logits.bytes_per_device == 1024 * 264 * 4
 
 
+def test_what_is_known_of_arrays_and_axes_is_of_those_in_the_table():
+    assert {axes.BALANCE_BIAS, *axes.TO_RESIDUAL, *axes.EXACT, *axes.ADAPTED} <= {*axes.WEIGHTS}
+    assert {*axes.STACKED, *axes.NARROW, *axes.HIDDEN} <= {*axes.AXES}
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
 def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
     cfg, found = config.load("tiny", [f"optimizer.name={optimizer}"]), filled("fsdp2_tp4", 8)

@@ -21,7 +21,7 @@ from gspmd_lm.model.supported import Pass, layer_problems, settled, split_sequen
 from gspmd_lm.model.transformer import extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
-from gspmd_lm.sharding.axes import DECODER
+from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
@@ -97,7 +97,7 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
     used = jnp.dtype(model.compute_dtype)
 
     def one(leaf: Named, like: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        exact = leaf.path.rsplit(".", 1)[-1] in ("scale", "bias", "decay", "decay_bias")
+        exact = leaf.path.rsplit(".", 1)[-1] in EXACT
         smaller = not exact and used.itemsize < like.dtype.itemsize
         return jax.ShapeDtypeStruct(like.shape, used if smaller else like.dtype, sharding=sharding)
 

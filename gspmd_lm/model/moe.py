@@ -15,6 +15,7 @@ from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.moe_dispatch import mixed, per_token
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
+from gspmd_lm.sharding.axes import BALANCE_BIAS
 from gspmd_lm.sharding.matmuls import project
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -42,7 +43,7 @@ class Experts(nn.Module):
             self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
         if cfg.balance == "bias":
             at_rest = dataclasses.replace(exact, weight_dtype="float32")
-            self.balance_bias = bias(self, "balance_bias", "scores", (E,), at_rest)
+            self.balance_bias = bias(self, BALANCE_BIAS, "scores", (E,), at_rest)
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
@@ -162,10 +163,10 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.Model) -> d
         block = (f"block_{i}",) if kinds > 1 else ()
         rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
         if rows:
-            flat[(stack.name, *block, "mlp", "balance_bias")] += moves_LC[jnp.array(rows)]
+            flat[(stack.name, *block, "mlp", BALANCE_BIAS)] += moves_LC[jnp.array(rows)]
     for row, layer in enumerate(sparse):
         if layer >= stack.scanned:
-            flat[(f"layer_{stack.first + layer}", "mlp", "balance_bias")] += moves_LC[row]
+            flat[(f"layer_{stack.first + layer}", "mlp", BALANCE_BIAS)] += moves_LC[row]
     return unflatten_dict(flat)
 
 

@@ -9,7 +9,7 @@ import jax
 
 from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
-from gspmd_lm.sharding.axes import ADAPTERS
+from gspmd_lm.sharding.axes import ADAPTERS, TO_RESIDUAL
 
 LOOPS = [(name,) for name in get_args(config.StackName)]
 
@@ -32,7 +32,7 @@ def weight(
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
     """A matrix drawn from a normal distribution. Matrices that write to the residual stream start smaller in a deeper
     model."""
-    shrink = math.sqrt(2 * cfg.layers) if name in ("wo", "w_down", "linear_out", "laurel_out") else 1.0
+    shrink = math.sqrt(2 * cfg.layers) if name in TO_RESIDUAL else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 

@@ -26,6 +26,9 @@ AXES = {
     "stream_width": ("O", "model width, where a matrix goes from stream to stream"),
     "layer_embed": ("Y", "width of a token's embedding for one layer"),
 }
+STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
+NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
+HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed"}  # the far side of a matrix inside a block
 
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {
@@ -82,6 +85,9 @@ WEIGHTS = {
     "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
     "bias": "bias of a norm",
 }
+BALANCE_BIAS = "balance_bias"  # it moves against the loads of a step; gradients do not change it
+TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
+EXACT = ("scale", "bias", "decay", "decay_bias")  # weights that keep their own dtype where they are not trained
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight

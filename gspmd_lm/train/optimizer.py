@@ -16,11 +16,8 @@ from optax import contrib
 
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding.axes import HIDDEN, NARROW, STACKED
 from gspmd_lm.sharding.placement import Named
-
-STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
-NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
-HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed"}  # the far side of a matrix inside a block
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
