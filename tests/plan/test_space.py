@@ -23,18 +23,18 @@ def config(small):
 
 
 @pytest.fixture(scope="module")
-def layouts(config, space_of):
+def found(config, space_of):
     return list(space_of(config, "cpu:8"))
 
 
-def test_no_layout_comes_twice(layouts):
-    assert len(layouts) > 100
-    assert len({json.dumps(raw, sort_keys=True) for raw in layouts}) == len(layouts)
-    assert len(set(map(describe, layouts))) == len(layouts)
+def test_no_layout_comes_twice(found):
+    assert len(found) > 100
+    assert len({json.dumps(raw, sort_keys=True) for raw in found}) == len(found)
+    assert len(set(map(describe, found))) == len(found)
 
 
-def test_each_passes_the_check_of_a_file_that_was_written(config, layouts, tmp_path):
-    for raw in layouts[::9]:
+def test_each_passes_the_check_of_a_file_that_was_written(config, found, tmp_path):
+    for raw in found[::9]:
         path = tmp_path / "layout.yaml"
         path.write_text(core_yaml.dump(raw))
         rules = rules_file.load(str(path)).fill(8)
@@ -43,10 +43,10 @@ def test_each_passes_the_check_of_a_file_that_was_written(config, layouts, tmp_p
 
 
 def test_each_of_a_model_of_ones_own_passes_the_check(mixer, space_of):
-    layouts = list(space_of(mixer, "cpu:8"))
-    assert {"width": "fsdp", "patch": "fsdp"} in [raw.get("weights") for raw in layouts]
-    assert any(raw["rules"].get("mixed") == "tensor" for raw in layouts)
-    for raw in layouts:
+    found = list(space_of(mixer, "cpu:8"))
+    assert {"width": "fsdp", "patch": "fsdp"} in [raw.get("weights") for raw in found]
+    assert any(raw["rules"].get("mixed") == "tensor" for raw in found)
+    for raw in found:
         state.arrays_and_warnings(mixer, rules_file.from_dict(raw, "plan", vocabulary=mixer.vocabulary).fill(8), "cpu")
 
 
@@ -64,18 +64,18 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     of = space_of(config, "cpu:4")
     assert (of.roles.groups, of.roles.sequence) == (("expert",), ("seq",))
     assert "scores" not in of.roles.hidden and "expert" not in of.roles.hidden
-    layouts = list(of)
-    assert len(set(map(describe, layouts))) == len(layouts)
-    split = [raw for raw in layouts if "expert" in raw["mesh"]]
+    found = list(of)
+    assert len(set(map(describe, found))) == len(found)
+    split = [raw for raw in found if "expert" in raw["mesh"]]
     assert {raw["mesh"]["expert"] for raw in split} == {2, 4}
     for raw in split:
         assert raw["rules"]["expert"] == "expert" and "expert" in raw["rules"]["batch"]
-    forms = {(raw["mesh"]["context"], raw["context"]) for raw in layouts if "context" in raw}
+    forms = {(raw["mesh"]["context"], raw["context"]) for raw in found if "context" in raw}
     assert forms >= {(2, "gather"), (4, "gather"), (2, "ring"), (4, "ring"), (2, "ulysses")}
-    assert all(raw["rules"]["seq"] == "context" for raw in layouts if "context" in raw)
-    assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in layouts)
-    assert not any(raw.get("microbatches", 1) > 1 for raw in layouts)  # experts are balanced over the whole batch
-    for raw in layouts[::97]:
+    assert all(raw["rules"]["seq"] == "context" for raw in found if "context" in raw)
+    assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in found)
+    assert not any(raw.get("microbatches", 1) > 1 for raw in found)  # experts are balanced over the whole batch
+    for raw in found[::97]:
         state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
@@ -87,25 +87,25 @@ def test_a_sequence_is_split_only_where_its_pieces_can_be_dealt(small, space_of,
     assert {raw["mesh"].get("context", 1) for raw in of} == {1, 2, 4}  # 24 is no multiple of 2 * 8
 
 
-def test_the_batch_is_divided_and_so_are_its_microbatches(layouts):
-    for raw in layouts:
+def test_the_batch_is_divided_and_so_are_its_microbatches(found):
+    for raw in found:
         rows = raw.get("microbatches", 1)
         for name in ("data", "fsdp"):
             rows *= raw["mesh"].get(name, 1)
         assert 12 % rows == 0
-    assert any(raw["mesh"] == {"fsdp": 4, "tensor": 2} for raw in layouts)
-    assert not any(raw["mesh"].get("fsdp") == 8 for raw in layouts)
+    assert any(raw["mesh"] == {"fsdp": 4, "tensor": 2} for raw in found)
+    assert not any(raw["mesh"].get("fsdp") == 8 for raw in found)
 
 
-def test_axes_that_do_not_divide_stay_whole(layouts):
-    eight = [raw for raw in layouts if raw["mesh"].get("tensor") == 8]
+def test_axes_that_do_not_divide_stay_whole(found):
+    eight = [raw for raw in found if raw["mesh"].get("tensor") == 8]
     assert eight
     assert all("kv_heads" not in raw["rules"] and raw["rules"]["heads"] == "tensor" for raw in eight)
 
 
 def test_slices_are_crossed_by_data_or_fsdp_and_never_by_tensor(llama, space_of):
-    layouts = list(space_of(llama, "2@v5e:2x2"))
-    assert {name for raw in layouts for name in raw["dcn"]} == {"data", "fsdp"}
+    found = list(space_of(llama, "2@v5e:2x2"))
+    assert {name for raw in found for name in raw["dcn"]} == {"data", "fsdp"}
     hosts = list(space_of(llama, "h100:2x4"))
     assert not any(raw["mesh"].get("tensor") == 8 for raw in hosts)
     assert {"fsdp": 2} in [raw.get("dcn") for raw in hosts if raw["mesh"] == {"data": 2, "fsdp": 4}]
@@ -137,13 +137,13 @@ def test_numbers_are_divided_whatever_their_size():
     assert len(space._divisors(10**12)) == 169  # at once: only up to the root
 
 
-def test_what_there_is_no_time_for_is_counted(config, space_of, layouts):
+def test_what_there_is_no_time_for_is_counted(config, space_of, found):
     of = space_of(config, "cpu:8")
     first = [raw for raw, _ in of.filled(0.0)]
-    assert first == layouts[: len(first)]
+    assert first == found[: len(first)]
     assert len({json.dumps([raw["mesh"], raw["rules"], raw.get("optimizer")]) for raw in first}) == 1
     assert of.left_out == len(list(of._layouts())) - 1 > 10
-    assert [len(raw["mesh"]) for raw in layouts] == sorted(len(raw["mesh"]) for raw in layouts)
+    assert [len(raw["mesh"]) for raw in found] == sorted(len(raw["mesh"]) for raw in found)
 
 
 def test_a_trace_is_shared_by_rules_that_the_model_cannot_tell_apart(llama, space_of):
