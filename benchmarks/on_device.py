@@ -139,7 +139,7 @@ def _results(function: Any, inputs: Any) -> Any:
     return both(*inputs)
 
 
-def _judged(found: Any, xla: Any, want: Any) -> dict[str, Any]:
+def _judged(ours: Any, xla: Any, want: Any) -> dict[str, Any]:
     """The part in which a kernel is worst beside XLA, and whether it is right there."""
     scales = [float(jnp.abs(x).max()) or 1.0 for x in want]
 
@@ -149,7 +149,7 @@ def _judged(found: Any, xla: Any, want: Any) -> dict[str, Any]:
             for x, y, scale in zip(results, want, scales, strict=True)
         ]
 
-    pairs = list(zip(errors(found), errors(xla), PARTS, strict=False))
+    pairs = list(zip(errors(ours), errors(xla), PARTS, strict=False))
     error, least, part = max(pairs, key=lambda pair: pair[0] / (pair[1] + 1e-3) if np.isfinite(pair[0]) else np.inf)
     return {"worst": part, "error": f"{error:.1e}", "xla_error": f"{least:.1e}", "right": error <= 3 * least + 1e-3}
 

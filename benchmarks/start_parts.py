@@ -34,30 +34,30 @@ class Inline:
 
     def __exit__(self, *_: Any) -> None: ...
 
-    def submit(self, function: Any, *given: Any) -> Future[Any]:
+    def submit(self, function: Any, *args: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(function(*given))
+        done.set_result(function(*args))
         return done
 
 
 def main() -> None:
     kind, path, sys.argv[1:] = sys.argv[1], sys.argv[2], sys.argv[3:]
     sys.path[0] = os.getcwd()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     lowered, inside = "", False
 
     def add(part: str, began: float) -> None:
-        found[part] = found.get(part, 0.0) + time.process_time() - began
+        seconds[part] = seconds.get(part, 0.0) + time.process_time() - began
 
     def timed(part: str, function: Any) -> Any:
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             nonlocal lowered, inside
             if inside:
-                return function(*given, **named)
+                return function(*args, **named)
             lowered = part if part.endswith("lowered") else lowered
             began, inside = time.process_time(), True
             try:
-                return function(*given, **named)
+                return function(*args, **named)
             finally:
                 inside = False
                 add(lowered.replace("lowered", "compiled") if part == "compiled" else part, began)
@@ -92,12 +92,12 @@ def main() -> None:
 
     def first_step(meter: metrics.Meter, step: int, values: Any) -> dict[str, float]:
         last = read(meter, step, values)  # waits until the step has ended
-        if "whole" not in found:
+        if "whole" not in seconds:
             whole = time.process_time()
-            found["the rest, and the first step"] = whole - sum(found.values())
-            found["whole"] = whole
+            seconds["the rest, and the first step"] = whole - sum(seconds.values())
+            seconds["whole"] = whole
             with open(path, "w", encoding="utf-8") as file:
-                json.dump(found, file)
+                json.dump(seconds, file)
         return last
 
     metrics.Meter.read = first_step  # pyright: ignore[reportAttributeAccessIssue]

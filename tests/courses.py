@@ -27,10 +27,10 @@ class Course:
         return [values["loss"] for values in self.metrics]
 
 
-def agree(found: Course, wanted: Course) -> None:
+def agree(course: Course, wanted: Course) -> None:
     """Fails unless two courses have the same losses and gradients, up to the rounding of float32."""
-    np.testing.assert_allclose(found.losses, wanted.losses, rtol=0, atol=1e-5)
-    for got, want in zip(jax.tree.leaves(found.gradients), jax.tree.leaves(wanted.gradients), strict=True):
+    np.testing.assert_allclose(course.losses, wanted.losses, rtol=0, atol=1e-5)
+    for got, want in zip(jax.tree.leaves(course.gradients), jax.tree.leaves(wanted.gradients), strict=True):
         assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
@@ -39,8 +39,8 @@ def drawn(abstract: Any) -> Any:
     rng = np.random.default_rng(0)
 
     def draw(path: tuple[str, ...], x: Any) -> np.ndarray:
-        found = np.ones(x.shape) if path[-1] == "scale" else 0.1 * rng.standard_normal(x.shape)
-        return found.astype(x.dtype)
+        values = np.ones(x.shape) if path[-1] == "scale" else 0.1 * rng.standard_normal(x.shape)
+        return values.astype(x.dtype)
 
     return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
 
@@ -58,12 +58,12 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
 
     All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py.
     """
-    found = {}
+    courses = {}
 
     def run(config: Any, rules: Any, steps: int = 2, **changes: Any) -> Course:
         step = built(config, rules, **changes)
         key = config, repr(step.rules.facts()), steps
-        if key not in found:
+        if key not in courses:
             program, state, batch = step.lower_train().compile(), begun(step), batch_of(step)
             before, metrics, gradients = jax.device_get(state.params), [], None
             for _ in range(steps):
@@ -71,7 +71,7 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
                 metrics.append({name: float(value) for name, value in values.items()})
                 if gradients is None and config.optimizer.name == "adamw":
                     gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
-            found[key] = Course(program, before, jax.device_get(state.params), metrics, gradients)
-        return found[key]
+            courses[key] = Course(program, before, jax.device_get(state.params), metrics, gradients)
+        return courses[key]
 
     return run

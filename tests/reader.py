@@ -46,7 +46,7 @@ class Reader(html.parser.HTMLParser):
         return [one for one in self.elements if one["tag"] == tag and all(one.get(k) == v for k, v in wanted.items())]
 
 
-def told_in_a_browser(folder, page, visit, width):
+def run_in_a_browser(folder, page, visit, width):
     """What the script `visit` posts as JSON from a page that is `width` pixels wide; skips where no browser is."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -59,5 +59,5 @@ def told_in_a_browser(folder, page, visit, width):
                (folder / "frame.html").as_uri()]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    (told,) = Reader(done.stdout).find("pre")
-    return json.loads(told["text"])
+    (printed,) = Reader(done.stdout).find("pre")
+    return json.loads(printed["text"])

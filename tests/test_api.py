@@ -89,7 +89,7 @@ def test_names_stand_for_configs_and_rules():
 
 
 @pytest.fixture(scope="module")
-def found():
+def plan():
     return g.plan(config(), "cpu:8", minutes=0.01)
 
 
@@ -100,8 +100,8 @@ def test_a_published_config_is_a_config(tmp_path):
         "hidden_act": "silu", "tie_word_embeddings": False,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(published))
-    found = g.load_config(str(tmp_path), ["data.seq=64"])
-    assert (found.model.embed, found.model.layers, found.data.seq) == (32, 1, 64)
+    loaded = g.load_config(str(tmp_path), ["data.seq=64"])
+    assert (loaded.model.embed, loaded.model.layers, loaded.data.seq) == (32, 1, 64)
     assert "layers.attention.wq" in g.dry_run(str(tmp_path / "config.json"), "tp8")
 
 
@@ -115,16 +115,16 @@ def test_a_tokenizer_that_a_run_trains(tmp_path):
     assert model.config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
 
 
-def test_a_plan_shows_itself_and_gives_rules_that_run(found):
-    assert "tiny, 8 rows a step, on 8 simulated devices (cpu:8)" in repr(found)
-    assert found.best.name in shown(found) and "<!doctype html>" in shown(found)
-    assert found.rules.facts() == found.best.rules.facts()
-    assert found.yaml == found.rules.text and "gspmd_lm.plan('tiny', 'cpu:8')" in found.yaml.partition("\n")[0]
-    assert g.build(config(), found.rules).rules.devices == 8
+def test_a_plan_shows_itself_and_gives_rules_that_run(plan):
+    assert "tiny, 8 rows a step, on 8 simulated devices (cpu:8)" in repr(plan)
+    assert plan.best.name in shown(plan) and "<!doctype html>" in shown(plan)
+    assert plan.rules.facts() == plan.best.rules.facts()
+    assert plan.yaml == plan.rules.text and "gspmd_lm.plan('tiny', 'cpu:8')" in plan.yaml.partition("\n")[0]
+    assert g.build(config(), plan.rules).rules.devices == 8
 
 
-def test_a_plan_in_which_nothing_fits_says_so(found):
-    none = notebook.FoundPlan(**{**vars(found), "best": None, "nearest": found.best})
+def test_a_plan_in_which_nothing_fits_says_so(plan):
+    none = notebook.FoundPlan(**{**vars(plan), "best": None, "nearest": plan.best})
     with pytest.raises(g.InputError, match="no layout of tiny fits on cpu:8"):
         none.rules  # noqa: B018
     assert "Nothing fits" in shown(none) and repr(none).startswith("Nothing fits")

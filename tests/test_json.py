@@ -26,7 +26,7 @@ def test_values():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "not valid JSON: Expecting value: line 1 column 1"),
         ('{"a":\n 1,}', "not valid JSON: Expecting property name enclosed in double quotes: line 2"),
@@ -39,10 +39,10 @@ def test_values():
         ("null", "a NoneType, not a JSON object"),
     ],
 )
-def test_what_is_wrong_is_one_kind_of_error(text, said):
+def test_what_is_wrong_is_one_kind_of_error(text, message):
     with pytest.raises(InputError) as error:
         json_object(text, "a/b.json", "remove it")
-    assert str(error.value).startswith(f"a/b.json: {said}") and str(error.value).endswith("\n  fix   remove it")
+    assert str(error.value).startswith(f"a/b.json: {message}") and str(error.value).endswith("\n  fix   remove it")
     with pytest.raises(InputError) as error:
         json_object(text, "a/b.json")
     assert "\n" not in str(error.value)

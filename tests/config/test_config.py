@@ -239,7 +239,7 @@ def test_did_you_mean(word, hint):
 
 
 @pytest.mark.parametrize(
-    ("sets", "rate", "said"),
+    ("sets", "rate", "message"),
     [
         ((), 3e-4, ""),
         (("train.init_from=base",), 2e-5, "fine-tuning of base: learning rate up to 2e-05"),
@@ -253,9 +253,9 @@ def test_did_you_mean(word, hint):
          "fine-tuning of base: learning rate up to 2e-05"),
     ],
 )  # fmt: skip
-def test_fine_tuning_has_a_learning_rate_of_its_own_and_says_it(sets, rate, said):
+def test_fine_tuning_has_a_learning_rate_of_its_own_and_says_it(sets, rate, message):
     from gspmd_lm import session
 
     found = config.load("bench_4m", sets)
     assert found.optimizer.learning_rate == rate
-    assert session._learning_rate(found) == said
+    assert session._learning_rate(found) == message

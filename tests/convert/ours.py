@@ -21,9 +21,9 @@ def read(golden, folder, *overrides, dtype="float32"):
     return pretrained.open_folder(golden.folder(folder, dtype), [EXACT, *overrides])
 
 
-def on_one_device(found):
+def on_one_device(opened):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return found.load(jax.tree.map(lambda place: one, found.locations))
+    return opened.load(jax.tree.map(lambda place: one, opened.locations))
 
 
 def placement(model, layout):
@@ -34,8 +34,8 @@ def placement(model, layout):
     return MeshPlacement(rules, mesh.build(rules, jax.devices()[:8]))
 
 
-def shardings(found, placed):
-    arrays = state.arrays(found.config)
+def shardings(opened, placed):
+    arrays = state.arrays(opened.config)
     return placed.shardings("weights", arrays.named_params, arrays.params)
 
 

@@ -64,14 +64,14 @@ def table(passed: dict[str, bool], page: str = "") -> str:
         for case, (kind, _) in references.CASES.items():
             if kind == family.model_type:
                 ran = [[passed.get(test.format(case)) for test in tests] for tests in COLUMNS.values()]
-                made = f"| {family.name} | `{kind}` | {case} | {' | '.join(map(_said, ran))} |"
+                made = f"| {family.name} | `{kind}` | {case} | {' | '.join(map(_verdict, ran))} |"
                 lines.append(made if any({*one} != {None} for one in ran) else before.get(case, made))
     versions = {tuple(sorted(references.load(case).about["versions"].items())) for case in references.CASES}
     told = "; ".join(", ".join(f"{name} {version}" for name, version in pairs) for pairs in sorted(versions))
     return "\n".join([*lines, "", f"Reference: {told}, CPU, float32, eager attention (for falcon-rw: sdpa)."])
 
 
-def _said(passed: list[bool | None]) -> str:
+def _verdict(passed: list[bool | None]) -> str:
     return "**no**" if False in passed else "not run" if None in passed else "yes"
 
 

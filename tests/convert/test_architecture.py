@@ -124,7 +124,7 @@ def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not()
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (
             {"rope_scaling": {"type": "proportional", "factor": 4.0}},
@@ -151,12 +151,12 @@ def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not()
         ({"num_key_value_heads": 5}, "heads=32 is not a multiple of kv_heads=5"),
     ],
 )
-def test_a_field_that_cannot_be_had(changed, said):
-    assert said in refused(LLAMA31 | changed)
+def test_a_field_that_cannot_be_had(changed, message):
+    assert message in refused(LLAMA31 | changed)
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "changed", "message"),
     [
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim: 0 must be a number above zero"),
         ("opt", {"do_layer_norm_before": "yes"}, "do_layer_norm_before: 'yes' must be true or false"),
@@ -194,8 +194,8 @@ def test_a_field_that_cannot_be_had(changed, said):
         ("chatglm3-6b", {"pre_seq_len": 128}, "pre_seq_len: a trained prefix"),
     ],
 )
-def test_a_field_of_a_family_that_cannot_be_had(name, changed, said):
-    assert said in refused(PUBLISHED[name][0] | changed)
+def test_a_field_of_a_family_that_cannot_be_had(name, changed, message):
+    assert message in refused(PUBLISHED[name][0] | changed)
 
 
 def test_rope_ratio_multiplies_theta_where_the_model_is_known():

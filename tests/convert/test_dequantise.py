@@ -121,7 +121,7 @@ def folders(tmp_path, case, make, about, change=lambda tensors: None):
 
 
 @pytest.mark.parametrize(
-    ("case", "make", "about", "said"),
+    ("case", "make", "about", "message"),
     [
         ("llama", awq, AWQ, "AWQ, 4 bits"),
         ("qwen3", gptq, GPTQ, "GPTQ, 4 bits"),
@@ -132,11 +132,11 @@ def folders(tmp_path, case, make, about, change=lambda tensors: None):
         ("llama", float8, FLOATS, "float8"),
     ],
 )
-def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case, make, about, said):
+def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case, make, about, message):
     monkeypatch.setattr(pretrained, "BLOCK_BYTES", 1000)  # a few rows at a time
     as_floats = ["model.weight_dtype=float32"]
     quantised, plain = (pretrained.open_folder(folder, as_floats) for folder in folders(tmp_path, case, make, about))
-    assert quantised.notes == [f"14 quantised tensors ({said}) are read as the floats that they stand for"]
+    assert quantised.notes == [f"14 quantised tensors ({message}) are read as the floats that they stand for"]
     assert quantised.left_out == 0 and "quantization_config" not in quantised.like
     assert quantised.config.model.compute_dtype == "bfloat16"
     found, wanted = ours.on_one_device(quantised), ours.on_one_device(plain)
@@ -150,7 +150,7 @@ def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case
 
 
 @pytest.mark.parametrize(
-    ("about", "said"),
+    ("about", "message"),
     [
         (AWQ | {"bits": 3}, "bits: 3 of AWQ are not supported, only 4"),
         (AWQ | {"version": "gemv"}, "version: 'gemv' of AWQ is not supported, only gemm"),
@@ -169,13 +169,13 @@ def test_weights_are_those_of_the_floats_bit_for_bit(tmp_path, monkeypatch, case
         ([1], "quantization_config: [1] is not an object"),
     ],
 )  # fmt: skip
-def test_other_ways_to_quantise_are_refused_with_a_way_out(tmp_path, about, said):
+def test_other_ways_to_quantise_are_refused_with_a_way_out(tmp_path, about, message):
     folder = references.load("llama").folder(tmp_path / "a")
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": about}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError) as error:
         pretrained.open_folder(folder)
-    assert f"{folder / 'config.json'}: quantization_config: " in str(error.value) and said in str(error.value)
+    assert f"{folder / 'config.json'}: quantization_config: " in str(error.value) and message in str(error.value)
     assert "\n  fix   " in str(error.value)
 
 
@@ -183,7 +183,7 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("make", "about", "change", "said"),
+    ("make", "about", "change", "message"),
     [
         (awq, AWQ, lambda held: held.pop(f"{NAME}.scales"), f"{NAME} has no scales"),
         (awq, AWQ, lambda held: held.update({f"{NAME}.qzeros": np.zeros((2, 7), np.int32)}), f"{NAME}: quantization_"),
@@ -195,11 +195,11 @@ NAME = "model.layers.0.mlp.up_proj"
         (float8, FP8, lambda held: held.pop(f"{NAME}.weight_scale"), f"{NAME}.weight is F8_E4M3; supported are F32"),
     ],
 )
-def test_parts_that_do_not_fit_are_named(tmp_path, make, about, change, said):
+def test_parts_that_do_not_fit_are_named(tmp_path, make, about, change, message):
     quantised, _ = folders(tmp_path, "llama", make, about, change)
     with pytest.raises(InputError) as error:
         pretrained.open_folder(quantised)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_experts_in_one_float8_tensor_have_blocks_each(tmp_path):

@@ -19,14 +19,14 @@ ATTENTION, PLAIN = ("wq", "wk", "wv", "wo"), ("w_up", "w_down")
 GATED = ("w_gate", *PLAIN)
 
 
-def adapted(found, targets, rank=3, alpha=6.0):
+def adapted(base, targets, rank=3, alpha=6.0):
     """Settings and parameters of a published model with adapters that have learned something."""
     settings = Lora(rank=rank, alpha=alpha, targets=targets)
-    config = dataclasses.replace(found.config, model=dataclasses.replace(found.config.model, lora=settings))
+    config = dataclasses.replace(base.config, model=dataclasses.replace(base.config.model, lora=settings))
     rng = np.random.default_rng(0)
     abstract = flatten_dict(lora.adapters(state.arrays(config).params))
     drawn = {path: (0.3 * rng.standard_normal(x.shape)).astype(x.dtype) for path, x in sorted(abstract.items())}
-    return config.model, lora.joined(jax.device_get(ours.on_one_device(found)), unflatten_dict(drawn))
+    return config.model, lora.joined(jax.device_get(ours.on_one_device(base)), unflatten_dict(drawn))
 
 
 @pytest.mark.parametrize(

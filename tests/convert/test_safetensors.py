@@ -63,7 +63,7 @@ def test_files_are_filled_in_order():
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda data: b"", "cannot read its 0 bytes: .* header too small"),
         (lambda data: data[:4], "cannot read its 4 bytes: .* header too small"),
@@ -77,15 +77,15 @@ def test_files_are_filled_in_order():
         (lambda data: data.replace(b'"shape":[4,6]', b'"shope":[4,6]'), "missing field `shape`"),
     ],
 )
-def test_a_damaged_file(folder, damage, said):
+def test_a_damaged_file(folder, damage, message):
     path = folder / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
+    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{message}.*fix .*fetch it again"):
         safetensors.stored_tensors(folder)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('"shape":[4,6]', '"shape":[4.0,6]', "floating point `4.0`, expected usize"),
         ('"shape":[4,6]', '"shape":[-4,-6]', "integer `-4`, expected usize"),
@@ -128,7 +128,7 @@ def test_a_damaged_file(folder, damage, said):
         ('"pt"', "[" * 200 + "]" * 200, "invalid type: sequence, expected a string"),
     ],
 )
-def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
+def test_a_header_that_does_not_fit_its_data(folder, old, new, message):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -136,7 +136,7 @@ def test_a_header_that_does_not_fit_its_data(folder, old, new, said):
     assert text.count(old) == 1
     text = text.replace(old, new).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{said}.*fix .*fetch it again"):
+    with pytest.raises(InputError, match=f"(?s)model.safetensors: .*{message}.*fix .*fetch it again"):
         safetensors.stored_tensors(folder)
 
 

@@ -17,7 +17,7 @@ def test_what_is_plain_is_read():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"a": 1, "b": 2, "a": 1}', "not valid JSON: the key 'a' appears twice"),
         ('{"a": {"b": 1, "b": 2}}', "not valid JSON: the key 'b' appears twice"),
@@ -35,10 +35,10 @@ def test_what_is_plain_is_read():
         ("", "not valid JSON: Expecting value"),
     ],
 )
-def test_what_is_not_is_refused(text, said):
+def test_what_is_not_is_refused(text, message):
     with pytest.raises(InputError) as error:
         strict_json.parse_object(text, Path("a/b.json"))
-    assert str(error.value).startswith(f"a/b.json: {said}")
+    assert str(error.value).startswith(f"a/b.json: {message}")
     assert str(error.value).endswith("\n  fix   the file is damaged or incomplete: fetch it again")
 
 

@@ -137,7 +137,7 @@ def test_an_ignored_field_is_kept_on_export():
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "changed", "phrase"),
     [
         ("gpt2", {"num_attention_heads": 3}, "num_attention_heads: 3 contradicts n_head: 12"),
         ("gpt2", {"hidden_size": 64}, "hidden_size: 64 contradicts n_embd: 768"),
@@ -162,10 +162,10 @@ def test_an_ignored_field_is_kept_on_export():
         ("mistral-0.1", {"layer_types": 5}, "layer_types: 5 does not fit sliding_window"),
     ],
 )  # fmt: skip
-def test_what_transformers_reads_otherwise_or_not_at_all(name, changed, said):
+def test_what_transformers_reads_otherwise_or_not_at_all(name, changed, phrase):
     raw, _ = PUBLISHED[name]
     message = refused(raw | changed)
-    assert re.search(said, message), message
+    assert re.search(phrase, message), message
 
 
 def test_low_and_high_frequencies_are_in_their_order():

@@ -86,7 +86,7 @@ def unreadable(name):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (cut, "model.safetensors: safetensors cannot read its"),
         (index, "index.json: gone.safetensors is not in the folder"),
@@ -106,10 +106,10 @@ def unreadable(name):
         (unreadable("generation_config.json"), "generation_config.json: cannot be read (Permission denied)"),
     ],
 )
-def test_nothing_is_written_where_something_is_wrong(run, folder, tmp_path, monkeypatch, damage, said):
+def test_nothing_is_written_where_something_is_wrong(run, folder, tmp_path, monkeypatch, damage, message):
     damage(folder, monkeypatch)
     code, out, err = run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")
-    assert (code, out) == (2, "") and said in err and "\n" in err
+    assert (code, out) == (2, "") and message in err and "\n" in err
     assert not (tmp_path / "w").exists()
 
 

@@ -82,7 +82,7 @@ REWRITES = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "marked": MARKED}
 
 
-def said(*contents):
+def turns(*contents):
     """Messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 

@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from conversations import CHATML, GEMMA, MARKED, REWRITES, TEMPLATES, said, write_tokenizer
+from conversations import CHATML, GEMMA, MARKED, REWRITES, TEMPLATES, turns, write_tokenizer
 
 from gspmd_lm.data import chat, packing
 from gspmd_lm.errors import InputError
@@ -46,17 +46,17 @@ ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "gemma": "<end_of_turn>", "
 def test_ids_and_the_assistants_share_are_those_of_transformers(talks, name):
     talk, end = talks(TEMPLATES[name]), ENDS[name]
     think = "<think></think>" if name == "marked" else ""
-    ids, answer = _encode(talk, said("Hi", "Yo"))
+    ids, answer = _encode(talk, turns("Hi", "Yo"))
     assert ids == RECORDED[name] and answer == f"{think}Yo{end}"
     prompt = RECORDED[name][: -(len(think) + len("Yo") + (1 if name == "llama3" else 2))]
-    assert talk.prompt(said("Hi")).tolist() == prompt and talk.prompt(said("Hi")).dtype == np.int32
-    assert _encode(talk, said("Hi", "Yo", "é 😀", "one  two"))[1] == f"Yo{end}{think}one  two{end}"
+    assert talk.prompt(turns("Hi")).tolist() == prompt and talk.prompt(turns("Hi")).dtype == np.int32
+    assert _encode(talk, turns("Hi", "Yo", "é 😀", "one  two"))[1] == f"Yo{end}{think}one  two{end}"
 
 
 def test_spaces_at_the_start_of_an_answer_are_the_assistants(talks):
     """They have no width in the offsets of a byte-level tokenizer."""
     for template, think in ((CHATML, ""), (MARKED, "<think></think>")):
-        _, answer = _encode(talks(template), said(" a ", "  b \n", "  c", "   "))
+        _, answer = _encode(talks(template), turns(" a ", "  b \n", "  c", "   "))
         assert answer == f"  b \n<|im_end|>{think}   <|im_end|>"
 
 
@@ -64,7 +64,7 @@ def test_tools_and_what_else_the_template_reads(talks):
     talk = talks(CHATML)
     calls = [{"function": {"name": "f", "arguments": {"x": "<é>"}}}]
     called = {"role": "assistant", "content": None, "tool_calls": calls}
-    messages = [*said("Hi"), called, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "Seven"}]
+    messages = [*turns("Hi"), called, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "Seven"}]
     tools = [{"name": "f", "text": "'&<é>"}]
     _, answer = _encode(talk, messages, tools=tools, id=3)
     assert answer == '<tool_call>{"name": "f", "arguments": {"x": "<é>"}}</tool_call><|im_end|>Seven<|im_end|>'
@@ -80,24 +80,24 @@ def test_a_template_that_rewrites_earlier_turns(talks):
     with pytest.raises(
         InputError, match=r"^a.jsonl:1: the chat template .* writes message 2 differently .*\n  fix .*% gen"
     ):
-        _encode(talk, said("Hi", "Yo", "more", "end"))
-    assert _encode(talk, said("Hi", "Yo"))[1] == "<think></think>Yo<|im_end|>"
+        _encode(talk, turns("Hi", "Yo", "more", "end"))
+    assert _encode(talk, turns("Hi", "Yo"))[1] == "<think></think>Yo<|im_end|>"
 
 
 def test_an_end_is_added_only_where_the_template_writes_none(talks):
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     plain += "{% if add_generation_prompt %}assistant: {% endif %}"
-    ids, answer = _encode(talks(plain), said("Hi", "Yo", "and", "so"))
+    ids, answer = _encode(talks(plain), turns("Hi", "Yo", "and", "so"))
     assert ids[-1] == 257 and 257 not in ids[:-1] and answer == "Yo\nso\n</s>"
     unmarked_end = (
         "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}{{ eos_token }}"
     )
-    ids, answer = _encode(talks(unmarked_end), said("Hi", "Yo"))
+    ids, answer = _encode(talks(unmarked_end), turns("Hi", "Yo"))
     assert ids.count(257) == 1 and answer == "Yo"
 
 
 def test_the_first_token_is_no_target(talks):
-    first = [{"role": "assistant", "content": "Yo"}, *said("Hi")]
+    first = [{"role": "assistant", "content": "Yo"}, *turns("Hi")]
     bare = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     assert _encode(talks(bare), first)[1] == "o</s>"
 
@@ -105,18 +105,18 @@ def test_the_first_token_is_no_target(talks):
 def test_training_data_does_not_depend_on_the_day(talks):
     dated = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     talk = talks(dated)
-    assert bytes(talk.document({"messages": said("Hi", "Yo")}, "", "messages")).startswith(b'["2025-01-01')
-    assert talk.render(said("Hi"))[:4] == str(datetime.datetime.now().year)
+    assert bytes(talk.document({"messages": turns("Hi", "Yo")}, "", "messages")).startswith(b'["2025-01-01')
+    assert talk.render(turns("Hi"))[:4] == str(datetime.datetime.now().year)
 
 
 def test_what_is_no_character_is_replaced_and_counted(talks):
     talk = talks(CHATML)
-    assert _encode(talk, said("Hi", "a\udcffb\ud83d"))[1] == "a\ufffdb\ufffd<|im_end|>" and talk.replaced_bytes == 2
+    assert _encode(talk, turns("Hi", "a\udcffb\ud83d"))[1] == "a\ufffdb\ufffd<|im_end|>" and talk.replaced_bytes == 2
 
 
 def test_where_a_template_may_stand(tmp_path, talks):
     def text(talk, **fields):
-        return talk.render(said("Hi"), **fields)
+        return talk.render(turns("Hi"), **fields)
 
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "tools"}]
     talk = talks(named)
@@ -174,7 +174,7 @@ def test_bytes_have_no_template():
     ("record", "message"),
     [
         (
-            {"message": said("a", "b")},
+            {"message": turns("a", "b")},
             r"no field messages \(did you mean message\?\)\n  fix   set data.messages_field to",
         ),
         ({"messages": "Hi"}, r"messages is a str\n  fix   give a list of objects"),
@@ -188,9 +188,9 @@ def test_bytes_have_no_template():
             r"message 1 has neither content nor tool_calls \(fields: role, text",
         ),
         ({"messages": [{"role": "user", "content": 3}]}, r"message 1 has a int as its content\n  fix "),
-        ({"messages": said("Hi")}, r"messages has no message of the role assistant \(roles: user\).*\n  fix "),
+        ({"messages": turns("Hi")}, r"messages has no message of the role assistant \(roles: user\).*\n  fix "),
         (
-            {"messages": said("a", "b")[::-1]},
+            {"messages": turns("a", "b")[::-1]},
             r"the chat template of .*refuses the messages: Roles must alternate.*\n  fix ",
         ),
     ],
@@ -202,13 +202,13 @@ def test_records_that_cannot_be_used(talks, record, message):
 
 def test_templates_that_show_no_answer(talks):
     with pytest.raises(InputError, match=r"^a:1: the chat template .* writes nothing for the assistant\n  fix "):
-        talks("Hi{% generation %}{% endgeneration %}").document({"messages": said("a", "b")}, "a:1", "messages")
+        talks("Hi{% generation %}{% endgeneration %}").document({"messages": turns("a", "b")}, "a:1", "messages")
     nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
     with pytest.raises(InputError, match=r"^a:1: .*within another.*\n  fix "):
-        talks(nested).document({"messages": said("a", "b")}, "a:1", "messages")
+        talks(nested).document({"messages": turns("a", "b")}, "a:1", "messages")
 
 
 def test_a_template_cannot_reach_beyond_its_messages(talks):
     talk = talks("{{ messages.append(1) }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(InputError, match="refuses the messages"):
-        talk.render(said("Hi"))
+        talk.render(turns("Hi"))

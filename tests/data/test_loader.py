@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
-from conversations import CHATML, said, write_tokenizer
+from conversations import CHATML, turns, write_tokenizer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -210,7 +210,7 @@ def test_bad_input(folder, data, vocab, message):
 def conversations(folder):
     """Two hundred conversations, some of them equal but for an id, and a tokenizer with a chat template."""
     write_tokenizer(folder / "chatty", CHATML)
-    lines = [{"id": i, "messages": said(f"question {i % 150}", f"answer {i % 150}")} for i in range(200)]
+    lines = [{"id": i, "messages": turns(f"question {i % 150}", f"answer {i % 150}")} for i in range(200)]
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return {"source": "chat.jsonl", "tokenizer": "chatty", "messages_field": "messages", "seq": 256}
 

@@ -221,8 +221,8 @@ LLAMA = Report(
 def only_fsdp(array):
     """The same array when tensor is gone from the mesh and its rows from the rules."""
 
-    def spec(found):
-        return tuple(tuple(name for name in names if name != "tensor") for names in found)
+    def spec(split):
+        return tuple(tuple(name for name in names if name != "tensor") for names in split)
 
     at_rest = None if array.at_rest is None else spec(array.at_rest)
     return dataclasses.replace(array, at_rest=at_rest, in_use=spec(array.in_use))

@@ -29,7 +29,7 @@ WEIGHT = PlacedArray(
 LOOKED_UP = ("embedding", "position_embedding")
 
 
-def found(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
+def warned(rules="fsdp8", arrays=(WEIGHT,), problems=(), moved=(GATHER,), floor=FLOOR, memory=MEMORY, module=None,
           notes=(), config=CONFIG, mesh=None, microbatches=1, platform="tpu", attention_s=0.0, unpriced=None,
           missing=0.0, phase="train", chip=LLAMA.chip, capability=(), **changes):  # fmt: skip
     loaded = dataclasses.replace(rules_file.load(rules), **changes)
@@ -51,58 +51,58 @@ def only(warnings, code):
 
 
 def test_a_good_layout_has_none():
-    assert found() == ()
+    assert warned() == ()
 
 
 def test_more_communication_than_is_needed():
     third = dataclasses.replace(GATHER, phase="recomputation", bytes_per_device_per_step=GB)
-    warning = only(found(moved=[GATHER, third]), "above-floor")
+    warning = only(warned(moved=[GATHER, third]), "above-floor")
     assert "1.10x the necessary communication" in warning.message and "1.0 GB too much over fsdp" in warning.message
     assert "weights.embed" in warning.fix
-    assert found(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
+    assert warned(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
 
 
 def test_what_has_no_price():
     warning = only(
-        found(unpriced={UNKNOWN_TRIP_COUNT: 1e-9}), "unpriced"
+        warned(unpriced={UNKNOWN_TRIP_COUNT: 1e-9}), "unpriced"
     )  # priced as one turn, whatever its share then is
     assert UNKNOWN_TRIP_COUNT in warning.message
-    warning = only(found(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
+    warning = only(warned(unpriced={"custom-call mine at layers.mlp": 1e-6, "sort": 1e-6}), "unpriced")
     assert "custom-call mine at layers.mlp" in warning.message and "sort" not in warning.message
     assert "cost_estimate" in warning.fix
-    assert "sort, while" in only(found(unpriced={"sort": 0.02, "while": 0.01}), "unpriced").message
-    assert found(unpriced={"sort": 0.009}) == ()
-    decode = found(unpriced={"custom-call mine": 0.0}, attention_s=0.4, phase="decode")
-    assert only(decode, "unpriced") and found(attention_s=0.4, phase="decode") == ()
+    assert "sort, while" in only(warned(unpriced={"sort": 0.02, "while": 0.01}), "unpriced").message
+    assert warned(unpriced={"sort": 0.009}) == ()
+    decode = warned(unpriced={"custom-call mine": 0.0}, attention_s=0.4, phase="decode")
+    assert only(decode, "unpriced") and warned(attention_s=0.4, phase="decode") == ()
 
 
 def test_products_that_are_missing_in_the_program():
-    warning = only(found(missing=0.25), "unpriced")
+    warning = only(warned(missing=0.25), "unpriced")
     assert "25.0% of what the model must multiply" in warning.message
-    assert found(missing=0.01) == ()
+    assert warned(missing=0.01) == ()
 
 
 def test_attention_without_its_fused_kernel():
-    warning = only(found(attention_s=0.4), "unfused-attention")
+    warning = only(warned(attention_s=0.4), "unfused-attention")
     assert "40% of the step" in warning.message and warning.fix == "--set rules.attention.tpu=splash"
-    assert only(found(attention_s=0.4, platform="gpu"), "unfused-attention").fix == "--set rules.attention.gpu=cudnn"
-    assert found(attention_s=0.05) == found(attention_s=0.4, platform="cpu") == ()
-    assert found(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
+    assert only(warned(attention_s=0.4, platform="gpu"), "unfused-attention").fix == "--set rules.attention.gpu=cudnn"
+    assert warned(attention_s=0.05) == warned(attention_s=0.4, platform="cpu") == ()
+    assert warned(attention_s=0.4, attention={"cpu": "xla", "gpu": "xla", "tpu": "splash"}) == ()
     packed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, packing="documents"))
-    assert only(found(attention_s=0.4, config=packed), "unfused-attention").fix == warning.fix
+    assert only(warned(attention_s=0.4, config=packed), "unfused-attention").fix == warning.fix
     flags = "--set rules.attention.gpu=cudnn"
     for capability, more in (((9, 0), ""), ((8, 0), " --set data.packing=stream")):  # documents need Hopper
         warning = only(
-            found(attention_s=0.4, config=packed, platform="gpu", capability=capability), "unfused-attention"
+            warned(attention_s=0.4, config=packed, platform="gpu", capability=capability), "unfused-attention"
         )
         assert warning.fix == flags + more
     capped = dataclasses.replace(packed, model=dataclasses.replace(packed.model, attention_softcap=50.0))
-    assert found(attention_s=0.4, config=capped, platform="gpu") == ()  # nothing that could be typed would help
+    assert warned(attention_s=0.4, config=capped, platform="gpu") == ()  # nothing that could be typed would help
 
 
 def test_what_does_not_fit():
     memory = dataclasses.replace(MEMORY, peak_bytes=20 * GB, fits=False)
-    warning = only(found("tp8", arrays=(), memory=memory), "does-not-fit")
+    warning = only(warned("tp8", arrays=(), memory=memory), "does-not-fit")
     assert "a smaller data.batch" in warning.fix and "20.0 GB" in warning.message and "16.0 GB" in warning.message
 
 
@@ -110,90 +110,91 @@ def test_what_does_not_fit():
 def test_a_resharding_that_no_rule_asked_for(kind):
     small = dataclasses.replace(GATHER, bytes_per_device_per_step=GB // 10, rules=(), kind=kind, op="layers.attention")
     floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
-    assert "layers.attention" in only(found(moved=[GATHER, small], floor=floor), "unasked-reshard").message
+    assert "layers.attention" in only(warned(moved=[GATHER, small], floor=floor), "unasked-reshard").message
     large = dataclasses.replace(small, in_loop=False, bytes_per_device_per_step=GB // 2)
-    assert found(moved=[GATHER, large], floor=floor)
+    assert warned(moved=[GATHER, large], floor=floor)
     for op in ("embedding", "embedding+position_embedding"):
-        assert found(moved=[GATHER, dataclasses.replace(large, op=op)], floor=floor) == ()
-    assert found(moved=[GATHER, dataclasses.replace(large, op="embedding_norm")], floor=floor)
+        assert warned(moved=[GATHER, dataclasses.replace(large, op=op)], floor=floor) == ()
+    assert warned(moved=[GATHER, dataclasses.replace(large, op="embedding_norm")], floor=floor)
     trifle = dataclasses.replace(small, bytes_per_device_per_step=1000, in_loop=False)
-    assert found(moved=[GATHER, trifle], floor=floor) == ()
+    assert warned(moved=[GATHER, trifle], floor=floor) == ()
 
 
 def test_a_gather_of_an_activation_where_only_weights_are_split():
     stray = dataclasses.replace(GATHER, op="layers.attention_norm", bytes_per_device_per_step=GB // 10)
     floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
-    assert "layers.attention_norm" in only(found(moved=[GATHER, stray], floor=floor), "unasked-reshard").message
+    assert "layers.attention_norm" in only(warned(moved=[GATHER, stray], floor=floor), "unasked-reshard").message
     asked = dataclasses.replace(stray, rules=("rules.residual.seq",))
-    assert found(moved=[GATHER, asked], floor=floor) == ()
+    assert warned(moved=[GATHER, asked], floor=floor) == ()
 
 
 def test_a_permute_that_completes_a_reduction_is_none():
     reduction = dataclasses.replace(GATHER, kind="reduce-scatter", phase="backward")
     permute = dataclasses.replace(reduction, kind="collective-permute", bytes_per_device_per_step=GB // 100)
     floor = dataclasses.replace(FLOOR, communication_bytes=11 * GB)
-    assert found(moved=[reduction, permute], floor=floor) == ()
+    assert warned(moved=[reduction, permute], floor=floor) == ()
     only(
-        found(moved=[reduction, dataclasses.replace(permute, op="layers.attention.wk")], floor=floor), "unasked-reshard"
+        warned(moved=[reduction, dataclasses.replace(permute, op="layers.attention.wk")], floor=floor),
+        "unasked-reshard",
     )
 
 
 def test_what_simulated_devices_widen_is_compared_with_a_floor_of_the_same_width():
     double = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB, dtype="f32")
-    assert found(moved=[double], chip="") == ()
+    assert warned(moved=[double], chip="") == ()
     more = dataclasses.replace(double, bytes_per_device_per_step=24 * GB)
-    warning = only(found(moved=[more], chip=""), "above-floor")
+    warning = only(warned(moved=[more], chip=""), "above-floor")
     assert "1.20x the necessary communication" in warning.message and "4.0 GB too much over fsdp" in warning.message
-    only(found(moved=[double]), "above-floor")
+    only(warned(moved=[double]), "above-floor")
 
 
 def test_what_a_tpu_narrows_is_compared_with_a_floor_of_the_same_width():
     floor = dataclasses.replace(
         FLOOR, dtype="float32", communication_bytes=20 * GB, communication_by_axis={"fsdp": 20 * GB}
     )
-    assert found(floor=floor) == ()
+    assert warned(floor=floor) == ()
     twice = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB)
-    warning = only(found(moved=[twice], floor=floor), "above-floor")
+    warning = only(warned(moved=[twice], floor=floor), "above-floor")
     assert "2.00x the necessary communication" in warning.message and "10.0 GB too much over fsdp" in warning.message
 
 
 @pytest.mark.parametrize(("link", "where"), [("dcn", "between slices"), ("network", "between hosts")])
 def test_a_slow_link_in_every_layer(link, where):
-    assert where in only(found(moved=[dataclasses.replace(GATHER, link=link)]), "slow-link").message
+    assert where in only(warned(moved=[dataclasses.replace(GATHER, link=link)]), "slow-link").message
     once = dataclasses.replace(GATHER, link=link, times_per_step=1)
-    assert found(moved=[once]) == ()
+    assert warned(moved=[once]) == ()
     gradient = dataclasses.replace(GATHER, link=link, kind="all-reduce", phase="backward", rules=("rules.batch",))
-    assert found(moved=[gradient]) == ()
-    assert where in only(found(moved=[gradient], microbatches=4), "slow-link").message
+    assert warned(moved=[gradient]) == ()
+    assert where in only(warned(moved=[gradient], microbatches=4), "slow-link").message
 
 
 def test_what_the_partitioner_complains_of():
-    assert "cannot go from" in only(found(notes=["cannot go from a to b", "again"]), "involuntary-remat").message
+    assert "cannot go from" in only(warned(notes=["cannot go from a to b", "again"]), "involuntary-remat").message
 
 
 def test_a_large_array_left_whole():
     whole = dataclasses.replace(WEIGHT, at_rest=((), (), ()))
-    warning = only(found(arrays=[whole]), "replicated-array")
+    warning = only(warned(arrays=[whole]), "replicated-array")
     assert "all 8 devices along fsdp" in warning.message and warning.fix.startswith("--set rules.weights.embed=fsdp ")
-    assert found(arrays=[dataclasses.replace(whole, bytes_per_device=1000)]) == ()
+    assert warned(arrays=[dataclasses.replace(whole, bytes_per_device=1000)]) == ()
     odd = dataclasses.replace(whole, shape=(32, 4095, 14337))
-    assert found(arrays=[odd]) == ()  # nothing to be done
+    assert warned(arrays=[odd]) == ()  # nothing to be done
 
 
 def test_devices_that_compute_the_same():
     residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), 1000)
-    warning = only(found(arrays=[residual]), "replicated-array")
+    warning = only(warned(arrays=[residual]), "replicated-array")
     assert "compute the same" in warning.message and warning.fix.startswith("--set rules.rules.batch=fsdp ")
-    assert found(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
+    assert warned(arrays=[dataclasses.replace(residual, in_use=(("fsdp",), (), ()))]) == ()
 
 
 def test_a_residual_that_could_be_split_over_the_sequence():
     residual = PlacedArray("residual", ("batch", "seq", "embed"), (8, 8192, 4096), None, ((), (), ()), GB)
     hidden = PlacedArray("hidden", ("batch", "seq", "mlp"), (8, 8192, 14336), None, ((), (), ("tensor",)), GB)
-    warning = only(found("tp8", arrays=[residual, hidden]), "replicated-array")
+    warning = only(warned("tp8", arrays=[residual, hidden]), "replicated-array")
     assert warning.fix.startswith("--set rules.rules.residual.seq=tensor ")
     split = dataclasses.replace(residual, in_use=((), ("tensor",), ()))
-    assert found("tp8", arrays=[split]) == ()
+    assert warned("tp8", arrays=[split]) == ()
 
 
 PROGRAM = """HloModule m, num_partitions=8
@@ -208,25 +209,25 @@ ENTRY %main (p: f32[8,64]) -> f32[8,64] {
 def test_a_constraint_without_effect():
     hidden = PlacedArray("hidden", ("batch", "mlp"), (8, 64), None, (("fsdp",), ()), 100)
     whole, split = (hlo.parse(PROGRAM.replace("SIZE", size)) for size in ("8,64", "1,64"))
-    assert "hidden" in only(found(arrays=[hidden], module=whole), "constraint-not-effective").message
-    assert found(arrays=[hidden], module=split) == ()
+    assert "hidden" in only(warned(arrays=[hidden], module=whole), "constraint-not-effective").message
+    assert warned(arrays=[hidden], module=split) == ()
 
 
 def test_padding():
     padded = dataclasses.replace(MEMORY, padding_bytes=GB)
-    assert "8%" in only(found(memory=padded), "padding").message
-    assert found(memory=dataclasses.replace(MEMORY, padding_bytes=GB // 10)) == ()
+    assert "8%" in only(warned(memory=padded), "padding").message
+    assert warned(memory=dataclasses.replace(MEMORY, padding_bytes=GB // 10)) == ()
     model = dataclasses.replace(CONFIG.model, padded_vocab=2 * CONFIG.model.vocab)
-    assert "100%" in only(found(config=dataclasses.replace(CONFIG, model=model)), "padding").message
+    assert "100%" in only(warned(config=dataclasses.replace(CONFIG, model=model)), "padding").message
 
 
 def test_mesh_axes_of_size_1():
-    assert "tensor=1" in only(found(mesh={"fsdp": 8, "tensor": 1}), "mesh-axis-of-size-1").message
-    assert found("single", mesh={"data": 1}) == ()
+    assert "tensor=1" in only(warned(mesh={"fsdp": 8, "tensor": 1}), "mesh-axis-of-size-1").message
+    assert warned("single", mesh={"data": 1}) == ()
 
 
 def test_rows_that_match_nothing():
     problem = Problem(
         "rules.expert: this config has no expert, so the row does nothing", "x", "drop the row", warning=True
     )
-    assert only(found(problems=[problem]), "rule-matched-nothing").fix == "drop the row"
+    assert only(warned(problems=[problem]), "rule-matched-nothing").fix == "drop the row"

@@ -47,18 +47,18 @@ def test_the_keys_that_scripts_rely_on():
     assert {place + name for place, names in PROMISED.items() for name in names.split()} <= set(KEYS)
 
 
-@pytest.mark.parametrize("found", [sample.LLAMA, sample.CPU, sample.REFUSED, sample.SLICES])
-def test_json_can_write_it(found):
-    value = report.to_json([found])
+@pytest.mark.parametrize("layout", [sample.LLAMA, sample.CPU, sample.REFUSED, sample.SLICES])
+def test_json_can_write_it(layout):
+    value = report.to_json([layout])
     assert json.loads(json.dumps(value, allow_nan=False)) == value
     assert value["schema"] == report.SCHEMA
 
 
-@pytest.mark.parametrize("found", [sample.CPU, sample.REFUSED])
-def test_without_a_prediction_the_values_are_null(found):
-    value, predicted = report.to_json([found]), report.to_json([sample.LLAMA])
+@pytest.mark.parametrize("layout", [sample.CPU, sample.REFUSED])
+def test_without_a_prediction_the_values_are_null(layout):
+    value, predicted = report.to_json([layout]), report.to_json([sample.LLAMA])
     assert set(value) == set(predicted) and set(value["prediction"]) == set(predicted["prediction"])
-    assert value["prediction"].pop("reason") == found.no_prediction and predicted["prediction"]["reason"] is None
+    assert value["prediction"].pop("reason") == layout.no_prediction and predicted["prediction"]["reason"] is None
     assert set(value["prediction"].values()) == {None} and value["unpriced_share"] is None
     assert value["timeline"] == [] and value["unpriced"] == {}
 

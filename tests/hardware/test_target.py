@@ -75,7 +75,7 @@ def test_gpus_beyond_one_host_are_on_several():
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "fix"),
+    ("text", "phrase", "fix"),
     [
         ("v5:4x4", "unknown chip 'v5'", "v5p"),
         ("", "unknown chip ''", "v5p"),
@@ -112,11 +112,11 @@ def test_gpus_beyond_one_host_are_on_several():
         ("cpu:8/800", "only hosts of GPUs differ in their networks", "--target=cpu:8"),
     ],
 )
-def test_what_does_not_exist(text, said, fix):
+def test_what_does_not_exist(text, phrase, fix):
     with pytest.raises(InputError) as raised:
         target.parse(text)
     message = str(raised.value)
-    assert message.startswith(f"--target={text}: {said}") or said in message.splitlines()[0]
+    assert message.startswith(f"--target={text}: {phrase}") or phrase in message.splitlines()[0]
     assert fix in message.split("fix", 1)[1]
 
 

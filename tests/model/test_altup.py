@@ -80,7 +80,7 @@ def test_a_gate_of_equal_numbers_has_a_gradient(small):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"laurel_rank": 4, "block": "parallel"}, "laurel_rank goes with block: sequential"),
         ({"layer_embed": 4}, "set residual_streams"),
@@ -94,6 +94,6 @@ def test_a_gate_of_equal_numbers_has_a_gradient(small):
         ({"shared_kv_layers": 1, "attention_chunk": 4}, "kind sliding and full"),
     ],
 )
-def test_what_does_not_go_together(small, wrong, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_go_together(small, wrong, message):
+    with pytest.raises(ValueError, match=message):
         small(**wrong)

@@ -57,11 +57,11 @@ def test_grouped_products(rows, kernel, monkeypatch):
     for row, e in enumerate(expert):
         y[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
         dw[e] += np.outer(x[row], dy[row])
-    given = [jnp.asarray(each) for each in (x, w, dy, sizes)]
+    args = [jnp.asarray(each) for each in (x, w, dy, sizes)]
     with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(grouped(given[0], given[1], given[3]), y, atol=1e-5)
-        np.testing.assert_allclose(grouped(given[2], given[1], given[3], transposed=True), dx, atol=1e-5)
-        np.testing.assert_allclose(outer(given[0], given[2], given[3]), dw, atol=1e-5)
+        np.testing.assert_allclose(grouped(args[0], args[1], args[3]), y, atol=1e-5)
+        np.testing.assert_allclose(grouped(args[2], args[1], args[3], transposed=True), dx, atol=1e-5)
+        np.testing.assert_allclose(outer(args[0], args[2], args[3]), dw, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_grouped_products_of_triton(rows, columns, monkeypatch):
     The interpreter has tiles of any width, a GPU has none below 16.
     """
 
-    def checked(kernel, x, y, *given):
+    def checked(kernel, x, y, *args):
         assert min(x.shape[-1], *y.shape[1:]) >= grouped_gpu.LEAST
-        return kernel(x, y, *given)
+        return kernel(x, y, *args)
 
     for name in ("product", "outer"):
         monkeypatch.setattr(grouped_gpu, name, functools.partial(checked, getattr(grouped_gpu, name)))
@@ -84,9 +84,9 @@ def test_grouped_products_of_triton(rows, columns, monkeypatch):
     sizes = jnp.asarray([rows // 2, 0, rows // 3, 1], jnp.int32)  # and rows of no expert behind them
     kept = jnp.arange(rows)[:, None] < sizes.sum()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=0.3)  # bfloat16, of sums up to 60
-    for given, transposed in ((x, False), (dy, True)):
-        found = kernels._triton(given, w, sizes, transposed, interpret=True)
-        wanted = grouped(given, w, sizes, transposed=transposed).astype("float32")
+    for x_MD, transposed in ((x, False), (dy, True)):
+        found = kernels._triton(x_MD, w, sizes, transposed, interpret=True)
+        wanted = grouped(x_MD, w, sizes, transposed=transposed).astype("float32")
         close(jnp.where(kept, found, 0).astype("float32"), wanted)
     found = kernels._triton_outer(x, dy, sizes, interpret=True)
     close(found.astype("float32"), outer(x, dy, sizes).astype("float32"))
@@ -133,8 +133,8 @@ def test_an_outer_product_reads_its_rows_for_each_tile_of_its_result():
 def test_the_tile_is_that_of_the_devices(monkeypatch):
     """What is traced for a chip has the tile that is priced for it."""
     gmm, seen = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm"), []
-    monkeypatch.setattr(gmm, "gmm", lambda *given, **_: seen.append(given[4]) or jnp.zeros((1024, 2048)))
-    monkeypatch.setattr(gmm, "tgmm", lambda *given, **_: seen.append(given[4]))
+    monkeypatch.setattr(gmm, "gmm", lambda *args, **_: seen.append(args[4]) or jnp.zeros((1024, 2048)))
+    monkeypatch.setattr(gmm, "tgmm", lambda *args, **_: seen.append(args[4]))
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v6 lite")
     x, w, dy = jnp.zeros((1024, 4096)), jnp.zeros((2, 4096, 2048)), jnp.zeros((1024, 2048))
     kernels._megablox(x, w, jnp.array([512, 512]), transposed=False)
@@ -152,14 +152,14 @@ def shares(p, x_BTD, cfg):
     choice = np.array(scored(p, x_BTD, cfg) + p.get("balance_bias", 0))
     share, capacity = np.zeros(choice.shape), np.ceil(cfg.capacity_factor * choice.shape[1] * 3 / 8) or np.inf
     for b in range(len(choice)):
-        given = np.zeros(cfg.experts)
+        counts = np.zeros(cfg.experts)
         for t in range(choice.shape[1]):
             one = choice[b, t].reshape(cfg.expert_groups, -1)
             best = np.sort(one)[:, ::-1][:, : 2 if cfg.routing == "sigmoid" else 1].sum(1)
             allowed = np.isin(np.arange(cfg.expert_groups), np.argsort(-best)[: cfg.groups_per_token])
             chosen = np.argsort(-np.where(allowed[:, None], one, -np.inf).reshape(-1))[: cfg.experts_per_token]
-            given[chosen] += 1
-            share[b, t, chosen] = 1 + (given[chosen] <= capacity)
+            counts[chosen] += 1
+            share[b, t, chosen] = 1 + (counts[chosen] <= capacity)
     return share
 
 

@@ -33,7 +33,7 @@ def model(**changes):
 
 
 @pytest.mark.parametrize(
-    ("text", "on", "config", "kernel", "said"),
+    ("text", "on", "config", "kernel", "message"),
     [
         (FSDP, H100, LLAMA, "cudnn", "cudnn"),
         (FSDP, V5P, LLAMA, "splash", "splash"),
@@ -52,8 +52,8 @@ def model(**changes):
         (FSDP + "attention: {gpu: xla}\n", V5P, LLAMA, "splash", "splash"),  # another platform is left to itself
     ],
 )  # fmt: skip
-def test_the_fastest_kernel_of_a_chip_that_can_is_chosen_and_said(text, on, config, kernel, said):
-    assert choice(text, on, config) == (kernel, said)
+def test_the_fastest_kernel_of_a_chip_that_can_is_chosen_and_said(text, on, config, kernel, message):
+    assert choice(text, on, config) == (kernel, message)
 
 
 def test_what_would_let_a_faster_kernel_is_printed_only_if_it_does(monkeypatch):
@@ -88,11 +88,11 @@ def test_experts_that_no_kernel_computes_are_a_warning():
     mixture = configs.load("tiny_experts")
     rules = rules_file.load("expert4").fill(8)
 
-    def said(platform, **changes):
+    def warnings(platform, **changes):
         config = dataclasses.replace(mixture, model=dataclasses.replace(mixture.model, **changes))
         return [one.message for one in supported.layer_problems(config, rules, platform, Pass(128)) if one.warning]
 
-    (loop,) = said("gpu", compute_dtype="float32")
+    (loop,) = warnings("gpu", compute_dtype="float32")
     assert "since the kernel for GPUs does not support model.compute_dtype: float32" in loop
-    assert "matrices of 64 x 100 on a device" in said("gpu", compute_dtype="bfloat16", embed=64, expert_mlp=100)[0]
-    assert said("gpu", compute_dtype="bfloat16") == said("tpu", compute_dtype="float32") == []
+    assert "matrices of 64 x 100 on a device" in warnings("gpu", compute_dtype="bfloat16", embed=64, expert_mlp=100)[0]
+    assert warnings("gpu", compute_dtype="bfloat16") == warnings("tpu", compute_dtype="float32") == []

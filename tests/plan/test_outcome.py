@@ -57,14 +57,14 @@ def candidate(raw, parts, compiled=True):
 
 
 @pytest.fixture(scope="module")
-def found():
+def planned():
     each = [candidate(raw, parts, n < 3) for n, (raw, parts) in enumerate(zip(RAWS, PARTS, strict=True))]
     plan = Plan(TARGET, "little", 1_000_000, tuple(each), tuple(each[:2]), 4, 3, 61.0, 0.08, each[0])
     return outcome.Outcome(plan, 64, usd_per_chip_hour=3.0, tokens=1e12, days=14.0)
 
 
-def test_the_ranking_keeps_the_order_of_the_plan(found):
-    lines = found.lines()
+def test_the_ranking_keeps_the_order_of_the_plan(planned):
+    lines = planned.lines()
     assert [line.rank for line in lines] == [1, 2, 3, 4]
     assert [line.tied for line in lines] == [True, True, False, False]
     assert lines[0].mfu == lines[0].candidate.report.prediction.mfu
@@ -72,50 +72,52 @@ def test_the_ranking_keeps_the_order_of_the_plan(found):
     assert [line.candidate.compiled for line in shown.shown(lines)] == [True, True, True]
 
 
-def test_money_and_days_follow_from_tokens_per_second(found):
-    assert found.tokens_per_s == 1_000_000 / 3.2
-    assert found.days_needed == pytest.approx(1e12 * 3.2e-6 / 86400)
-    assert found.in_time is False
-    assert found.usd == pytest.approx(found.days_needed * 24 * 8 * 3.0)
-    assert found.lines()[0].usd_per_billion_tokens * 1000 == pytest.approx(found.usd)
-    assert dataclasses.replace(found, days=38.0).in_time is True
-    assert dataclasses.replace(found, tokens=0.0).in_time is None
-    assert "2.65 times the 14 days" in shown.answer(found)
+def test_money_and_days_follow_from_tokens_per_second(planned):
+    assert planned.tokens_per_s == 1_000_000 / 3.2
+    assert planned.days_needed == pytest.approx(1e12 * 3.2e-6 / 86400)
+    assert planned.in_time is False
+    assert planned.usd == pytest.approx(planned.days_needed * 24 * 8 * 3.0)
+    assert planned.lines()[0].usd_per_billion_tokens * 1000 == pytest.approx(planned.usd)
+    assert dataclasses.replace(planned, days=38.0).in_time is True
+    assert dataclasses.replace(planned, tokens=0.0).in_time is None
+    assert "2.65 times the 14 days" in shown.answer(planned)
     assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
     assert outcome.hourly_usd("v5e", {}) == outcome.RENTS["v5e"].usd_per_chip_hour
     assert outcome.hourly_usd("tpu7x", {}) is None
 
 
-def test_a_tpu7x_is_one_chip_of_two_devices(found):
-    plan = dataclasses.replace(found.plan, target=targets.parse("tpu7x:2x2x1"))
+def test_a_tpu7x_is_one_chip_of_two_devices(planned):
+    plan = dataclasses.replace(planned.plan, target=targets.parse("tpu7x:2x2x1"))
     assert plan.target.devices == 8
-    assert dataclasses.replace(found, plan=plan).chips == 4
+    assert dataclasses.replace(planned, plan=plan).chips == 4
 
 
-def test_why_a_layout_lost_names_every_part_that_differs(found):
-    assert found.runner_up() is found.plan.candidates[1]
-    said = found.why_not(found.plan.candidates[1])
+def test_why_a_layout_lost_names_every_part_that_differs(planned):
+    assert planned.runner_up() is planned.plan.candidates[1]
+    said = planned.why_not(planned.plan.candidates[1])
     assert said == ("4.7% slower, which is within the known error: waiting for fsdp +400 ms, other compute +100 ms, "
                     "waiting for data +50 ms, matmuls -400 ms")  # fmt: skip
-    assert found.why_not(found.plan.candidates[2]).startswith("40.6% slower: waiting for tensor +2 s")
-    assert found.waits() == "6.2% of the step waiting for fsdp"
+    assert planned.why_not(planned.plan.candidates[2]).startswith("40.6% slower: waiting for tensor +2 s")
+    assert planned.waits() == "6.2% of the step waiting for fsdp"
 
 
-def test_the_front_has_no_layout_that_another_beats_in_both(found):
-    front = outcome.front(found.lines())
+def test_the_front_has_no_layout_that_another_beats_in_both(planned):
+    front = outcome.front(planned.lines())
     assert [line.rank for line in front] == [1, 3, 4]
-    for a, b in itertools.permutations(found.lines(), 2):
+    for a, b in itertools.permutations(planned.lines(), 2):
         if a.step_time_s <= b.step_time_s and a.peak_bytes < b.peak_bytes:
             assert b not in front
 
 
-def test_the_written_file_is_the_layout(found):
+def test_the_written_file_is_the_layout(planned):
     config = configs.load("tiny")
     raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
     assert len(raws) > 40
     for raw in raws:
         assert core_yaml.parse(candidates.yaml(raw), "file") == raw
-    first, *_ = candidates.rules_file(found.plan, found.plan.best, "python main.py plan --target=h100:8").splitlines()
+    first, *_ = candidates.rules_file(
+        planned.plan, planned.plan.best, "python main.py plan --target=h100:8"
+    ).splitlines()
     assert first.startswith(
         "# fsdp 8, remat block, found by: python main.py plan --target=h100:8 (predicted: 3.2 s a step"
     )
@@ -127,73 +129,75 @@ def test_the_command_in_a_file_says_nothing_of_files():
     assert outputs.command_line(given) == "python main.py plan --config=tiny --set=data.batch=8"
 
 
-def test_json_has_the_documented_keys_and_no_others(found):
-    told = json.loads(json.dumps(outcome.to_json([found])))
+def test_json_has_the_documented_keys_and_no_others(planned):
+    told = json.loads(json.dumps(outcome.to_json([planned])))
     assert told["best"]["rules"] == RAWS[0] and told["best"]["step_time_s"] == pytest.approx(3.2)
     assert [one["compiled"] for one in told["candidates"]] == [True, True, True, False]
     assert len(told["ties"]) == 2
     keys = {*told, *(f"candidates[].{key}" for key in told["candidates"][0])}
     document = (Path(__file__).parents[2] / "docs/plan.md").read_text()
     assert set(re.findall(r"^\| `(\S+)` \|", document, re.M)) == keys
-    assert isinstance(outcome.to_json([found, found]), list)
+    assert isinstance(outcome.to_json([planned, planned]), list)
 
 
-def test_the_error_of_prices_is_said_with_what_it_rests_on(found):
-    def said(**changes):
-        return shown.estimate_error(dataclasses.replace(found.plan, **changes))
+def test_the_error_of_prices_is_said_with_what_it_rests_on(planned):
+    def error(**changes):
+        return shown.estimate_error(dataclasses.replace(planned.plan, **changes))
 
-    assert said(estimate_error=0.031) == "corrected estimates missed the layouts compiled here by 3.1% in the mean"
-    assert said().endswith("estimates missed 32 compiled layouts of h100, one host, by 5.8%")
-    assert said(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
-    assert said(target=targets.parse("v4:4x4x4")) == "no estimates were compared with compiled layouts of v4, one slice"
-    assert said(target=targets.parse("cpu:8")) == ""
+    assert error(estimate_error=0.031) == "corrected estimates missed the layouts compiled here by 3.1% in the mean"
+    assert error().endswith("estimates missed 32 compiled layouts of h100, one host, by 5.8%")
+    assert error(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
+    assert (
+        error(target=targets.parse("v4:4x4x4")) == "no estimates were compared with compiled layouts of v4, one slice"
+    )
+    assert error(target=targets.parse("cpu:8")) == ""
 
 
-def test_nothing_fits_is_said_only_where_all_are_known_not_to(found):
-    def said(**changes):
-        nothing = dataclasses.replace(found.plan, best=None, nearest=found.plan.candidates[2], **changes)
+def test_nothing_fits_is_said_only_where_all_are_known_not_to(planned):
+    def shown_text(**changes):
+        nothing = dataclasses.replace(planned.plan, best=None, nearest=planned.plan.candidates[2], **changes)
         console = Console(width=140, record=True, file=io.StringIO())
-        none = dataclasses.replace(found, plan=nothing)
+        none = dataclasses.replace(planned, plan=nothing)
         shown.show([none], console, shown.fixes(None, ()))
-        told = console.export_text()
+        text = console.export_text()
         page = shown.page([none], shown.fixes(None, ()), "")
-        assert "no larger target that was tried is large enough either" in told and "is large enough either" in page
-        return told
+        assert "no larger target that was tried is large enough either" in text and "is large enough either" in page
+        return text
 
-    assert "nothing that was compiled fits: tensor 8" in said()  # one of them was only priced
-    failed = tuple(dataclasses.replace(one, report=None, failure="no") for one in found.plan.candidates)
-    assert "  nothing fits: tensor 8" in said(candidates=failed)
+    assert "nothing that was compiled fits: tensor 8" in shown_text()  # one of them was only priced
+    failed = tuple(dataclasses.replace(one, report=None, failure="no") for one in planned.plan.candidates)
+    assert "  nothing fits: tensor 8" in shown_text(candidates=failed)
 
 
-@pytest.mark.parametrize(("span", "said"), [
+@pytest.mark.parametrize(("span", "message"), [
     ("8:999999999999999999999", r"--batch=8:9{21}: 1 problem\n  data.batch: must be at most 2147483647, got 21474836"),
     (f"{10**30}:{10**30}", "data.batch: must be at most 2147483647"),
     ("8:4", "not two sizes"),
     ("²:4", "not two sizes"),
 ])  # fmt: skip
-def test_batches_that_cannot_be_are_named(span, said):
-    with pytest.raises(InputError, match=rf"(?s){said}.*\n  fix   --batch=128:1024"):
+def test_batches_that_cannot_be_are_named(span, message):
+    with pytest.raises(InputError, match=rf"(?s){message}.*\n  fix   --batch=128:1024"):
         verb._batches(configs.load("tiny"), span)
 
 
-def test_the_terminal_and_the_page_show_the_same_layouts(found):
+def test_the_terminal_and_the_page_show_the_same_layouts(planned):
     console = Console(width=140, record=True, file=io.StringIO(), highlight=False)
-    shown.show([found], console)
+    shown.show([planned], console)
     printed = console.export_text()
-    html = html_of.sections([*shown.sections([found]), *shown._memory(found)])
-    for line in shown.shown(found.lines()):
-        for cell in shown.cells(found, line).values():
+    html = html_of.sections([*shown.sections([planned]), *shown._memory(planned)])
+    for line in shown.shown(planned.lines()):
+        for cell in shown.cells(planned, line).values():
             assert cell in html
             assert cell in printed
     assert html.count('class="dot"') == 4 - 1  # one is more than three times as slow as the best
     assert "limit" in html
 
 
-def test_targets_are_compared_by_what_their_tokens_cost(found):
-    dear = dataclasses.replace(found, usd_per_chip_hour=30.0, days=0.0)
-    cheap = dataclasses.replace(found, days=0.0)
-    late = dataclasses.replace(found, usd_per_chip_hour=0.1)
-    nothing = dataclasses.replace(found, plan=dataclasses.replace(found.plan, best=None, candidates=()), days=0.0)
+def test_targets_are_compared_by_what_their_tokens_cost(planned):
+    dear = dataclasses.replace(planned, usd_per_chip_hour=30.0, days=0.0)
+    cheap = dataclasses.replace(planned, days=0.0)
+    late = dataclasses.replace(planned, usd_per_chip_hour=0.1)
+    nothing = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, best=None, candidates=()), days=0.0)
     assert shown.ranked([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
     assert shown.compared(nothing)["layout"] == "nothing fits"
     assert list(shown.compared(nothing).values()).count("-") == 6
@@ -202,14 +206,14 @@ def test_targets_are_compared_by_what_their_tokens_cost(found):
 @pytest.mark.parametrize("text", ["v5e:2x4", "2@v6e:4x4", "v5p:2x2x1", "v5p:4x4x4", "h100:8", "h100:2x8/800"])
 def test_larger_targets_grow_and_keep_the_chip(text):
     start = targets.parse(text)
-    found = list(itertools.islice(targets.larger(start), 4))
-    sizes = [start.devices, *(one.devices for one in found)]
-    assert len(found) > 1 and sizes == sorted(sizes)
-    assert all(one.chip == start.chip and one.slices == start.slices for one in found if text != "h100:8")
+    larger = list(itertools.islice(targets.larger(start), 4))
+    sizes = [start.devices, *(one.devices for one in larger)]
+    assert len(larger) > 1 and sizes == sorted(sizes)
+    assert all(one.chip == start.chip and one.slices == start.slices for one in larger if text != "h100:8")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ((), "plan needs --target"),
         (("--target=v5x:4x4",), "unknown chip"),
@@ -226,21 +230,21 @@ def test_larger_targets_grow_and_keep_the_chip(text):
         (("--target=h100:8", "extra"), "flags begin with --"),
     ],
 )
-def test_wrong_flags_are_told_with_a_fix(flags, said, capsys):
+def test_wrong_flags_are_told_with_a_fix(flags, message, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py", "plan", *flags])
     error = capsys.readouterr().err
     assert end.value.code == 2
-    assert said in error and "\n  fix   " in error
+    assert message in error and "\n  fix   " in error
 
 
-def test_time_that_a_target_leaves_goes_to_the_next_ones(found, monkeypatch):
+def test_time_that_a_target_leaves_goes_to_the_next_ones(planned, monkeypatch):
     clock, given = [0.0], []
 
     def plan(config, target, *, minutes, **more):
         given.append(minutes)
         clock[0] += 60 * 2
-        return found.plan
+        return planned.plan
 
     monkeypatch.setattr(search, "plan", plan)
     monkeypatch.setattr(verb, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))

@@ -130,8 +130,8 @@ def back(function, inputs, placement=None):
     return program(*inputs), program.as_text()
 
 
-def agree(found, wanted):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), found, wanted)
+def agree(results, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), results, wanted)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [(0, "0 s"), (14.92, "14.9 s"), (123.4, "123 s"), (0.2104, "210 ms"), (0.00142, "1.42 ms"), (3.1e-4, "310 us")],
 )
-def test_seconds(value, said):
-    assert human_seconds(value) == said
+def test_seconds(value, text):
+    assert human_seconds(value) == text
 
 
 def test_counts():
@@ -63,9 +63,9 @@ def narrowed(one, dtype, floor_dtype):
 def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
     assert collectives.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
-    said = collectives.of_floor(narrow)
-    assert said == "3.09x the floor, both as float32: 50% in bf16"
-    assert report.verdict(narrow).endswith(f"{said}.")
+    floor_text = collectives.of_floor(narrow)
+    assert floor_text == "3.09x the floor, both as float32: 50% in bf16"
+    assert report.verdict(narrow).endswith(f"{floor_text}.")
     assert narrowed(sample.LLAMA, "bf16", "bfloat16").other_width == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
     assert widened.other_width == "100% in f32" and "both as float32" in collectives.of_floor(widened)
@@ -142,12 +142,12 @@ def test_the_comparison_says_how_it_knows():
 
 
 def test_a_verdict_says_fit_time_and_traffic():
-    said = report.verdict(sample.LLAMA)
+    verdict = report.verdict(sample.LLAMA)
     told = sample.PREDICTION
-    assert said.startswith("fsdp_tp fits, ")
-    assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in said
-    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in said
-    assert said.endswith(f"Each device sends 472.2 GB, {collectives.of_floor(sample.LLAMA)}.")
+    assert verdict.startswith("fsdp_tp fits, ")
+    assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in verdict
+    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in verdict
+    assert verdict.endswith(f"Each device sends 472.2 GB, {collectives.of_floor(sample.LLAMA)}.")
     assert "does not fit" in report.verdict(sample.REFUSED) and "sends" not in report.verdict(sample.REFUSED)
     assert report.verdict(sample.CPU).startswith(
         f"fsdp2_tp4 needs {human_bytes(sample.CPU.memory.peak_bytes)} per device."
@@ -172,7 +172,7 @@ def test_the_winner_and_why():
     assert comparison.winner([sample.CPU, untimed]).startswith("No times are predicted here. fsdp2_tp4 sends least")
 
 
-def said(section):
+def all_texts(section):
     """All that a section says wherever it is shown, but for the rows of collectives, which a page shows in groups."""
     for fact in section.facts:
         yield from (fact.name, fact.value, fact.note)
@@ -199,7 +199,7 @@ def test_the_terminal_and_the_page_say_the_same(reports):
     terminal.show(console, sections)
     printed = re.sub(r"\s+", " ", console.file.getvalue())
     page = Reader(comparison.page(reports)).find("main")[0]["text"]
-    found = [text for section in sections for text in (section.title, section.known, *said(section))]
+    found = [text for section in sections for text in (section.title, section.known, *all_texts(section))]
     assert len(found) > 20
     for text in found:
         assert text in page or text == "Step time", text  # without a time it is the name of a fact alone

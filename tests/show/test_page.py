@@ -12,7 +12,7 @@ import pytest
 from gspmd_lm.show import comparison, html, report
 from gspmd_lm.units import human_bytes, human_seconds
 from tests.foresight import sample
-from tests.reader import Reader, told_in_a_browser
+from tests.reader import Reader, run_in_a_browser
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
 
@@ -208,7 +208,7 @@ def visit(tmp_path_factory):
     @functools.cache
     def open_page(width, *names):
         text = comparison.page([getattr(sample, name) for name in names])
-        return told_in_a_browser(tmp_path_factory.mktemp("page"), text, VISIT, width)
+        return run_in_a_browser(tmp_path_factory.mktemp("page"), text, VISIT, width)
 
     return open_page
 

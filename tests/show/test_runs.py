@@ -16,7 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.show import run as shown
 from gspmd_lm.show.plot import Axis, Plot, short
 from gspmd_lm.workdir import history
-from tests.reader import Reader, told_in_a_browser
+from tests.reader import Reader, run_in_a_browser
 
 ROOT = Path(__file__).parent.parent.parent
 HOSTILE = "<script>alert(1)</script>"
@@ -120,14 +120,14 @@ DAMAGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
-def test_a_damaged_file_hides_neither_its_run_nor_others(tmp_path, name, content, said):
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
+def test_a_damaged_file_hides_neither_its_run_nor_others(tmp_path, name, content, message):
     for run in ("bad", "good"):
         write(tmp_path / run, [row(1), row(2)])
     (tmp_path / "bad" / name).write_bytes(content)
     bad, good = found = history.read_runs([str(tmp_path)])
     assert (good.name, good.step, good.damage) == ("good", 2, "")
-    assert said in bad.damage and (said or not bad.damage)
+    assert message in bad.damage and (message or not bad.damage)
     console = Console(file=io.StringIO(), width=120)
     shown.show(found, console)
     assert console.file.getvalue().count("warning: ") == len(bad.damage.splitlines())
@@ -283,7 +283,7 @@ parent.postMessage(JSON.stringify(told), "*");
 @pytest.mark.parametrize("width", [1400, 400])
 def test_in_a_browser(runs, tmp_path, width):
     text = shown.page(history.read_runs([str(runs)]), "python main.py plot")
-    told = told_in_a_browser(tmp_path, text, VISIT, width)
+    told = run_in_a_browser(tmp_path, text, VISIT, width)
     assert told["overflow"] <= 0 and told["cut"] == 0
     assert told["said"][0] == "step 20: a training 3.8, a held-out 3.9, b training 4.8"
     assert told["said"][1] == "step 20: a 1.00e-3, b 2.00e-3"

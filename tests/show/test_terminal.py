@@ -33,15 +33,15 @@ def test_paragraphs(title):
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
-@pytest.mark.parametrize("found", [sample.LLAMA, sample.FSDP, sample.REFUSED, sample.CPU, sample.SLICES])
-def test_a_layout_fits_a_screen(found, width):
-    lines = shown([found], width).splitlines()
+@pytest.mark.parametrize("layout", [sample.LLAMA, sample.FSDP, sample.REFUSED, sample.CPU, sample.SLICES])
+def test_a_layout_fits_a_screen(layout, width):
+    lines = shown([layout], width).splitlines()
     assert len(lines) < 50 and max(map(len, lines)) <= width
 
 
-@pytest.mark.parametrize("found", [sample.LLAMA, sample.CPU, sample.SLICES])
-def test_no_column_is_cut_off(found):
-    page = shown([found]).splitlines()
+@pytest.mark.parametrize("layout", [sample.LLAMA, sample.CPU, sample.SLICES])
+def test_no_column_is_cut_off(layout):
+    page = shown([layout]).splitlines()
     first = next(i for i, line in enumerate(page) if line.endswith(" because of"))
     assert page[first].split() == ["kind", "axes", "times", "sent", "overlap", "phase", "op", "because", "of"]
     rows = [line for line in page[first + 1 :] if re.search(r" [kMG]?B ", line) and not line.startswith("  and ")]

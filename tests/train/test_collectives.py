@@ -36,13 +36,13 @@ def text(small, built):
     return compiled
 
 
-def in_layers(found):
-    return [c for c in found if c.in_loop]
+def in_layers(collectives):
+    return [c for c in collectives if c.in_loop]
 
 
-def activations(found, rows):
+def activations(collectives, rows):
     """Those that carry at least the residual stream of `rows` sequences."""
-    return [c for c in found if c.elements >= rows * T * D]
+    return [c for c in collectives if c.elements >= rows * T * D]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from gspmd_lm.train import optimizer, state
 NAMES = ["adamw", "adafactor", "lion", "muon"]
 
 
-def updated(found, gradients, params):
+def updated(rule, gradients, params):
     """The first updates of a rule."""
-    return jax.jit(lambda g, p: found.transform.update(g, found.transform.init(p), p)[0])(gradients, params)
+    return jax.jit(lambda g, p: rule.transform.update(g, rule.transform.init(p), p)[0])(gradients, params)
 
 
 def leaves(named, abstract):

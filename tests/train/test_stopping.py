@@ -21,7 +21,7 @@ def test_the_best_is_the_lowest_finite_loss_and_goes_through_a_checkpoint():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["train.eval_every=0", "train.patience=2"], "patience needs evaluations during training: set eval_every"),
         (["train.eval_every=0", "train.keep_best=true"], "keep_best needs evaluations during training"),
@@ -31,7 +31,7 @@ def test_the_best_is_the_lowest_finite_loss_and_goes_through_a_checkpoint():
         (["train.samples.prompts=['']"], "must have at least one prompt, and none that is empty"),
     ],
 )
-def test_settings_that_need_others(changes, said):
-    with pytest.raises(InputError, match=said):
+def test_settings_that_need_others(changes, message):
+    with pytest.raises(InputError, match=message):
         configs.load("tiny", changes)
     assert configs.load("tiny", ["train.keep_best=true", "train.samples.prompts=[a]"]).train.keeps_best

@@ -54,10 +54,10 @@ def abstract(state: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def assert_equal(found: State, expected: State) -> None:
+def assert_equal(actual: State, expected: State) -> None:
     """Same tree, values, dtypes and shardings, bit for bit."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):

@@ -68,12 +68,12 @@ def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes)
     assert rounded.dtype == exact.dtype
 
 
-@pytest.mark.parametrize(("dtype", "found"), [("bfloat16", "bf16"), ("float32", "f32")])
-def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, found):
+@pytest.mark.parametrize(("dtype", "hlo_dtype"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, hlo_dtype):
     """They are the largest arrays of attention, and its first product."""
     q, k, v = (x.astype(jnp.bfloat16) for x in qkv)
     text = jax.jit(lambda: attention.attend(q, k, v, None, settings(attention_scores_dtype=dtype))).lower().as_text()
-    assert re.findall(r"stablehlo.dot_general.*-> tensor<[x\d]*x(\w+)>", text) == [found, "bf16"]
+    assert re.findall(r"stablehlo.dot_general.*-> tensor<[x\d]*x(\w+)>", text) == [hlo_dtype, "bf16"]
 
 
 def test_a_large_softcap_is_none(qkv, segments):
