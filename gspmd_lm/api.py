@@ -6,9 +6,9 @@ imported where they are used, so that a config or a rules file is read without j
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gspmd_lm import config as configs
 from gspmd_lm import files
@@ -265,14 +265,19 @@ def load(
 
 
 def explain(
-    task: "Task | Config | str", rules: Rules | str, target: str, phase: str = "train", export: str | Path | None = None
+    task: "Task | Config | Callable[[Sequence[Any]], Any] | str",
+    rules: Rules | str | None = None,
+    target: str = "",
+    phase: str = "train",
+    export: str | Path | None = None,
 ) -> "Explanation":
     """What a layout costs on hardware that need not be here: memory, collectives with the rows that cause them,
     predicted time, floor and warnings. It shows itself, in a notebook as a page with drawings and elsewhere as text;
     docs/foresight.md explains it.
 
     Args:
-        task: what is computed.
+        task: what is computed. Or any jitted step, with a target alone: a function from devices to
+            `jax.jit(update).trace(state, batch)`, or where it stands, such as "train.py:step"; docs/foresight.md.
         rules: where its arrays live.
         target: cpu:8, v5e:4x4, v5p-128, h100:8, ...
         phase: train; of a config, also prefill or decode.
@@ -282,7 +287,22 @@ def explain(
         InputError: as `build` does, or the target is not known.
         RunFailed: the compiler failed.
     """
+    if callable(task) or (isinstance(task, str) and ":" in task and rules is None):
+        return _explain_step(task, target, rules or export or (phase if phase != "train" else None))
+    if rules is None:
+        raise InputError("explain needs rules\n  fix   explain('tiny', 'fsdp8', 'v5p:2x2x2')")
     return compare(task, [rules], target, phase, export)[0]
+
+
+def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str, other: Any) -> "Explanation":
+    if other:
+        fix = "explain(step, target='v5p:2x2x2')"
+        raise InputError(f"explain: {other}: a step of one's own is given a target alone\n  fix   {fix}")
+    _simulate()
+    from gspmd_lm.foresight import explain as reports
+    from gspmd_lm.show import notebook
+
+    return notebook.Comparison([reports.report_of_step(step, target, _log.info)])[0]
 
 
 def compare(

@@ -45,16 +45,17 @@ IN_FORESIGHT = {
     "table": "",
     "graph": "",
     "hlo": "",
-    "compile": "exported",
     "known_errors": "",
     "memory": "hlo",
     "collectives": "graph hlo",
     "bounds": "graph",
+    "any_step": "bounds",
+    "compile": "any_step exported",
     "timing": "collectives hlo",
     "parts": "",
     "report": "table timing bounds collectives memory",
     "advice": "table report timing bounds collectives memory hlo",
-    "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported",
+    "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step",
 }
 # Where a mesh must not be known, libraries that would tell of one must not be either.
 NEVER = {

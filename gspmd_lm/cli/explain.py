@@ -9,7 +9,7 @@ from absl import flags
 
 from gspmd_lm import files
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import RESULTS, Flags, Verb, on_target, overrides
+from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError
 
 
@@ -30,6 +30,13 @@ def _define(flags: Flags) -> None:
     overrides(flags)
 
 
+def _define_explain(flags: Flags) -> None:
+    _define(flags)
+    flags.group(INPUTS)
+    flags.text("program", None, "A step of your own in place of a config and rules: module:function or "
+               "file.py:function, from devices to jax.jit(...).trace(...) (docs/foresight.md).")  # fmt: skip
+
+
 def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     """Prints the reports of the layouts `names` and of --rules, writes the files of the flags, and returns the exit
     code."""
@@ -38,15 +45,28 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.hardware import target as targets
 
     layouts, config = inputs.layouts(values, names), inputs.read_config(values)
-    if not layouts or values.target is None:
-        lacking = "--target" if layouts else "--rules"
+    program = values.program if verb == "explain" else None
+    if (not layouts and not program) or values.target is None:
+        lacking = "--target" if layouts or program else "--rules"
         named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"
         raise InputError(f"{verb} needs {lacking}\n  fix   {verb} {named} --target=v5p:2x2x2 (or cpu:8, h100:8)")
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
     outputs.check_writable((values.json, values.html, values.export))
+    if program:
+        of_configs = [
+            f"--{name}" for name in ("config", "rules", "mesh", "set", "phase", "export") if values[name].present
+        ]
+        if of_configs or names:
+            raise InputError(
+                f"--program={program}: {' '.join([*of_configs, *names])}: this step has no config and no rules"
+                f"\n  fix   explain --program={program} --target={values.target}"
+            )
     inputs.log_to_stderr()
     inputs.on_the_cpu()
-    reports = api.compare(config, layouts, values.target, values.phase, values.export)
+    if program:
+        reports = [api.explain(program, target=values.target)]
+    else:
+        reports = api.compare(config, layouts, values.target, values.phase, values.export)
     from rich.console import Console
 
     from gspmd_lm.foresight import report
@@ -66,8 +86,9 @@ EXPLAIN = Verb(
     [
         ("explain --config=tiny --rules=fsdp8 --target=v5p:2x2x2", "Time, memory and collectives on 8 TPU v5p."),
         ("explain --config=llama3_8b --rules=fsdp_tp --target=v5p-128 --html=page.html", "The same as a page."),
+        ("explain --program=examples/any_step.py:step --target=h100:8", "Any jitted step, as a function of devices."),
     ],
-    _define, functools.partial(run, "explain"), takes_names=True,
+    _define_explain, functools.partial(run, "explain"), takes_names=True,
 )  # fmt: skip
 COMPARE = Verb(
     "compare",

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.collectives import Collective
@@ -56,7 +56,7 @@ def warnings(
         *_slow_links(config.model.layers if config else 1, rules, moved),
         *_unfused(fused, predicted),
         *_involuntary(notes),
-        *_replicated(rules, arrays, memory),
+        *_replicated(rules.mesh, arrays, memory),
         *_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(memory),
@@ -66,6 +66,28 @@ def warnings(
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
     ]  # fmt: skip
     return tuple(findings)
+
+
+def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
+    """Findings about a step of one's own, whose arrays no rule places."""
+    memory = report.memory
+    findings = [
+        *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
+        *_unpriced(report.prediction),
+        *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
+        *_not_donated(memory),
+        *_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
+    ]
+    return tuple(findings)
+
+
+def _not_donated(memory: Memory) -> Iterator[Finding]:
+    if memory.results_bytes > max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0)):
+        yield Finding(
+            "not-donated",
+            f"{human_bytes(memory.results_bytes)} per device of results stand beside the arguments",
+            "jax.jit(..., donate_argnums=0) puts a result in the place of an argument of the same shape",
+        )
 
 
 def _above_floor(report: Report) -> Iterator[Finding]:
@@ -175,33 +197,42 @@ def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
         )
 
 
-def _too_large(memory: Memory) -> Iterator[Finding]:
+def _too_large(
+    memory: Memory, fix: str = "a smaller data.batch or data.seq, or weights that are split over more devices"
+) -> Iterator[Finding]:
     """plan/advice.py finds a better fix for a train step."""
     if not memory.fits and memory.limit_bytes is not None:
         yield Finding(
             "does-not-fit",
             f"{human_bytes(memory.peak_bytes)} per device at the peak, {human_bytes(memory.limit_bytes)} are there",
-            "a smaller data.batch or data.seq, or weights that are split over more devices",
+            fix,
         )
 
 
-def _involuntary(notes: Sequence[str]) -> Iterator[Finding]:
+def _involuntary(
+    notes: Sequence[str], fix: str = "make the rows of the arrays around it agree, or place one in between"
+) -> Iterator[Finding]:
     if notes:
         more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         yield Finding(
             "involuntary-remat",
             f"the partitioner replicates an array to reshard it: {notes[0]}{more}",
-            "make the rows of the arrays around it agree, or place one in between",
+            fix,
         )
 
 
-def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> Iterator[Finding]:
+def _replicated(
+    mesh: Mapping[str, int],
+    arrays: Sequence[PlacedArray],
+    memory: Memory,
+    fix: str = "--set rules.{row}={axis} would split them",
+) -> Iterator[Finding]:
     """Large arrays that every device along a mesh axis holds whole, though they could be split over it.
 
     They are weights and the residual, which is kept for the backward pass. Other activations come and go.
     """
     large = max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0))
-    for name, size in rules.mesh.items():
+    for name, size in mesh.items():
         whole: list[tuple[PlacedArray, str]] = []
         for array in arrays:
             spec = array.at_rest or array.in_use
@@ -219,7 +250,7 @@ def _replicated(rules: Rules, arrays: Sequence[PlacedArray], memory: Memory) -> 
         yield Finding(
             "replicated-array",
             f"{largest.path}{others}, {human_bytes(total)} per device, are the same on all {size} devices along {name}",
-            f"--set rules.{row}={name} would split them",
+            fix.format(row=row, axis=name, dimension=axis.replace("_", " ")),
         )
 
 

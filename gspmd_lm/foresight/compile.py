@@ -7,7 +7,6 @@ import dataclasses
 import gzip
 import hashlib
 import json
-import math
 import os
 import pickle
 import re
@@ -34,6 +33,7 @@ from gspmd_lm.sharding.rules import Rules, ShardingError
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
+    from gspmd_lm.foresight.any_step import BuiltProgram, Program
     from gspmd_lm.infer.programs import GenerationPrograms
     from gspmd_lm.model.task import Task
     from gspmd_lm.sharding.shapes import Arrays
@@ -56,8 +56,8 @@ PHASES = ("train", "prefill", "decode")
 class CompileRequest:
     """One program to compile. The mesh of `rules` is filled for the devices of `target`."""
 
-    config: "Config | Task"
-    rules: Rules
+    config: "Config | Task | Program"
+    rules: Rules  # of a program: without a row, whatever its mesh
     target: Target
     export: bool = False  # keep the executable too
     phase: str = "train"  # one of PHASES
@@ -66,7 +66,8 @@ class CompileRequest:
     @property
     def name(self) -> str:
         phase = "" if self.phase == "train" else f"{self.phase} of "
-        return f"{phase}{self.config.name} under {self.rules.name} for {self.target.text}"
+        under = f" under {self.rules.name}" if self.rules.name else ""
+        return f"{phase}{self.config.name}{under} for {self.target.text}"
 
     def key(self) -> str:
         """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
@@ -98,6 +99,9 @@ class CompiledProgram:
     trace_s: float
     compile_s: float
     notes: tuple[str, ...] = ()  # what the partitioner complained of while it compiled
+    step: Mapping[str, Any] | None = (
+        None  # of a program: its mesh, its FLOPs, and of arguments path, shape, split, bytes
+    )
 
 
 def compilers(target: Target) -> dict[str, str]:
@@ -115,6 +119,11 @@ def programs(
     `cache` is a folder; "none" keeps nothing. By default explain/ in $GSPMD_LM_CACHE or in the user's cache directory.
     Raises InputError for what is wrong with a request, RunFailed where the compiler fails for another reason.
     """
+    if getattr(sys.modules["__main__"].__spec__, "name", "") == __spec__.name:
+        raise InputError(
+            "explain is called while a process that compiles imports its caller\n"
+            '  fix   put the call below if __name__ == "__main__":'
+        )
     with tempfile.TemporaryDirectory() as scratch:
         of_one_s_own = not all(isinstance(request.config, Config) for request in requests)
         root = (
@@ -210,15 +219,16 @@ def _run_compiler(request: CompileRequest, folder: Path) -> None:
         (folder / "notes.json").write_text(json.dumps(notes))
 
 
-def pickled(task: "Task") -> bytes:
-    """What another process makes the task from. Raises InputError where that process could not import its functions."""
+def pickled(task: "Task | Program") -> bytes:
+    """What another process makes it from. Raises InputError where that process could not import its functions."""
+    what = f"task {task.name}" if hasattr(task, "vocabulary") else f"step {task.name}"
     fix = "  fix   define them, and the classes that they use, at the top of a module that the script imports"
     try:
         content = pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"task {task.name}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
+        raise InputError(f"{what}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
     if b"__main__" in content:
-        raise InputError(f"task {task.name}: its functions stand in the script that runs\n{fix}")
+        raise InputError(f"{what}: its functions stand in the script that runs\n{fix}")
     return content
 
 
@@ -269,6 +279,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     """Writes program.txt.gz and facts.json into `folder`."""
     import jax
 
+    from gspmd_lm.foresight import any_step
     from gspmd_lm.infer import programs as generation
     from gspmd_lm.runtime import compiler, startup
     from gspmd_lm.train import state, step
@@ -276,7 +287,12 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     config, rules, target = request.config, request.rules, request.target
     startup.start(platform="cpu", simulated_devices=target.devices if target.platform == "cpu" else 1)
     devices = targets.devices(target)
-    if request.phase == "train":
+    if target.chip and target.chip.gpu:
+        _answer_for(target.chip.gpu)
+    if isinstance(config, any_step.Program):
+        built = any_step.build(config, devices)
+        lower = built.lower
+    elif request.phase == "train":
         arrays = state.arrays_and_warnings(config, rules, target.platform)[0]
         if request.sizes is not None:
             _check_sizes(request.sizes, sizes(arrays), config.name)
@@ -289,21 +305,24 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         built = generation.build_programs(config, rules, arrays, devices, whole)
         lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
     also = rules.compiled_for if request.phase == "train" else ()
-    options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
+    if isinstance(built, any_step.BuiltProgram):
+        options, facts_of_step = {**built.options}, built.facts
+    else:
+        options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
+        facts_of_step = None
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
-        _answer_for(target.chip.gpu)
     started = time.monotonic()
     lowered = lower()
     traced = time.monotonic()
     try:
-        compiled = compiler.compile(lowered, options, target.platform, rules.path)
+        compiled = compiler.compile(lowered, options, target.platform, rules.path or config.name)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled = str(error)
     program = described(built, compiled, options, target, traced - started, time.monotonic() - traced)
-    facts = dataclasses.asdict(program)
+    facts: dict[str, Any] = dataclasses.asdict(program) | {"step": facts_of_step}
     text, _ = facts.pop("text"), facts.pop("executable")
     if request.export and not isinstance(compiled, str):
         packed = exported.pack(compiled, request.key(), request.name, compilers(target))
@@ -328,7 +347,7 @@ def _answer_for(gpu: Gpu) -> None:
 
 
 def described(
-    built: "Step | GenerationPrograms",
+    built: "Step | GenerationPrograms | BuiltProgram",
     compiled: "Compiled | str",
     options: Mapping[str, Any],
     target: Target,
@@ -337,6 +356,8 @@ def described(
 ) -> CompiledProgram:
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
+
+    from gspmd_lm.foresight.any_step import bytes_per_device
 
     text, memory = "", {}
     if not isinstance(compiled, str):
@@ -348,18 +369,13 @@ def described(
         executable=None,
         refusal=compiled if isinstance(compiled, str) else "",
         memory=memory,
-        state_bytes={name: sum(map(_bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
+        state_bytes={name: sum(map(bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
         **targets.device_locations(built.mesh),
         options=dict(options),
         versions=compilers(target),
         trace_s=trace_s,
         compile_s=compile_s,
     )
-
-
-def _bytes_per_device(like: Any) -> int:
-    pieces = like.sharding.shard_shape(like.shape)
-    return math.prod(pieces) * like.dtype.itemsize
 
 
 def _main(folder: Path) -> int:

@@ -2,28 +2,36 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
-from gspmd_lm.foresight.bounds import any_model
+from gspmd_lm.foresight.any_step import Program
+from gspmd_lm.foresight.bounds import LowerBounds, any_model
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing import predict
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.model.supported import Pass, kernel_choice, settled
 from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, state
 
+NO_RULES = dataclasses.replace(rules_file.from_dict({}, ""), problems=())  # of a step that brings its own mesh
 NOT_ON_CPU = "simulated devices have no speed of their own; explain predicts one for a --target such as v5p:2x2x2"
 
 
@@ -107,7 +115,6 @@ def report(
         list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)),
         DataflowGraph.from_recorder(recorded, arrays),
     )
-    network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if config is None:
         lower_bounds = any_model.of_training(task, rules, arrays, target.chip)
@@ -119,23 +126,8 @@ def report(
         whole = generation.whole_context(config)
         cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
         lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
-    limit_bytes = target.chip and target.chip.usable_hbm_bytes
-    module, moved, predicted, reason = None, (), None, NOT_ON_CPU
-    if program.refusal:
-        device_memory = memory.refused(program.refusal, program.state_bytes, limit_bytes)
-        reason = "the compiler refused the program: it does not fit"
-    else:
-        module = hlo.parse(program.text)
-        known, accepted = _known(named, rules), target.platform == "tpu"
-        device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
-        moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
-        if target.chip:
-            error = known_error(kind_of(target, rules)) if phase == "train" else NOT_COMPARED
-            each = tokens / target.devices
-            predicted, reason = (
-                predict.predict(module, target.chip, network, lower_bounds.flops, each, error, needed),
-                "",
-            )
+    error = known_error(kind_of(target, rules)) if phase == "train" and target.chip else NOT_COMPARED
+    read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -148,19 +140,104 @@ def report(
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,
-        memory=device_memory,
-        collectives=moved,
-        prediction=predicted,
-        no_prediction=reason,
+        memory=read.memory,
+        collectives=read.collectives,
+        prediction=read.prediction,
+        no_prediction=read.no_prediction,
         floor=lower_bounds,
         warnings=(),
         compile_s=program.compile_s,
-        versions={**program.versions, **{name: str(value) for name, value in program.options.items()}},
+        versions=_versions(program),
         arrays=tuple(named),
         rules_text=rules.text,
     )
-    warned = advice.warnings(report, config, rules, target.processor, problems, graph.looked_up, module, program.notes)
+    warned = advice.warnings(
+        report, config, rules, target.processor, problems, graph.looked_up, read.module, program.notes
+    )
     return dataclasses.replace(report, warnings=warned)
+
+
+def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Progress = lambda _: None) -> Report:
+    """The report on a step of one's own, whose function is as of `any_step.Program`. Raises InputError or RunFailed."""
+    step, target = Program.of(function), targets.parse(target_text)
+    (program,) = programs([CompileRequest(step, NO_RULES, target)], say)
+    assert program.step
+    mesh, flops = program.step["mesh"], program.step["flops"] / target.devices
+    arrays = [
+        PlacedArray(path, tuple(f"dimension_{n}" for n in range(len(shape))), tuple(shape), spec, spec, held)
+        for path, shape, split, held in program.step["arguments"]
+        for spec in [tuple(map(tuple, split))]
+    ]
+    rules, graph = dataclasses.replace(NO_RULES, mesh=mesh), DataflowGraph(jax.make_jaxpr(lambda: ())(), ())
+    read = _read(program, rules, target, [], graph, flops, None, NOT_COMPARED)
+    compute_s = target.chip and flops / target.chip.peak_bf16_flops_per_s
+    report = Report(
+        target=target.text,
+        chip=target.chip.kinds[0] if target.chip else "",
+        devices=target.devices,
+        config=step.name,
+        rules="",
+        phase="step",
+        mesh=mesh,
+        parameters=None,
+        active_parameters=None,
+        tokens=None,
+        memory=read.memory,
+        collectives=read.collectives,
+        prediction=read.prediction,
+        no_prediction=read.no_prediction,
+        floor=LowerBounds(compute_s, None, None, {}, flops, ""),
+        warnings=(),
+        compile_s=program.compile_s,
+        versions=_versions(program),
+        arrays=tuple(arrays),
+    )
+    return dataclasses.replace(report, warnings=advice.of_step(report, program.notes))
+
+
+class _Read(NamedTuple):
+    """What a compiled program says. Without a program, the module is None and there is no prediction."""
+
+    module: hlo.Module | None
+    memory: memory.Memory
+    collectives: tuple[collectives.Collective, ...]
+    prediction: predict.Prediction | None
+    no_prediction: str  # the reason where there is none
+
+
+def _read(
+    program: CompiledProgram,
+    rules: Rules,
+    target: Target,
+    named: Sequence[PlacedArray],
+    graph: DataflowGraph,
+    flops: float,
+    tokens: int | None,
+    error: str,
+    needed: float = 0.0,
+) -> _Read:
+    """The program, read with what is known of the arrays `named` and of the rows that place them.
+
+    flops, needed: of one device, as in `predict.predict`. tokens: of all devices; None: not known.
+    """
+    network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
+    limit_bytes = target.chip and target.chip.usable_hbm_bytes
+    if program.refusal:
+        refused = memory.refused(program.refusal, program.state_bytes, limit_bytes)
+        return _Read(None, refused, (), None, "the compiler refused the program: it does not fit")
+    module = hlo.parse(program.text)
+    known, accepted = _known(named, rules), target.platform == "tpu"
+    device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
+    moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
+    if not target.chip:
+        return _Read(module, device_memory, moved, None, NOT_ON_CPU)
+    each = None if tokens is None else tokens / target.devices
+    predicted = predict.predict(module, target.chip, network, flops, each, error, needed)
+    return _Read(module, device_memory, moved, predicted, "")
+
+
+def _versions(program: CompiledProgram) -> dict[str, str]:
+    return {**program.versions, **{name: str(value) for name, value in program.options.items()}}
 
 
 def _attention(config: Config | None, rules: Rules, target: Target, phase: str) -> str:
@@ -169,7 +246,7 @@ def _attention(config: Config | None, rules: Rules, target: Target, phase: str) 
     return kernel_choice(rules, config, target.processor, _asked(config, phase))
 
 
-def _known(arrays: Sequence[table.PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
+def _known(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
     """What a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):

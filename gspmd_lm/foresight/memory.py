@@ -40,9 +40,6 @@ class Temporary:
 class Memory:
     """Bytes per device. `limit_bytes` is None where the target has none (cpu)."""
 
-    weights_bytes: int
-    optimizer_bytes: int
-    batch_bytes: int
     temporaries_bytes: int
     peak_bytes: int
     limit_bytes: int | None
@@ -51,7 +48,14 @@ class Memory:
     largest: tuple[Temporary, ...]
     refusal: str = ""  # what the compiler said when it refused for memory
     padding_bytes: int = 0  # of the temporaries: what tiles add to weights, optimizer state, batch and cache
+    weights_bytes: int = 0
+    optimizer_bytes: int = 0
+    batch_bytes: int = 0
     cache_bytes: int = 0  # keys and values, in generation
+    # Of a step of one's own: what it is given, of which nothing tells weights and batch apart, and the part of what it
+    # gives that takes the place of no argument.
+    arguments_bytes: int = 0
+    results_bytes: int = 0
 
 
 def measure(
@@ -71,14 +75,21 @@ def measure(
     compiled: what `memory_analysis` says, `*_in_bytes`. state_bytes: weights, optimizer, batch and cache, counted from
     shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, so is the code.
     """
-    held = compiled["argument_size_in_bytes"] + compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
-    total = held + compiled["temp_size_in_bytes"] + compiled["generated_code_size_in_bytes"]
+    beside = compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
+    total = (
+        compiled["argument_size_in_bytes"]
+        + beside
+        + compiled["temp_size_in_bytes"]
+        + compiled["generated_code_size_in_bytes"]
+    )
     if accepted and limit_bytes is not None:
         total = min(total, limit_bytes)
+    results_bytes = beside if "arguments" in state_bytes else 0
     host = sum(size for name, size in compiled.items() if name.startswith("host_") and "alias" not in name)
     return Memory(
         **_by_tree(state_bytes),
-        temporaries_bytes=total - sum(state_bytes.values()),
+        temporaries_bytes=total - sum(state_bytes.values()) - results_bytes,
+        results_bytes=results_bytes,
         peak_bytes=total,
         limit_bytes=limit_bytes,
         host_bytes=host,
@@ -130,7 +141,7 @@ def _bytes(number: str, unit: str) -> int:
 
 def _source(text: str) -> str:
     match = re.search(r'source_file="([^"]*)" source_line=(\d+)', text)
-    return f"{path}:{match[2]}" if match and (path := hlo.in_package(match[1])) else ""
+    return hlo.source_line(match[1], match[2]) if match else ""
 
 
 def _op(op_name: str) -> str:

@@ -31,13 +31,13 @@ class Report:
     target: str  # v5p:4x4x4
     chip: str  # TPU v5p; "" on cpu
     devices: int
-    config: str
-    rules: str  # path of the rules file
-    phase: str  # train, prefill or decode
+    config: str  # or the name of a step of one's own
+    rules: str  # path of the rules file; "" for a step of one's own
+    phase: str  # train, prefill or decode; step for one of one's own
     mesh: Mapping[str, int]
-    parameters: int
-    active_parameters: int  # that compute one token: fewer in a mixture of experts
-    tokens: int  # per step, all devices
+    parameters: int | None  # None, like the two below it, for a step of one's own
+    active_parameters: int | None  # that compute one token: fewer in a mixture of experts
+    tokens: int | None  # per step, all devices
     memory: Memory
     collectives: tuple[Collective, ...]
     prediction: Prediction | None
@@ -52,8 +52,8 @@ class Report:
 
     @property
     def layout(self) -> str:
-        """The name of the rules file, without its folder and ending."""
-        return self.rules.rsplit("/", 1)[-1].removesuffix(".yaml")
+        """The name of the rules file, without its folder and ending; of a step of one's own, its name."""
+        return (self.rules or self.config).rsplit("/", 1)[-1].removesuffix(".yaml")
 
     @property
     def sent_bytes(self) -> int:

@@ -218,7 +218,7 @@ def _limit_bytes(devices: Sequence[Any]) -> int | None:
     return (local_device.memory_stats() or {}).get("bytes_limit") if local_device else None
 
 
-def device_locations(mesh: Any) -> dict[str, tuple[Any, ...]]:
+def device_locations(mesh: Any) -> dict[str, Any]:
     """Where the devices of a jax mesh are, in their order: the coordinates of their chips, their slices and hosts."""
     devices = list(mesh.devices.flat)
     return {

@@ -27,13 +27,15 @@ _NOT_MODULES = {
     "transpose", "jvp", "vmap", "custom_vjp_call", "custom_jvp_call", "pjit", "remat", "core_call", "branch_0_fun",
     "branch_1_fun",
 }  # fmt: skip
+_MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
+_OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
 
 
 @dataclasses.dataclass(frozen=True)
 class OpName:
     """What an operation's name says."""
 
-    phase: str  # forward, backward, recomputation, optimizer
+    phase: str  # forward, backward, recomputation, optimizer; other: outside of the derivative in a step of one's own
     modules: tuple[str, ...]  # layers, attention_norm
     owners: tuple[str, ...] = ()  # weights, or a part of the step that has none
     summed_axes: tuple[str, ...] = ()  # layers.attention.wo.heads: the axes that are added over
@@ -90,7 +92,7 @@ def parse(op_name: str) -> OpName:
             table, array = role, rest
         elif "->" in word:
             einsum = _equation_of_axes(word)
-        elif word[0].islower() and word not in _NOT_MODULES and number < len(words) - 1:
+        elif _MODULE.match(word) and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     owners = tuple(filter(None, scopes.get("of", "").split("+")))
     in_loss = owners == (LOSS,)
@@ -100,7 +102,8 @@ def parse(op_name: str) -> OpName:
         phase = "backward"
     else:
         generates = op_name.startswith(("jit(_prefill)", "jit(_decode)"))
-        phase = "forward" if "jvp" in words or in_loss or generates else "optimizer"
+        rest = "other" if op_name.startswith("jit(") and not op_name.startswith(_OF_TRAINING) else "optimizer"
+        phase = "forward" if "jvp" in words or in_loss or generates else rest
     summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
     window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
     kind = kind or ("attention" if _SCORES.search(op_name) else "")

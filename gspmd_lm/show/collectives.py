@@ -39,14 +39,29 @@ def section_of(report: Report) -> Section:
     facts = [Fact("sent per step", human_bytes(whole), f"{above} (counted)" if above else "")]
     if not report.collectives:
         return Section(title, "compiled", [Text("None.")], facts)
-    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, one.rules, one.overlapped))
+    of_rules = report.phase != "step"
+    columns = [column for column in COLLECTIVES if of_rules or column.name != "because of"]
+    if not of_rules:  # the line says what a row says of a layout
+        columns[-1] = dataclasses.replace(columns[-1], on_terminal=True)
+
+    def row(cells: Row) -> Row:
+        return [
+            cell for cell, column in zip(cells, COLLECTIVES, strict=True) if of_rules or column.name != "because of"
+        ]
+
+    def cause(one: Collective) -> Hashable:
+        return one.rules if of_rules else one.source
+
+    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, cause(one), one.overlapped))
     by_axes = _grouped(report, lambda one: (one.mesh_axes, one.phase))
     table = Table(
         "Collectives",
-        COLLECTIVES,
-        list(map(_merged, alike)),
+        columns,
+        [row(_merged(group)) for group in alike],
         left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
-        groups=[(_sums(group, whole or 1), [_collective(one, whole=whole) for one in group]) for group in by_axes],
+        groups=[
+            (row(_sums(group, whole or 1)), [row(_collective(one, whole=whole)) for one in group]) for group in by_axes
+        ],
     )
     hint = '<p class="legend">Choose a group to see its collectives, and a heading to sort them by it.</p>'
     return Section(title, "compiled", [Figure(hint), table], facts)

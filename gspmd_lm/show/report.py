@@ -42,17 +42,22 @@ def title(report: Report) -> str:
     """'llama3_8b under rules/fsdp8.yaml on 8 x TPU v5p (v5p:2x2x2)'"""
     devices = hardware(report.devices, report.chip)
     target = f"{devices} ({report.target})" if report.chip else f"{report.target}, {devices}"
-    return f"{'' if report.phase == 'train' else f'{report.phase} of '}{report.config} under {report.rules} on {target}"
+    phase = "" if report.phase in ("train", "step") else f"{report.phase} of "
+    under = f" under {report.rules}" if report.rules else ""
+    return f"{phase}{report.config}{under} on {target}"
 
 
 def about(report: Report) -> str:
     """What stands below the title: the mesh, the sizes of model and step, and the kernel of attention."""
-    active = f", {human_count(report.active_parameters)} of them active for a token"
-    some = report.active_parameters < report.parameters
-    said = (
-        f"mesh {mesh(report.mesh)}; counted {human_count(report.parameters)} parameters{active if some else ''}, "
-        f"{human_count(report.tokens)} tokens per step; compiled in {human_seconds(report.compile_s)}"
-    )
+    if report.parameters is None or report.active_parameters is None or report.tokens is None:
+        count = len(report.arrays)
+        sizes = f"{count} array{'s' * (count != 1)} as arguments, {report.floor.flops:.3g} FLOPs per device"
+    else:
+        active = f", {human_count(report.active_parameters)} of them active for a token"
+        some = report.active_parameters < report.parameters
+        parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
+        sizes = f"{parameters}, {human_count(report.tokens)} tokens per step"
+    said = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
     return f"{said}; attention: {report.attention}" if report.attention else said
 
 
@@ -107,7 +112,9 @@ def _time(report: Report) -> Section:
     sent = f"{exposed_s / step_s:.1%} of the step, of {human_seconds(found.communication_s)} in all"
     facts = [
         Fact("step time", human_seconds(step_s), f"error: {found.error}"),
-        Fact("tokens/s per device", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
+        Fact("MFU", f"{found.mfu:.1%}")
+        if found.tokens_per_s_per_device is None
+        else Fact("tokens/s per device", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
         Fact("exposed communication", human_seconds(exposed_s), sent),
     ]
     blocks: list[Block] = [
@@ -198,7 +205,7 @@ def _mesh(report: Report, number: int) -> Section:
             "array": array.path,
             "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
             "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
-            "split in use": split(array.axes, array.in_use),
+            **({} if report.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
             "per device": human_bytes(array.bytes_per_device),
         }
         for array in report.arrays
@@ -242,13 +249,17 @@ def fit(memory: Memory) -> str:
 def memory_parts(report: Report) -> list[Part]:
     """The parts of a device's memory."""
     memory = report.memory
-    found = (
-        ("weights", memory.weights_bytes),
-        ("cache", memory.cache_bytes) if memory.cache_bytes else ("optimizer", memory.optimizer_bytes),
-        ("batch", memory.batch_bytes),
-        ("temporaries", memory.temporaries_bytes),
-    )
-    return [Part(name, name, size, human_bytes(size)) for name, size in found]
+    found = [
+        ("weights", "weights", memory.weights_bytes),
+        ("cache", "cache", memory.cache_bytes)
+        if memory.cache_bytes
+        else ("optimizer", "optimizer", memory.optimizer_bytes),
+        ("batch", "batch", memory.batch_bytes),
+    ]
+    if report.phase == "step":
+        found = [("arguments", "weights", memory.arguments_bytes), ("results", "batch", memory.results_bytes)]
+    found.append(("temporaries", "temporaries", memory.temporaries_bytes))
+    return [Part(kind, name, size, human_bytes(size)) for name, kind, size in found]
 
 
 def time_parts(report: Report) -> list[Part]:

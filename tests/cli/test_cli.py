@@ -263,7 +263,7 @@ def test_the_examples_of_the_help_are_commands(run, verb, monkeypatch):
         assert (arguments[:1] == [verb]) == (verb != "train")
         values, rest = cli._parsed(cli.VERBS[verb], arguments[verb != "train" :])
         if verb in ("explain", "compare"):
-            assert inputs.layouts(values, rest)
+            assert inputs.layouts(values, rest) or (ROOT / values.program.partition(":")[0]).is_file()
         if "config" in values and verb != "convert":
             assert inputs.read_config(values)
 

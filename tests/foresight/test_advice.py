@@ -19,7 +19,10 @@ from gspmd_lm.sharding.rules import Problem
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
 FLOOR = LowerBounds(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
-MEMORY = Memory(4 * GB, 8 * GB, 1000, GB, 13 * GB, 16 * GB, 0, True, ())
+MEMORY = Memory(
+    weights_bytes=4 * GB, optimizer_bytes=8 * GB, batch_bytes=1000, temporaries_bytes=GB, peak_bytes=13 * GB,
+    limit_bytes=16 * GB, host_bytes=0, fits=True, largest=(),
+)  # fmt: skip
 GATHER = Collective("all-gather", ("fsdp",), "bf16", 64, 10 * GB, "forward", "layers.attention.wq", "a.py:1",
                     ("weights.embed",), True, 8, 4096 * 4096, ("all-gather.1",), link="ici", in_loop=True)  # fmt: skip
 WEIGHT = PlacedArray(

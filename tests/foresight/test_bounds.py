@@ -253,6 +253,21 @@ def test_each_turn_of_a_loop_counts_and_of_branches_the_dearest():
     assert any_model.jaxpr_flops(made.jaxpr) == (5 + 2) * 2 * 4 * 8 * 8
 
 
+def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_does_not():
+    def product(x, w):
+        return jax.nn.tanh(x @ w).sum()
+
+    def gradient(x, w):
+        return jax.grad(jax.checkpoint(product))(x, w)
+
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:8], (4, 2)), ("data", "tensor"))
+    split, whole = jax.P("data"), jax.P()
+    on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)
+    for function in (gradient, on_devices):
+        made = jax.make_jaxpr(function)(np.ones((4, 8)), np.ones((8, 8)))
+        assert any_model.jaxpr_flops(made.jaxpr) == 2 * 2 * 4 * 8 * 8
+
+
 def test_of_a_mixture_only_the_chosen_experts_count():
     """Mixtral 8x7B: 46.7B parameters, of which 12.9B compute a token (arXiv 2401.04088)."""
     mixtral = ["model.experts=8", "model.experts_per_token=2", "model.vocab=32000", "model.padded_vocab=32000"]

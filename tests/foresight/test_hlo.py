@@ -236,8 +236,21 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_the_folder_of_a_clone_may_have_the_name_of_the_package():
-    at = {"src/gspmd_lm/gspmd_lm/model/layers.py": "gspmd_lm/model/layers.py", "src/gspmd_lm/examples/mixer.py": ""}
-    assert {file: hlo.in_package(file) for file in at} == at
+    lines = {
+        "src/gspmd_lm/gspmd_lm/model/layers.py": "gspmd_lm/model/layers.py:7",
+        "src/gspmd_lm/examples/mixer.py": "examples/mixer.py:7",
+    }
+    assert {file: hlo.source_line(file, 7) for file in lines} == lines
+
+
+def test_lines_of_libraries_tell_little_and_those_of_installed_models_do():
+    lines = {
+        "lib/python3.12/site-packages/maxtext/layers/linears.py": "layers/linears.py:7",
+        "lib/python3.12/site-packages/flax/linen/linear.py": "",
+        "/usr/lib/python3.12/functools.py": "",
+        "src/gspmd_lm/gspmd_lm/foresight/any_step.py": "",
+    }
+    assert {file: hlo.source_line(file, 7) for file in lines} == lines
 
 
 def test_source_file_in_the_metadata_itself():

@@ -8,6 +8,7 @@ backward pass are not counted among the bytes either, so that the bound stays on
 """
 
 import collections
+import math
 from typing import Any
 
 import jax
@@ -53,20 +54,29 @@ def traced_flops(task: Task, arrays: Arrays) -> float:
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """2 for each multiply-add of matmuls and convolutions. A loop whose trip count is unknown counts once."""
+    """2 for each multiply-add of matmuls and convolutions, those of all devices, without recomputation.
+
+    A loop whose trip count is unknown counts once.
+    """
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
+        if "rematted_computation" in str(equation.source_info.name_stack):
+            continue
         total += graph.flops(equation)
-        inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in _inner_jaxprs(params)]
+        inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
         if primitive == "cond":
             total += max(inner)
+        elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
+            entries = jax.tree.leaves([tuple(spec) for spec in params["in_specs"]])
+            total += sum(inner) * math.prod(params["mesh"].shape[axis] for axis in {*entries})
         else:
             total += sum(inner) * (params["length"] if primitive == "scan" else 1)
     return total
 
 
-def _inner_jaxprs(params: Any) -> list[Any]:
+def inner_jaxprs(params: Any) -> list[Any]:
+    """The programs among the parameters of an equation."""
     leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
     jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
     return [one for one in jaxprs if isinstance(one, core.Jaxpr)]

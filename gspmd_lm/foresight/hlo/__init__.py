@@ -24,7 +24,7 @@ from gspmd_lm.foresight.hlo.instruction import (
     comma_separated,
 )
 from gspmd_lm.foresight.hlo.instruction import Array as Array
-from gspmd_lm.foresight.hlo.instruction import in_package as in_package
+from gspmd_lm.foresight.hlo.instruction import source_line as source_line
 from gspmd_lm.foresight.hlo.loops import Loops
 
 COLLECTIVES = (

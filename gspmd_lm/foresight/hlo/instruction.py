@@ -24,7 +24,11 @@ _TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _FIELD = re.compile(r"(\w+)=(\d+)")
-_INSTALLED = ("site-packages/", "dist-packages/", "/lib/python")  # in the paths of libraries, whose lines tell little
+# Paths whose lines tell little: libraries of layers and optimizers, Python's own, and what calls a step to compile it.
+_TELL_LITTLE = re.compile(
+    r"-packages/(jax|jaxlib|flax|optax|chex|einops|equinox|haiku|numpy)/|/lib/python[\d.]*/(?!(site|dist)-packages/)"
+    r"|gspmd_lm/foresight/|<frozen"
+)
 _PACKAGE = frozenset(entry.name for entry in Path(__file__).parents[2].iterdir())  # its folders and files
 HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
 
@@ -36,6 +40,13 @@ def in_package(file: str) -> str:
     """
     rest = file.rpartition("gspmd_lm/")[2]
     return f"gspmd_lm/{rest}" if rest != file and rest.split("/")[0] in _PACKAGE else ""
+
+
+def source_line(file: str, line: int | str) -> str:
+    """file:line of this package, from its root, or of other code, from its folder; '' for what tells little."""
+    if _TELL_LITTLE.search(file):
+        return ""
+    return f"{in_package(file) or '/'.join(file.split('/')[-2:])}:{line}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +193,7 @@ class Instruction:
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
         """file:line of the frames of this package, from its root, and of models of one's own; innermost first."""
-        lines = []
-        for file, line in self.frames:
-            if package_file := in_package(file):
-                lines.append(f"{package_file}:{line}")
-            elif not any(folder in file for folder in _INSTALLED):
-                lines.append(f"{'/'.join(file.split('/')[-2:])}:{line}")
-        return tuple(lines)
+        return tuple(filter(None, (source_line(*frame) for frame in self.frames)))
 
     @property
     def source(self) -> str:

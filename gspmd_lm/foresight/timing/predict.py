@@ -41,7 +41,7 @@ class Prediction:
     exposed_host_copy_s: float
     communication_s: float  # exposed or not
     mfu: float
-    tokens_per_s_per_device: float
+    tokens_per_s_per_device: float | None  # None where nothing tells what a token is
     basis: str  # what the op times rest on
     error: str  # the known error of such predictions
     timeline: tuple[Span, ...]
@@ -57,7 +57,7 @@ def predict(
     chip: Chip,
     network: Network,
     flops_per_device: float,
-    tokens_per_device: float,
+    tokens_per_device: float | None,
     error: str = "",
     least_flops: float = 0.0,
 ) -> Prediction:
@@ -83,7 +83,7 @@ def predict(
         exposed_host_copy_s=host_s,
         communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
-        tokens_per_s_per_device=tokens_per_device / step_s if step_s else 0.0,
+        tokens_per_s_per_device=None if tokens_per_device is None else tokens_per_device / step_s if step_s else 0.0,
         basis=_BASIS[chip.platform] + packed,
         error=error,
         timeline=_timeline(module, simulation),
@@ -180,7 +180,7 @@ def _part(iteration: Iteration) -> str:
     for event in iteration.events:
         if event.track == COMPUTE:
             phase = parse(event.instruction.op_name).phase
-            compute_s["forward" if phase == "forward" else "backward"] += event.end_s - event.begin_s
+            compute_s["forward" if phase in ("forward", "other") else "backward"] += event.end_s - event.begin_s
     return "backward" if compute_s["backward"] > compute_s["forward"] else "forward"
 
 

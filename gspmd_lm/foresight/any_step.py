@@ -1,0 +1,203 @@
+"""A step of one's own: whatever `jax.jit` traces, given as a function of the devices that it is for."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.foresight.bounds import any_model
+
+_MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
+_ABSTRACT = (
+    "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with shapes of jax.eval_shape(init)"
+)
+_WITHOUT_VALUES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)  # fmt: skip
+_ABSENT = (
+    "compile-only",
+    "has no attribute 'local_devices'",
+)  # in what jax says where devices would hold or run something
+_NOT_THEIRS = "site-packages/", "dist-packages/", "/lib/python", "<frozen", "gspmd_lm/foresight/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function from devices to `jax.jit(...).trace(...)`, or where it stands: train:step, or train.py:step."""
+
+    step: Callable[[Sequence[Any]], "jax.stages.Traced"] | str
+
+    @classmethod
+    def of(cls, step: Callable[..., Any] | str) -> "Program":
+        """The program of a function; one of the script that runs is named by its file, which another process reads."""
+        file, where = getattr(sys.modules["__main__"], "__file__", None), getattr(step, "__qualname__", "<")
+        if file and getattr(step, "__module__", "") == "__main__" and "<" not in where:
+            return cls(f"{file}:{where}")
+        return cls(step)
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.step, str):
+            return os.path.basename(self.step)
+        function: Any = self.step.func if isinstance(self.step, functools.partial) else self.step
+        return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltProgram:
+    """A program on its mesh, ready to be compiled."""
+
+    lowered: jax.stages.Lowered
+    mesh: Mesh
+    arguments: Mapping[str, jax.ShapeDtypeStruct]  # by path, such as state.params['w']; those that the step reads
+    options: Mapping[str, Any]  # of the compiler, as `jax.jit` was given them
+    flops: float  # of all devices, without recomputation
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The arrays that devices hold between steps."""
+        return {"arguments": self.arguments}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its mesh, its FLOPs, and the path, shape, split and bytes of each argument, as plain values."""
+        arguments = [[path, like.shape, split(like), bytes_per_device(like)] for path, like in self.arguments.items()]
+        return {"mesh": dict(self.mesh.shape), "flops": self.flops, "arguments": arguments}
+
+    def lower(self) -> jax.stages.Lowered:
+        return self.lowered
+
+
+def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
+    """The program for `devices`, traced and lowered. Raises InputError for what is wrong or not supported."""
+    name = program.name
+    function = _imported(program.step) if isinstance(program.step, str) else program.step
+    traced = _called(name, function, devices)
+    traced = getattr(traced, "traced", traced)  # flax.nnx.jit has it there
+    if not isinstance(traced, jax.stages.Traced):
+        raise InputError(
+            f"{name}: gives a {type(traced).__name__}, and one traced step is explained\n"
+            "  fix   return jax.jit(update).trace(state, batch); of several programs, explain one after the other"
+        )
+    for equation in _equations(traced.jaxpr.jaxpr):
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            raise InputError(
+                f"{_place(equation.source_info.traceback, name)}: {equation.primitive.name}: the step calls Python on "
+                "the host, and nothing tells how long that takes\n"
+                "  fix   leave it out of what is traced here (jax.debug.print is one too)"
+            )
+    # jax has no public name for the shardings of a step that is not compiled yet, nor for the options of jax.jit.
+    lowered = _called(name, traced.lower)
+    lowering: Any = lowered._lowering
+    known = lowering.compile_args
+    shardings = [*known["in_shardings"], *known["out_shardings"], *known["intermediate_shardings"]]
+    meshes: list[Any] = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    if not meshes:
+        raise InputError(f"{name}: no argument has a NamedSharding, which says where it lives\n  fix   {_ABSTRACT}")
+    mesh = meshes[0]
+    if {*mesh.devices.flat} != {*devices}:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        wrong = f"has {mesh.size} devices" if mesh.size != len(devices) else "is not made of the devices"
+        raise InputError(
+            f"{name}: its mesh ({sizes}) {wrong}, and the function is given {len(devices)}\n"
+            f"  fix   make it of those that are given, such as {_MESH}, or name a target of {mesh.size} devices"
+        )
+    paths, avals = traced.jaxpr.jaxpr.debug_info.arg_names, jax.tree.leaves(traced.in_avals)
+    arguments = {}
+    for number, sharding in zip(sorted(known["kept_var_idx"]), known["in_shardings"], strict=True):
+        path = (paths[number] if paths and len(paths) == len(avals) else None) or f"argument {number}"
+        placed = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
+        arguments[path] = jax.ShapeDtypeStruct(avals[number].shape, avals[number].dtype, sharding=placed)
+    flops = any_model.jaxpr_flops(traced.jaxpr.jaxpr)
+    return BuiltProgram(lowered, mesh, arguments, dict(lowering._compiler_options_kvs), flops)
+
+
+def bytes_per_device(like: Any) -> int:
+    """The bytes of an array, of which a shape and a sharding are known, on each device."""
+    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
+
+
+def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:
+    """The mesh axes that split each dimension of an array."""
+    sharding: Any = like.sharding
+    spec = [*sharding.spec, *[None] * (len(like.shape) - len(sharding.spec))]
+    return [[axes] if isinstance(axes, str) else [*(axes or ())] for axes in spec]
+
+
+def _imported(place: str) -> Any:
+    """The function at module:function or file.py:function. Raises InputError where there is none."""
+    module_name, colon, function = place.rpartition(":")
+    if not (colon and module_name and function):
+        raise InputError(f"{place}: no such form\n  fix   module:function, or file.py:function")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        if not file.is_file():
+            raise InputError(f"{place}: there is no file {file} in {Path.cwd()}\n  fix   file.py:function")
+        sys.path.insert(0, str(file.absolute().parent))  # as when the file runs
+        spec: Any = importlib.util.spec_from_file_location(f"program_{file.stem}", file)  # a name that nothing else has
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        _called(place, spec.loader.exec_module, module)
+    else:
+        try:
+            missing = importlib.util.find_spec(module_name) is None
+        except ModuleNotFoundError:
+            missing = True
+        if missing:
+            raise InputError(
+                f"{place}: there is no module {module_name} in {Path.cwd()} or in what is installed\n"
+                "  fix   module:function, in the folder where the command runs, or file.py:function"
+            )
+        module = _called(place, importlib.import_module, module_name)
+    try:
+        return functools.reduce(getattr, function.split("."), module)
+    except AttributeError as error:
+        raise InputError(
+            f"{place}: {os.path.basename(module_name)} has no {function}{did_you_mean(function, vars(module))}\n"
+            "  fix   name a function from devices to jax.jit(...).trace(...)"
+        ) from error
+
+
+def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user's gives. Raises InputError for what it raises, with the line."""
+    try:
+        return function(*arguments)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = str(error).strip().partition("\n")[0]
+        if isinstance(error, _WITHOUT_VALUES):
+            fix = "a step is traced from shapes: jnp.where and jax.lax.cond choose by values, static_argnums hands them"
+        elif any(words in str(error) for words in _ABSENT):
+            message, fix = "real arrays or running programs on devices that need not be here", _ABSTRACT
+        else:
+            fix = "the same function runs here, with its whole traceback: step(jax.devices())"
+        what = f"{type(error).__name__}: " if fix != _ABSTRACT else ""
+        raise InputError(f"{_place(error.__traceback__, name)}: {what}{message}\n  fix   {fix}") from error
+
+
+def _place(frames: Any, name: str) -> str:
+    """file:line of the innermost of the user's frames of a traceback, Python's or jax's, and the step's name."""
+    if frames is None:
+        return name
+    python = frames.as_python_traceback() if hasattr(frames, "as_python_traceback") else frames
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(python)]
+    theirs = [f"{file}:{line}" for file, line in lines if not any(folder in file for folder in _NOT_THEIRS)]
+    return f"{theirs[-1]}, in {name}" if theirs else name
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in any_model.inner_jaxprs(equation.params):
+            yield from _equations(inner)

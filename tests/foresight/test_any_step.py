@@ -1,0 +1,154 @@
+"""A step that knows nothing of this package is explained as it runs, and what cannot be is refused in words."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import gspmd_lm
+from gspmd_lm import InputError
+from gspmd_lm.foresight import advice, any_step
+from gspmd_lm.foresight.report import to_json
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.sharding.op_names import parse
+from gspmd_lm.show import comparison
+from tests import own_steps
+from tests.own_steps import ROWS, WIDE, WIDTH
+from tests.recorded import same_as_recorded
+
+ROOT = Path(__file__).parents[2]
+FORWARD, MATMULS = 2, 5  # the loss and its gradients multiply so often; one product more is computed again
+
+
+@pytest.fixture(scope="module")
+def descent():
+    return gspmd_lm.explain(own_steps.descent, target="cpu:8")
+
+
+def test_the_report_says_what_the_program_holds_sends_and_computes(descent):
+    matrix_bytes = 4 * WIDTH * WIDE
+    assert (descent.mesh, descent.config, descent.rules) == ({"data": 4, "tensor": 2}, "tests.own_steps:descent", "")
+    assert descent.memory.arguments_bytes == 2 * matrix_bytes // 2 + 4 * ROWS // 4 * WIDTH
+    assert descent.floor.flops == MATMULS * 2 * ROWS * WIDTH * WIDE / 8
+    gradients = [one for one in descent.collectives if one.mesh_axes == ("data",) and one.phase == "backward"]
+    assert sum(one.bytes_per_device_per_step for one in gradients) == 2 * matrix_bytes // 2 * 2 * 3 // 4
+    assert {one.phase for one in descent.collectives} <= {"forward", "backward", "recomputation", "other"}
+    assert all(one.source.startswith("tests/own_steps.py:") for one in descent.collectives)
+    assert [(one.path, one.at_rest) for one in descent.arrays] == [
+        ("weights['down']", (("tensor",), ())), ("weights['up']", ((), ("tensor",))), ("x", (("data",), ())),
+    ]  # fmt: skip
+
+
+def test_names_of_operations_of_others():
+    names = ("jvp(Mlp)/Dense_0/dot_general", "add", "transpose(jvp(Mlp))/add;a:b/Dense_1/mul")
+    found = [parse(f"jit(update)/{name}") for name in names]
+    assert [one.phase for one in found] == ["forward", "other", "backward"]
+    assert [one.modules for one in found] == [("Dense_0",), (), ("Dense_1",)]
+    assert parse("jit(_train)/add").phase == "optimizer"
+
+
+def test_no_word_of_its_page_speaks_of_rules(descent):
+    shown = dataclasses.replace(descent, compile_s=1.0)
+    same_as_recorded("explain.txt", "tests.own_steps:descent on cpu:8", repr(shown).rstrip())
+    apart = r"<script.*?</script>|<style.*?</style>|<details><summary>What the words mean.*"
+    page = re.sub(apart, "", comparison.page([shown]), flags=re.S)
+    for word in ("rule", "row", "config", "parameters", "tokens", "split in use", "weights"):
+        assert not re.search(rf"\b{word}\b", re.sub(r"weights\[", "", re.sub("<[^>]*>", " ", page))), word
+    value = to_json([descent])
+    assert (value["parameters"], value["tokens"], value["phase"]) == (None, None, "step")
+
+
+def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
+    report = gspmd_lm.explain(own_steps.not_donated, target="h100:8")
+    assert report.prediction.step_time_s > report.floor.compute_s > 0
+    assert report.prediction.error == "not compared with any measurement"
+    assert report.prediction.tokens_per_s_per_device is None
+    assert report.memory.results_bytes >= 2 * 4 * WIDTH * WIDE // 2
+    assert "xla_gpu_autotune_level" in report.versions and "xla_gpu_enable_triton_gemm" not in report.versions
+
+
+def test_results_that_are_as_large_as_the_state_are_a_warning(descent):
+    held = dataclasses.replace(descent.memory, results_bytes=2**30)
+    large = dataclasses.replace(descent, memory=held)
+    assert [one.code for one in advice.of_step(large, ["a note"])] == ["involuntary-remat", "not-donated"]
+
+
+def test_a_step_that_nnx_has_jitted():
+    report = gspmd_lm.explain(own_steps.of_nnx, target="cpu:8")
+    assert report.floor.flops == (FORWARD + 3) * 2 * ROWS * WIDTH * WIDE / 8
+    assert report.memory.arguments_bytes > 3 * 2 * 4 * WIDTH * WIDE / 8
+
+
+def test_the_example_and_the_page_are_explained_from_the_command_line():
+    command = [sys.executable, "main.py", "explain", "--target=cpu:8"]
+    done = subprocess.run([*command, "--program=examples/any_step.py:step"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "any_step.py:step on cpu:8" in done.stdout and "CheckpointDense_1" in done.stdout
+    refused = subprocess.run([*command, "--program=examples/any_step.py:step", "--rules=tp8", "--phase=decode"],
+                             cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert refused.returncode == 2 and "--rules --phase: this step has no config and no rules" in refused.stderr
+
+
+def test_the_script_on_the_page_runs_and_one_without_a_guard_is_told(tmp_path):
+    page = (ROOT / "docs/foresight.md").read_text()
+    (script,) = re.findall(r"```python\n(import gspmd_lm\nimport jax.*?)```", page, re.S)
+    script = script.replace("h100:8", "cpu:8")
+    for guard, code in (('if __name__ == "__main__":', 0), ("if True:", 1)):
+        (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', guard))
+        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        shown = "train.py:step on cpu:8" in done.stdout
+        assert shown if code == 0 else 'put the call below if __name__ == "__main__":' in done.stderr
+
+
+REFUSED = {
+    "prints": r"own_steps.py:\d+, in tests.own_steps:prints: debug_print: the step calls Python on the host",
+    "calls_python": r"own_steps.py:\d+, in \S+: pure_callback: the step calls Python on the host",
+    "branches": r"own_steps.py:\d+, in \S+: TracerBoolConversionError: .*\n  fix   a step is traced from shapes",
+    "few_devices": r"its mesh \(data=4, tensor=1\) has 4 devices, and the function is given 8",
+    "unplaced": "no argument has a NamedSharding, which says where it lives",
+    "pair": r"gives a tuple, and one traced step is explained\n  fix   return jax.jit\(update\).trace\(state, batch\)",
+    "lowered": "gives a Lowered, and one traced step is explained",
+    "fails": r"own_steps.py:\d+, in \S+: TypeError: dot_general requires .*\n  fix   the same function runs here",
+    "missing": "tests.own_steps has no missing",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    with pytest.raises(InputError, match=REFUSED[name]) as error:
+        any_step.build(any_step.Program(f"tests.own_steps:{name}"), jax.devices()[:8])
+    assert "\n  fix   " in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["holds", "runs", "other_devices"])
+def test_devices_that_are_not_here_hold_nothing(name):
+    with pytest.raises(InputError, match=r"need not be here|is not made of the devices"):
+        any_step.build(any_step.Program(f"tests.own_steps:{name}"), targets.devices(targets.parse("h100:8")))
+
+
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        ("step", "step: no such form"),
+        ("nowhere.py:step", "there is no file nowhere.py"),
+        ("nowhere.at.all:step", "there is no module nowhere.at.all"),
+        ("tests.own_steps:elementwize", r"has no elementwize \(did you mean elementwise\?\)"),
+    ],
+)
+def test_where_a_function_is_looked_up(place, message):
+    with pytest.raises(InputError, match=message):
+        any_step.build(any_step.Program(place), [])
+
+
+def test_what_a_step_of_ones_own_is_not_given():
+    with pytest.raises(InputError, match="explain: tp8: a step of one's own is given a target alone"):
+        gspmd_lm.explain(own_steps.descent, "tp8", "cpu:8")
+    with pytest.raises(InputError, match=r"step .*<lambda>: its functions cannot be sent"):
+        gspmd_lm.explain(lambda devices: own_steps.descent(devices), target="cpu:8")
