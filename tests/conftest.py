@@ -62,18 +62,20 @@ def pytest_collection_finish():
     """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(200_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def caches(tmp_path_factory):
-    """The folder of all caches, shared by the processes of a test run.
+    """The folder of all caches, shared by the processes of a test run and by no other run.
 
     A program that jax finds in the user's cache may be of older code: it names other files and lines.
     """
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GSPMD_LM_CACHE", str(tmp_path_factory.getbasetemp().parent / "caches"))
-        yield
+        patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
+        yield folder / "caches"
 
 
 @pytest.fixture(scope="session")

@@ -29,9 +29,9 @@ def another_process(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
+def cache(caches):
     """The folder of compiled programs, shared by the processes of a test run."""
-    return tmp_path_factory.getbasetemp().parent / "explain"
+    return caches / "explain"
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +43,18 @@ def request_of():
         found = targets.parse(target)
         layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
         return CompileRequest(config, layout.fill(found.devices), found)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def in_bfloat16(request_of):
+    """A function that makes the Request of a target in bfloat16, whose program several tests look at."""
+
+    def make(target):
+        wanted = request_of("fsdp2_tp4", target)
+        model = dataclasses.replace(wanted.config.model, compute_dtype="bfloat16")
+        data = dataclasses.replace(wanted.config.data, packing="stream")
+        return dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, model=model, data=data))
 
     return make

@@ -124,13 +124,14 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
 @pytest.mark.parametrize(
     ("layouts", "model"),
     [
-        (("fsdp8", "tp8", "dp2_tp4"), {}),
+        (("tp8", "dp2_tp4"), {}),
+        pytest.param(("fsdp8", "tp8", "dp2_tp4"), {}, marks=pytest.mark.slow),
         *(
             pytest.param(("expert4", "fsdp8", "dp2_tp4"), {**MIXTURE, **more}, marks=pytest.mark.slow)
             for more in ({"balance": "batch"}, {"balance": "bias", "balance_rate": 0.05}, ADAPTED)
         ),
     ],
-    ids=["dense", "mixture", "mixture balanced by a bias", "mixture with adapters"],
+    ids=["dense", "dense, three layouts", "mixture", "mixture balanced by a bias", "mixture with adapters"],
 )
 def test_a_checkpoint_restores_under_another_layout(run, straight, small, tmp_path, layouts, model):
     config, workdir = None, straight[0]
@@ -138,7 +139,7 @@ def test_a_checkpoint_restores_under_another_layout(run, straight, small, tmp_pa
         config = small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN), **model)
         workdir = tmp_path / "straight"
         run(workdir, config=config).train(12)
-    for layout, stop in zip(layouts, (5, 9, 12), strict=True):
+    for layout, stop in zip(layouts, (5, 9, 12)[-len(layouts) :], strict=True):
         run(tmp_path / "resumed", layout, config).train(stop)
     want, got = losses_of(workdir), losses_of(tmp_path / "resumed")
     assert got.keys() == want.keys() and want[12] < want[1]
