@@ -56,9 +56,9 @@ def in_bfloat16(request_of):
     """A function that makes the Request of a target in bfloat16, whose program several tests look at."""
 
     def make(target):
-        wanted = request_of("fsdp2_tp4", target)
-        model = dataclasses.replace(wanted.config.model, compute_dtype="bfloat16")
-        data = dataclasses.replace(wanted.config.data, packing="stream")
-        return dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, model=model, data=data))
+        config = request_of("fsdp2_tp4").config
+        model = dataclasses.replace(config.model, compute_dtype="bfloat16")
+        data = dataclasses.replace(config.data, packing="stream")
+        return request_of("fsdp2_tp4", target, dataclasses.replace(config, model=model, data=data))
 
     return make
