@@ -28,7 +28,9 @@ CASES = list(references.CASES)
 BACKWARD = ("llama3", "gemma2", "phi3", "gpt2", "opt-350m", "bloom", "falcon-40b", "gptj", "cohere", "olmo2", "phimoe")
 SPLIT = {("llama3", "fsdp2_tp4"), ("gemma", "tp8"), ("phi3", "fsdp2_tp4"), ("glm", "tp8"), ("gpt2", "tp8"),
          ("bloom", "fsdp2_tp4"), ("falcon-40b", "tp8"), ("gptj", "fsdp2_tp4")}  # fmt: skip
-OTHER_DTYPES = ("llama3", "gpt2", "falcon-40b", "phimoe")  # beside bfloat16
+# Those whose numbers are computed as in another case. That their tensors have their places, all tests below show.
+RENAMED = (*references.NEARLY, "mixtral", "ernie", "starcoder-all-heads", "longrope-short")
+OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 
 def test_every_family_has_a_case():
@@ -40,9 +42,7 @@ def logits_are_those_of(golden, logits):
     np.testing.assert_allclose(np.asarray(logits)[real], golden.logits[real], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", references.marked([name for name in CASES if name not in BACKWARD], (*references.NEARLY, "mixtral"))
-)
+@pytest.mark.parametrize("name", references.marked([name for name in CASES if name not in BACKWARD], RENAMED))
 def test_logits_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
