@@ -44,7 +44,9 @@ def logits_are_those_of(golden, logits):
     np.testing.assert_allclose(np.asarray(logits)[real], golden.logits[real], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", references.marked([name for name in CASES if name not in BACKWARD], (*RENAMED, *ELSEWHERE)))
+@pytest.mark.parametrize(
+    "name", references.marked([name for name in CASES if name not in BACKWARD], (*RENAMED, *ELSEWHERE))
+)
 def test_logits_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
