@@ -30,25 +30,35 @@ startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 # The files that take longest, the longest first: workers take whole files in this order, and end together.
 LONGEST = (
     "train/test_promise.py",
-    "test_jobs.py",
-    "plan/test_search.py",
+    "convert/test_families.py",
     "runtime/test_processes.py",
     "train/test_loop.py",
-    "convert/test_families.py",
-    "test_api.py",
+    "foresight/test_attribution.py",
+    "test_jobs.py",
     "train/test_collectives.py",
-    "cli/test_verbs.py",
-    "sharding/test_rules.py",
-    "train/test_context_layouts.py",
-    "train/test_lora.py",
-    "plan/test_space.py",
-    "sharding/test_partial_sums.py",
+    "test_api.py",
+    "foresight/test_explain.py",
     "infer/test_generate.py",
-    "test_your_own_model.py",
-    "plan/test_estimate.py",
-    "infer/test_references.py",
+    "cli/test_verbs.py",
+    "foresight/test_bounds.py",
+    "plan/test_space.py",
+    "foresight/test_said_once.py",
     "model/test_transformer.py",
+    "test_your_own_model.py",
+    "train/test_lora.py",
+    "train/test_context_layouts.py",
+    "model/test_experts.py",
     "model/test_adapters.py",
+    "model/test_delta.py",
+    "model/test_altup.py",
+    "convert/test_multimodal.py",
+    "sharding/test_rules.py",
+    "model/kernels/test_context.py",
+    "train/test_unroll.py",
+    "train/test_optimizer.py",
+    "plan/test_estimate.py",
+    "train/test_divergence.py",
+    "foresight/test_generation.py",
 )
 
 
@@ -62,18 +72,20 @@ def pytest_collection_finish():
     """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(200_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def caches(tmp_path_factory):
-    """The folder of all caches, shared by the processes of a test run.
+    """The folder of all caches, shared by the processes of a test run and by no other run.
 
     A program that jax finds in the user's cache may be of older code: it names other files and lines.
     """
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GSPMD_LM_CACHE", str(tmp_path_factory.getbasetemp().parent / "caches"))
-        yield
+        patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
+        yield folder / "caches"
 
 
 @pytest.fixture(scope="session")

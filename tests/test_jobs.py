@@ -110,16 +110,30 @@ def repository(tmp_path_factory):
     return str(folder)
 
 
-def test_a_queued_slice_is_waited_for_and_trained_on_and_starts_warm_again(machine, repository, tmp_path):
-    asked = dict.fromkeys(("PROJECT", "ZONE", "TPU", "ACCELERATOR", "RUNTIME_VERSION"), "x")
-    asked |= {"REPOSITORY": repository}
-    code, said = machine("queued_resource.sh", **asked)
+ASKED = dict.fromkeys(("PROJECT", "ZONE", "TPU", "ACCELERATOR", "RUNTIME_VERSION"), "x")
+
+
+def test_slurm_trains_and_a_queued_slice_is_waited_for_and_starts_warm_from_its_programs(machine, repository, tmp_path):
+    code, said = machine("slurm.sbatch", PYTHON=sys.executable)
+    assert code == 0, said
+    assert TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir()
+    assert (tmp_path / "stubs/srun_was_given").read_text().startswith("--kill-on-bad-exit=1 ")
+
+    slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/cache/compile"}
+    code, said = machine("queued_resource.sh", **ASKED, **slice_)
     assert code == 0, said
     assert re.search(r"x: WAITING_FOR_RESOURCES\n.*x: PROVISIONING\n.*x: ACTIVE\n", said)
     assert "--spot" in (tmp_path / "stubs/created").read_text()
     assert (tmp_path / "stubs/installed").read_text().count("pip install --quiet -e .[tpu,gcs]") == 2
-    assert TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir()
+    assert TOGETHER in said and (tmp_path / "runs/two/checkpoints/2").is_dir()
+    assert f"compile cache {tmp_path}/cache/compile" in said and not re.search(r"\b0 found", said)
 
+
+@pytest.mark.slow
+def test_a_slice_that_is_made_anew_starts_warm(machine, repository, tmp_path):
+    asked = ASKED | {"REPOSITORY": repository}
+    code, said = machine("queued_resource.sh", **asked)
+    assert code == 0, said
     # The slice was preempted: another one, whose disks are empty, takes the same command.
     for worker in ("worker0", "worker1"):
         shutil.rmtree(tmp_path / "stubs" / worker)
@@ -143,13 +157,11 @@ def test_what_is_not_filled_in_is_asked_for(machine, job):
     assert code != 0 and "fill it in" in said
 
 
-def test_slurm_starts_its_tasks_and_goes_on_in_the_next_job(machine, tmp_path):
-    code, said = machine("slurm.sbatch", PYTHON=sys.executable)
-    assert code == 0, said
-    assert TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir()
-    assert (tmp_path / "stubs/srun_was_given").read_text().startswith("--kill-on-bad-exit=1 ")
-    code, said = machine("slurm.sbatch", PYTHON=sys.executable)
-    assert code == 0 and "nothing to do" in said
+@pytest.mark.slow
+def test_slurm_goes_on_in_the_next_job(machine):
+    for said_last in ("step 2/2", "nothing to do"):
+        code, said = machine("slurm.sbatch", PYTHON=sys.executable)
+        assert code == 0 and said_last in said, said
 
 
 def test_the_pods_of_a_job_set_run_a_command_that_is_taken(tmp_path):

@@ -22,7 +22,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named
-from gspmd_lm.sharding.shapes import arrays
+from gspmd_lm.sharding.shapes import Arrays, arrays
 
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64
@@ -51,7 +51,7 @@ class ArrayLocation:
 
 def array_locations(row: Family, model: config.Model) -> Any:
     """The tree of a model's parameters, with an ArrayLocation for each. Raises InputError if the family lacks one."""
-    shapes = arrays(functools.partial(init, model), DECODER)
+    shapes = _parameters(model)
     held = {
         (weight, tensor.has_experts): tensor
         for tensor in row.tensors
@@ -73,6 +73,12 @@ def array_locations(row: Family, model: config.Model) -> Any:
     if lacking:
         raise InputError(f"{row.name} has no tensor for {', '.join(dict.fromkeys(lacking))}")
     return tree
+
+
+@functools.lru_cache(maxsize=128)
+def _parameters(model: config.Model) -> Arrays:
+    """The shapes and names of the parameters, which reading, checking and writing a folder need alike."""
+    return arrays(functools.partial(init, model), DECODER)
 
 
 def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]:

@@ -15,50 +15,19 @@ hour of kills may be done in pieces.
 """
 
 import argparse
-import atexit
 import hashlib
 import json
-import multiprocessing
-import os
 import random
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
-from tests.launched import ROOT, free_port
-
-SMALL = [
-    "--config=bench_4m", "--compile_cache=none",
-    *(f"--set={setting}" for setting in (
-        "model.layers=1", "model.embed=32", "model.mlp=64", "model.heads=4", "model.kv_heads=4", "model.head_dim=8",
-        "data.batch=8", "data.seq=16", "train.log_every=1", "train.trackers=[]", "train.eval_every=0",
-    )),
-]  # fmt: skip
-RANDOM = ["--set=data.source=random:64", "--set=model.vocab=128"]
-ENDS_S = 15.0  # for the other processes, once one is gone
-PATIENCE_S = 600
-
-
-def start(arguments, folder, log, **environment):
-    """A process of the command line whose caches lie in `folder`."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_", "NPROC"))}
-    env |= {"GSPMD_LM_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1", **environment}
-    with log.open("ab") as out:
-        return subprocess.Popen([sys.executable, "main.py", *arguments], cwd=ROOT, env=env, stdout=out, stderr=out)
-
-
-def finished(arguments, folder, log):
-    """Runs the command to its end. Returns its seconds. Raises RuntimeError where it fails."""
-    began = time.monotonic()
-    code = start(arguments, folder, log).wait(PATIENCE_S)
-    if code:
-        raise RuntimeError(f"exit code {code}; see {log}\n{log.read_text()[-2000:]}")
-    return time.monotonic() - began
+from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, start
+from tests.attacks.slowed import slowed
+from tests.launched import free_port
 
 
 def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT_METADATA", "commit_success.txt")):
@@ -71,23 +40,6 @@ def digest(folder, leave_out=("lock", "lock.json", "versions.json", "_CHECKPOINT
         elif path.is_file() and path.name not in leave_out and "/state/" not in name and path.name != "sha256.json":
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
-
-
-def arrays(folder):
-    """One hash of the values of all arrays of a checkpoint."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    jax.config.update("jax_platforms", "cpu")
-    handler = ocp.PyTreeCheckpointHandler()
-    tree = handler.metadata(folder).tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    restored = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    total = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]:
-        total.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
-    return total.hexdigest()
 
 
 class Kind:
@@ -281,11 +233,6 @@ def together(count, folder, log, workdir, *more):
     ]  # fmt: skip
 
 
-def checkpoints(workdir):
-    """The numbers of the checkpoints, the newest last."""
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-
-
 def reached(workdir, step, processes):
     """Waits until the run has logged `step`. Raises RuntimeError where a process ends before."""
     began = time.monotonic()
@@ -373,137 +320,6 @@ def signals(folder, record, count, victim, sent):
     record({"kind": "signals", "kills": [{"at": f"{names} to process {victim} of {count}"}], "codes": codes,
             "took_s": round(time.monotonic() - began, 1), "saved": saved[-1:], "survived": good,
             "why": "" if good else f"see {base}"})  # fmt: skip
-
-
-def forked(arguments, folder, log, lag_s=0.0):
-    """A process of the command line that sleeps for `lag_s` after each step, before it asks whether to stop.
-
-    It is forked from this process, which has imported what it needs: that is half of the start of a small run.
-    """
-    process = multiprocessing.get_context("fork").Process(target=_command, args=(arguments, folder, log, lag_s))
-    process.start()
-    return process
-
-
-def _command(arguments, folder, log, lag_s):
-    from gspmd_lm import cli
-    from gspmd_lm.runtime.agreement import Agreement
-
-    os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.environ["GSPMD_LM_CACHE"] = str(folder / "cache")
-    os.chdir(ROOT)
-    sys.argv = ["main.py", *arguments]
-    due = Agreement.due
-    Agreement.due = lambda self, step: time.sleep(lag_s) or due(self, step)
-    code = 1
-    try:
-        cli.main(sys.argv)
-    except SystemExit as error:
-        code = error.code
-    finally:
-        atexit._run_exitfuncs()  # where jax waits for the other processes
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def slowed_pair(folder, log, workdir, slow=None, lag_s=0.0):
-    """Two processes of one run of 40 steps, of which `slow` is slow."""
-    port = free_port()
-    run = [*SMALL, *RANDOM, "--rules=dp8", f"--workdir={workdir}", f"--compile_cache={folder}/compile",
-           "--set=train.checkpoint_every=2", "--set=train.steps=40"]  # fmt: skip
-    return [
-        forked([*run, f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"], folder,
-               log.with_name(f"{log.stem}-{index}.txt"), lag_s if index == slow else 0.0)
-        for index in range(2)
-    ]  # fmt: skip
-
-
-def ended(processes, limit_s):
-    """The exit codes of processes; None for one that does not end in time, and is killed."""
-    until = time.monotonic() + limit_s
-    for process in processes:
-        process.join(max(0.1, until - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    return codes
-
-
-def left_of_pair(workdir):
-    """The losses of all steps and a hash of the last state, read in another process: jax must not start in this one."""
-
-    def read(path):
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        losses = [[row["step"], row["loss"]] for row in rows if "loss" in row]
-        path.write_text(json.dumps({"losses": losses, "state": arrays(workdir / "checkpoints/40/state")}))
-        os._exit(0)
-
-    path = workdir / "left.json"
-    process = multiprocessing.get_context("fork").Process(target=read, args=(path,))
-    process.start()
-    process.join()
-    return json.loads(path.read_text())
-
-
-def slowed(folder, record, draw):
-    """Signals to one of two processes, one of which is slow; then the run is started again, and compared at its end."""
-    import grain  # noqa: F401
-    import orbax.checkpoint  # noqa: F401
-
-    import gspmd_lm.session  # noqa: F401
-
-    base = folder / "slowed"
-    reference = base / "reference.json"
-    if not reference.exists():
-        base.mkdir(exist_ok=True)
-        assert ended(slowed_pair(base, base / "log.txt", base / "run"), PATIENCE_S) == [0, 0], base
-        reference.write_text(json.dumps(left_of_pair(base / "run")))
-    trial = base / f"trial{int(time.time() * 1000)}"
-    trial.mkdir()
-    workdir, slow, victim, lag_s = trial / "run", draw.randrange(2), draw.randrange(2), draw.uniform(0.1, 3)
-    sent = draw.choice([["SIGTERM"], ["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGKILL"]])
-    gap_s = draw.choice([0.01, 0.5, 2.0])
-    processes = slowed_pair(base, trial / "log.txt", workdir, slow, lag_s)
-    step = draw.randrange(9)  # 0: while it starts
-    if step:
-        while (
-            not (workdir / "metrics.jsonl").exists()
-            or len((workdir / "metrics.jsonl").read_bytes().splitlines()) < step
-        ):
-            time.sleep(0.05)
-            if any(process.exitcode is not None for process in processes):
-                raise RuntimeError(f"a process ended before it was sent anything; see {trial}")
-    time.sleep(draw.uniform(0, 1.5 * lag_s))
-    for name in sent:
-        if processes[victim].is_alive():
-            os.kill(processes[victim].pid, signal.Signals[name])
-        time.sleep(gap_s if len(sent) > 1 else 0)
-    began = time.monotonic()
-    codes = ended(processes, 60)
-    took_s = time.monotonic() - began
-    said = (trial / "log-0.txt").read_text()
-    saved = checkpoints(workdir) if (workdir / "checkpoints").exists() else []
-    promised = re.findall(r"stopped at step (\d+) on request", said)
-    why = []
-    if None in codes:
-        why.append("not all ended")
-    if step and sent == ["SIGTERM"] and not (codes == [0, 0] and promised):
-        why.append("SIGTERM was not followed")
-    if [int(at) for at in promised] != saved[-1:] * len(promised):
-        why.append(f"promised {promised}, saved {saved}")
-    again = ended(slowed_pair(base, trial / "again.txt", workdir), PATIENCE_S)
-    if again != [0, 0] or left_of_pair(workdir) != json.loads(reference.read_text()):
-        why.append(f"did not resume as the undisturbed run: {again}")
-    at = f"{'+'.join(sent)} to the {'slow' if slow == victim else 'fast'} process{'' if step else ' while it starts'}"
-    record({"kind": "slowed", "kills": [{"at": at}], "victim": victim, "lag_s": round(lag_s, 2), "codes": codes,
-            "took_s": round(took_s, 1), "promised": promised, "saved": saved[-1:], "survived": not why,
-            "why": f"{', '.join(why)}; see {trial}" if why else ""})  # fmt: skip
-    if not why:
-        shutil.rmtree(trial)
 
 
 def report(folder):

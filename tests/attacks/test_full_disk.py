@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.attacks.kills import RANDOM, SMALL
+from tests.attacks.runs import RANDOM, SMALL
 from tests.launched import ROOT
 
 OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount", "--propagation=private"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks.kills import RANDOM, SMALL, start
+from tests.attacks.runs import RANDOM, SMALL, start
 
 STEPS, SETTLED = 5000, 1000  # steps in all, and before the first measurement that counts
 GROWTH = 0.02  # of resident memory, between the first and the last quarter of what counts

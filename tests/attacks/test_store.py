@@ -16,7 +16,7 @@ import urllib.request
 import pytest
 
 from tests.attacks import bucket
-from tests.attacks.kills import RANDOM, SMALL
+from tests.attacks.runs import RANDOM, SMALL
 from tests.launched import ROOT, free_port
 
 MISSING = [name for name in ("gcsfs", "gcp_storage_emulator") if importlib.util.find_spec(name) is None]

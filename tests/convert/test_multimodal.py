@@ -10,7 +10,7 @@ from gspmd_lm import load_config
 from gspmd_lm.convert import architecture, export, multimodal
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.errors import InputError
-from tests.convert import ours, references
+from tests.convert import ours, reference_cases, references
 from tests.convert.published_configs import PUBLISHED
 
 # As published: the folder's model_type, what its config.json says besides sizes, and its parameters of text.
@@ -188,7 +188,8 @@ def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
         ours.pretrained.open_folder(tmp_path / "whole")
 
 
-_TEXT = references._LLAMA | {"num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8, "max_position_embeddings": 96}
+_TEXT = reference_cases._LLAMA | {"num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8,
+                                  "max_position_embeddings": 96}  # fmt: skip
 _EYE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
         "patch_size": 14}  # fmt: skip
 _QWEN_EYE = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}

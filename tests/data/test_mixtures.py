@@ -50,7 +50,8 @@ def test_rows_are_drawn_by_weight():
     assert 130 < near.sum() < 170 and near[:75].sum() < 75  # and mixed within it
 
 
-def test_each_source_has_epochs_of_its_own():
+def test_each_source_has_epochs_of_its_own(monkeypatch):
+    monkeypatch.setattr(loader, "BLOCK", 512)
     mixed, _ = loader.open_loaders(_config(_entry("a", 3), _entry("b", 1)))
     sizes = [len(part) for part in mixed.rows.parts]
     order = np.concatenate([mixed.indices_at(step, range(8)) for step in range(2 * loader.BLOCK // 8)])

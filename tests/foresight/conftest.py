@@ -9,6 +9,7 @@ from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.compile import CompileRequest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
 from tests.launched import compiled_here
 from tests.quick import QUICK
 
@@ -29,19 +30,35 @@ def another_process(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory):
+def cache(caches):
     """The folder of compiled programs, shared by the processes of a test run."""
-    return tmp_path_factory.getbasetemp().parent / "explain"
+    return caches / "explain"
 
 
 @pytest.fixture(scope="session")
 def request_of():
-    """A function that makes a Request of tiny, made smaller: request_of("tp8", "cpu:8", **changes of the rules)."""
+    """A function that makes a Request of tiny, made smaller: request_of("tp8", "cpu:8", **changes of the rules).
+
+    It is the one that `explain` makes of the same flags, so that both have one program.
+    """
     config = configs.load("tiny", ["model.layers=2", "model.embed=64", "model.mlp=128", "data.seq=64"])
 
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
         layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
-        return CompileRequest(config, layout.fill(found.devices), found)
+        return CompileRequest(config, state.settled(config, layout.fill(found.devices), found.processor), found)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def in_bfloat16(request_of):
+    """A function that makes the Request of a target in bfloat16, whose program several tests look at."""
+
+    def make(target):
+        config = request_of("fsdp2_tp4").config
+        model = dataclasses.replace(config.model, compute_dtype="bfloat16")
+        data = dataclasses.replace(config.data, packing="stream")
+        return request_of("fsdp2_tp4", target, dataclasses.replace(config, model=model, data=data))
 
     return make

@@ -67,7 +67,7 @@ def tensor(one):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("zero1_8", "fsdp8") else pytest.mark.slow) for name in SHIPPED]
+    "name", [pytest.param(name, marks=() if name == "fsdp8" else pytest.mark.slow) for name in SHIPPED]
 )
 def test_rows_that_are_named_are_the_causes(moved, name):
     """Without the rows that are named, a collective goes away, or moves over other axes or in another way; without
@@ -155,9 +155,9 @@ def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
 
 
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
-def test_programs_of_accelerators(request_of, cache, target):
+def test_programs_of_accelerators(in_bfloat16, cache, target):
     """Each tensor by itself, though these compilers merge, split and rename: weights by their paths, rows of each."""
-    request = request_of("fsdp2_tp4", target)
+    request = in_bfloat16(target)
     (program,) = programs([request], cache=str(cache))
     where = network(request.target.chip, program.coords, program.slices, program.hosts, request.rules.mesh.values(),
                     request.rules.mesh)  # fmt: skip

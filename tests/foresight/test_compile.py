@@ -32,13 +32,9 @@ def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
     ("target", "texts"),
     [("v5e:2x4", ["estimated_cycles"]), ("h100:8", ["known_trip_count", "__cudnn$fmhaSoftmaxBackward"])],
 )
-def test_accelerators_are_compiled_for_without_one(request_of, cache, target, texts):
+def test_accelerators_are_compiled_for_without_one(in_bfloat16, cache, target, texts):
     """cuDNN's attention, the default of a GPU in bfloat16, is compiled for without cuDNN."""
-    wanted = request_of("fsdp8", target)
-    model = dataclasses.replace(wanted.config.model, compute_dtype="bfloat16")
-    data = dataclasses.replace(wanted.config.data, packing="stream")
-    config = dataclasses.replace(wanted.config, model=model, data=data)
-    (program,) = compile.programs([dataclasses.replace(wanted, config=config)], cache=str(cache))
+    (program,) = compile.programs([in_bfloat16(target)], cache=str(cache))
     assert all(text in program.text for text in texts)
     assert "num_partitions=8" in program.text
     assert program.memory["temp_size_in_bytes"] > 0

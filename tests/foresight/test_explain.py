@@ -132,14 +132,13 @@ def test_a_run_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
         monkeypatch.setattr(target, "from_devices", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
         return run(*argv)
 
-    code, out, errors = started_on(1000)
-    assert code == 2 and "step 1/1" not in out and not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
     peak_bytes = []
     monkeypatch.setattr(explain.memory, "measure", noting(explain.memory.measure, peak_bytes))
     assert started_on(10**9)[0] == 0
     shutil.rmtree(tmp_path / "run")
-    assert started_on(peak_bytes[-1] - 1)[0] == 2
+    code, out, errors = started_on(peak_bytes[-1] - 1)
+    assert code == 2 and "step 1/1" not in out and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
     assert started_on(peak_bytes[-1])[0] == 0
 
 

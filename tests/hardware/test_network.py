@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from sample import network
 
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import ICI_HOP_S, NETWORK_SHARE, NVLINK_SHARE, sent_bytes
+from tests.foresight.sample import network
 
 GB = 1e9
 AXES = ("data", "fsdp", "tensor")

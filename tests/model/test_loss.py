@@ -1,5 +1,7 @@
 """The chunked loss against the plain formula, and its memory."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,14 +47,23 @@ def plain(cfg, x, table, bias, targets):
     return jnp.where(counted, total, 0).sum(), jnp.where(counted, cross_entropy, 0).sum(), correct.sum()
 
 
-@pytest.mark.parametrize(("chunk_tokens", "chunks"), [(24, 4), (10**6, 1)])
-@pytest.mark.parametrize("with_bias", [False, True])
+OPTIONS = {"plain": {}, "capped": {"logit_softcap": 3.0}, "z": {"z_loss": 0.01},
+           "both": {"logit_softcap": 3.0, "z_loss": 0.01}}  # fmt: skip
+CHUNKS = [(24, 4), (10**6, 1)]
+CASES = list(itertools.product(OPTIONS, [False, True], CHUNKS))
+# Every pair of values of two of the three.
+PAIRS = [("plain", False, CHUNKS[0]), ("plain", True, CHUNKS[1]), ("capped", True, CHUNKS[0]),
+         ("capped", False, CHUNKS[1]), ("both", True, CHUNKS[0]), ("both", False, CHUNKS[1])]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"logit_softcap": 3.0}, {"z_loss": 0.01}, {"logit_softcap": 3.0, "z_loss": 0.01}]
+    ("options", "with_bias", "chunked_as"),
+    [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow) for case in CASES],
 )
-def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunk_tokens, chunks, small, monkeypatch):
+def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunked_as, small, monkeypatch):
+    chunk_tokens, chunks = chunked_as
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
-    cfg = small(**options).model
+    cfg = small(**OPTIONS[options]).model
     x, table, bias, targets = arrays(cfg)
     bias = bias if with_bias else None
     assert loss.chunk_count(B, T) == chunks

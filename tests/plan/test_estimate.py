@@ -265,6 +265,14 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
     assert share(gradients, once) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("passes_s", "hidden"), [((1e6, 0.0), 0), ((0.0, 1e6), 1)], ids=["forward", "backward"])
+def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidden):
+    host = Overlap(targets.parse("h100:8"))
+    rules = rules_file.load("fsdp8").fill(8)
+    exposed, sent_s = host.exposed(rules, [Transfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
+    assert exposed["fsdp"] / sent_s == pytest.approx((1 + overlap.LEAST_EXPOSED["gpu"][hidden]) / 2)
+
+
 def test_simulated_devices_have_bytes_and_no_times(llama):
     estimator = Estimator(llama, targets.parse("cpu:8"))
     found = estimator.estimate(rules_file.load("fsdp8").fill(8))

@@ -33,6 +33,11 @@ def test_no_layout_comes_twice(found):
     assert len(set(map(describe, found))) == len(found)
 
 
+def test_zero_1_splits_the_state_over_data_beside_what_splits_the_weights(found):
+    over = {("fsdp" in raw["mesh"], str(raw["optimizer"]["embed"])) for raw in found if "optimizer" in raw}
+    assert over == {(False, "data"), (True, "['fsdp', 'data']")}
+
+
 def test_each_passes_the_check_of_a_file_that_was_written(config, found, tmp_path):
     for raw in found[::9]:
         path = tmp_path / "layout.yaml"

@@ -316,6 +316,7 @@ TABLES = {
     "rows, and embed at rest": {"rules": {"batch": "data", "vocab": "tensor"}, "weights": {"embed": "fsdp"}},
     "rows over several mesh axes": {"rules": {"batch": "data", "vocab": ["tensor", "fsdp"], "residual.seq": "tensor"}},
     "rows over the axis of the batch": {"rules": {"batch": ["data", "fsdp"], "embedding.vocab": "fsdp"}},
+    "rows, of a batch and a sequence that are split": {"rules": {"batch": "data", "seq": "fsdp", "vocab": "tensor"}},
     "rows, of which each device reads all": {"rules": {"vocab": "tensor"}},
     "embed at rest": {"rules": {"batch": ["data", "fsdp"]}, "weights": {"embed": "fsdp"}},
     "nothing": {"rules": {"batch": "data"}},

@@ -9,12 +9,19 @@ import re
 
 import pytest
 
-from gspmd_lm.show import comparison, html, report
+from gspmd_lm.foresight.timing.predict import Span
+from gspmd_lm.show import comparison, html, report, svg
 from gspmd_lm.units import human_bytes, human_seconds
 from tests.foresight import sample
 from tests.reader import Reader, run_in_a_browser
 
 SEVERAL = [sample.LLAMA, sample.REFUSED, sample.FSDP]
+
+
+def test_spans_that_run_at_the_same_time_have_rows_of_their_own():
+    times = (2, 4), (0, 2), (1, 3), (4, 5)
+    placed, count = svg._rows([Span(*map(float, at), "ici fsdp", "all-gather", "a", "forward") for at in times])
+    assert [row for _, row in placed] == [0, 1, 0, 0] and count == 2
 
 
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.CPU], [sample.REFUSED], [sample.SLICES], SEVERAL])

@@ -72,8 +72,18 @@ def both(cfg, place, qkv, weigh, batch):
         return jax.jit(whole)(qkv, weigh, batch), jax.jit(split)(qkv, weigh, batch)
 
 
-@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
-@pytest.mark.parametrize(("packed", "blocks"), [(True, 1), (False, 8)])
+@pytest.mark.parametrize(
+    ("form", "packed", "blocks"),
+    [
+        ("gather", False, 8),
+        ("ring", True, 1),
+        ("ulysses", True, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("gather", True, 1), ("ring", False, 8), ("ulysses", False, 8)]
+        ),
+    ],
+)
 def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, monkeypatch):
     """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
     monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)

@@ -1,0 +1,39 @@
+"""A run of a small config, whose programs are compiled once for all tests that a process runs."""
+
+import functools
+import io
+import json
+
+import pytest
+from etils import epath
+from rich.console import Console
+
+from gspmd_lm.data import loader
+from gspmd_lm.train.loop import Run
+from gspmd_lm.train.programs import TrainPrograms
+from tests.quick import QUICK
+from tests.train.runs import CPU, TRAIN
+
+
+@pytest.fixture(scope="session")
+def run(small, built):
+    """A function that makes a Run; programs are compiled once per config and layout."""
+    programs = {}
+
+    def make(workdir, layout="dp2_tp4", config=None, profile=None):
+        config = config or small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
+        key = json.dumps([layout, repr(config)])
+        if key not in programs:
+            step = built(config, layout, compiler_options={"cpu": QUICK})
+            programs[key] = step, {}
+        step, compiled = programs[key]
+        console = Console(file=io.StringIO(), width=1000)
+        return Run(
+            TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),
+            open_rows=lambda: loader.open_loaders(config),
+            workdir=epath.Path(workdir),
+            console=console,
+            profile=profile,
+        )
+
+    return make
