@@ -256,9 +256,12 @@ def test_the_floor_counts_products_and_state(name, reports):
     products = 3 * (2 * 2 * block + 2 * rows * width * labels) + 2 * 2 * rows * patches * pixels * width
     floor = reports[name].floor
     assert floor.flops * 8 == products
-    assert floor.communication_bytes is None and floor.compute_s is None
+    assert floor.compute_s is None and not floor.estimated_because
+    # On CPU, gradients that could be scattered are reduced to all, which is twice as much.
+    low, high = {"data": (1, 1.001), "fsdp": (1.4, 1.6), "tensor": (1, 1.001)}[name]
+    assert low <= reports[name].above_floor < high
     assert reports[name].memory.weights_bytes == {"data": 84992, "fsdp": 10624, "tensor": 23552}[name]
-    assert "floor" not in gspmd_lm.show(reports[name])
+    assert f"{reports[name].above_floor:.2f}x the floor (counted)" in gspmd_lm.show(reports[name])
 
 
 def test_functions_that_the_compiler_could_not_import_are_told():

@@ -92,7 +92,12 @@ def _not_donated(memory: Memory) -> Iterator[Finding]:
 
 def _above_floor(report: Report) -> Iterator[Finding]:
     floor, ratio, total = report.floor, report.above_floor, report.sent_bytes
-    if floor.communication_bytes is None or total <= LARGE_BYTES / 64 or (ratio and ratio <= ABOVE_FLOOR):
+    if (
+        floor.communication_bytes is None
+        or floor.estimated_because
+        or total <= LARGE_BYTES / 64
+        or (ratio and ratio <= ABOVE_FLOOR)
+    ):
         return
     moved, sent = report.collectives, collections.Counter[str]()
     for one in moved:

@@ -117,7 +117,9 @@ def report(
     )
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if config is None:
-        lower_bounds = any_model.of_training(task, rules, arrays, target.chip)
+        device_kind = target.chip.kinds[0] if target.chip else target.platform
+        reading = bounds.read_training(task, rules, arrays, target.platform, device_kind)
+        lower_bounds = any_model.of_training(task, rules, arrays, target.chip, reading)
         needed = lower_bounds.flops
     elif phase == "train":
         lower_bounds = bounds.of_training(config, rules, arrays, target.chip, graph)

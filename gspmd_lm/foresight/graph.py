@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from gspmd_lm.foresight.equations import GROUPED, flops
 from gspmd_lm.sharding.op_names import OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
@@ -22,7 +23,6 @@ from gspmd_lm.sharding.shapes import Arrays, pairs
 _SAME_VALUES = (
     "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
 )  # fmt: skip
-GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 MATMULS = ("dot_general", GROUPED)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
@@ -348,25 +348,6 @@ def breadth_first(
                 yield node
                 if passes(node):
                     waiting.append(node)
-
-
-def flops(equation: Any) -> float:
-    """2 for each multiply-add of a matmul or convolution; 0 for another operation."""
-    if equation.primitive.name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        left = equation.invars[0].aval.shape
-        return 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
-    if equation.primitive.name == GROUPED:
-        # Each row meets the matrix of its own group alone, or rows meet within their group.
-        numbers = equation.params["ragged_dot_dimension_numbers"]
-        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-        left, right = (operand.aval for operand in equation.invars[:2])
-        shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
-        return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
-    if equation.primitive.name == "conv_general_dilated":
-        kernel, features = equation.invars[1].aval, equation.params["dimension_numbers"].rhs_spec[0]
-        return 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[features]
-    return 0.0
 
 
 def _with_residuals(equation: Any, function: Any) -> Any:

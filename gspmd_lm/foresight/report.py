@@ -62,13 +62,13 @@ class Report:
 
     @property
     def above_floor(self) -> float | None:
-        """Communication over its lower bound; None if nothing must be sent or nothing was compiled.
+        """Communication over its lower bound; None if none is known, nothing must be sent or nothing was compiled.
 
         Where something is sent in another width than the bound counts, both are counted as float32.
         """
         floor, alike = self.floor, not self.other_width
         least_bytes = floor.communication_bytes if alike else floor.float32_bytes
-        if not least_bytes or self.memory.refusal:
+        if not least_bytes or floor.estimated_because or self.memory.refusal:
             return None
         as_float32 = (
             collective.bytes_per_device_per_step * (2 if collective.dtype in _NARROW else 1)

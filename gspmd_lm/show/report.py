@@ -141,6 +141,8 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
         by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
         least = f"{human_bytes(floor.communication_bytes)} sent"
         notes.append(("", f"{least}: {by_axis}" if by_axis else least))
+        if floor.estimated_because:
+            notes.append(("", f"what is sent is an estimate: {floor.estimated_because}"))
     notes.append(("basis", prediction.basis))
     if prediction.unpriced_share:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in prediction.unpriced.items())

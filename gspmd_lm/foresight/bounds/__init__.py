@@ -10,11 +10,15 @@ from gspmd_lm.config import Config
 from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
 from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import DataflowGraph, Node
+from gspmd_lm.foresight.propagation import Reading, read_step
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.infer.programs import Sizes
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train.metrics import flops_per_token, keys_seen, model_flops
+from gspmd_lm.train.step import Step
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 
@@ -30,6 +34,7 @@ class LowerBounds:
     flops: float  # of the model, of one device, recomputation not counted
     dtype: str  # in which activations, and weights in use, are counted to be sent
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
+    estimated_because: str = ""  # why communication is an estimate; '' where it is a bound
 
 
 def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph) -> LowerBounds:
@@ -41,6 +46,16 @@ def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None,
     """
     flops, moved_bytes = model_flops(config, arrays), memory_bytes(rules, arrays, graph)
     return _bounds(config, rules, arrays, chip, graph, flops, moved_bytes, trains=True)
+
+
+def read_training(task: Task, rules: Rules, arrays: Arrays, platform: str, device_kind: str) -> Reading:
+    """What one device sends and computes in a train step, read from the trace of the step for such devices.
+
+    `rules` are filled and checked, and their attention kernel is chosen. No device is needed.
+    """
+    mesh: Any = meshes.abstract(rules, platform, device_kind)
+    step = Step(task.config, rules, arrays, mesh, task)
+    return read_step(step.trace_train(), (step.abstract_state, step.abstract_batch))
 
 
 def of_generation(

@@ -1,10 +1,8 @@
-"""Lower bounds of a model of one's own, as far as its parameters, its rules and its traced step tell.
+"""Lower bounds of a train step of any model, read from its trace; and the transfers that `plan` prices a model by.
 
-`decoder.py` knows the decoder: its attention, experts, look-ups and loss. Nothing is known here but how arrays are
-sharded: weights are gathered, their gradients are reduced, and a matmul that sums over a split axis is reduced. What a
-model moves between two shardings of its activations is not counted, but for what `gathered` and `reduced` of matmuls.py
-move. So `communication_bytes` is None, and `plan` alone asks for what is counted. Activations that are kept for the
-backward pass are not counted among the bytes either, so that the bound stays one.
+The transfers know nothing but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul
+that sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
+but for what `gathered` and `reduced` of matmuls.py move.
 """
 
 import collections
@@ -15,29 +13,33 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.extend import core
 
-from gspmd_lm.foresight import graph
+from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import LowerBounds, updated_bytes
-from gspmd_lm.foresight.bounds.transfers import Transfers, mesh_axes_except
+from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES, Transfers, mesh_axes_except
 from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 
 
-def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None) -> LowerBounds:
+def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None, reading: Reading) -> LowerBounds:
     """The lower bounds of a train step of `task` under `rules`, filled and checked; `chip` is None if simulated.
 
-    FLOPs are shared out evenly over all devices, however few of them the rules use.
+    `reading` is that of the whole step. FLOPs are shared out evenly over all devices, however few of them the rules
+    use. Activations that are kept for the backward pass are not counted among the bytes of memory.
     """
-    flops = traced_flops(task, arrays) / rules.devices
+    flops, sent = traced_flops(task, arrays) / rules.devices, reading.bytes_by_axes
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
-        communication_bytes=None,
-        communication_by_axis={},
+        communication_bytes=round(reading.communication_bytes),
+        communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=task.compute_dtype,
+        float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
+        estimated_because=reading.estimated_because,
     )
 
 
@@ -63,7 +65,7 @@ def jaxpr_flops(jaxpr: Any) -> float:
         primitive, params = equation.primitive.name, equation.params
         if "rematted_computation" in str(equation.source_info.name_stack):
             continue
-        total += graph.flops(equation)
+        total += equations.flops(equation)
         inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
         if primitive == "cond":
             total += max(inner)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 
+from gspmd_lm.foresight.equations import input_pairs
 from gspmd_lm.foresight.hlo import Array, Instruction, Module
 from gspmd_lm.foresight.timing import memory_traffic
 from gspmd_lm.hardware.chips import Chip
@@ -96,7 +97,7 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     positions = 1
     for n in range(dimensions):
         at = str(n)
-        positions *= _input_pairs(
+        positions *= input_pairs(
             left[left_labels.index(at)],
             kernel[kernel_labels.index(at)],
             result[result_labels.index(at)],
@@ -109,20 +110,3 @@ def _convolution(module: Module, instruction: Instruction) -> float:
     batch, outputs = result[result_labels.index("b")], result[result_labels.index("f")]
     batch //= int(instruction.attributes.get("batch_group_count", 1)) if batch < left[left_labels.index("b")] else 1
     return 2.0 * positions * batch * outputs * kernel[kernel_labels.index("i")]
-
-
-def _input_pairs(
-    size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int
-) -> int:
-    """How many (output, kernel position) pairs of one spatial dimension meet an input."""
-    step = left_dilate // math.gcd(stride, left_dilate)
-    total = 0
-    for k in range(kernel):
-        # output o meets the input at o * stride + offset, if that is in [0, last] and a multiple of left_dilate
-        offset, last = k * kernel_dilate - low, (size - 1) * left_dilate
-        first = max(0, -(offset // stride))
-        end = min(result - 1, (last - offset) // stride)
-        meets = next((o for o in range(first, first + step) if (o * stride + offset) % left_dilate == 0), None)
-        if meets is not None and meets <= end:
-            total += (end - meets) // step + 1
-    return total

@@ -1,0 +1,61 @@
+"""The FLOPs of one operation of a traced program, and of the convolutions of a compiled one."""
+
+import math
+from typing import Any
+
+GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+
+
+def flops(equation: Any) -> float:
+    """2 for each multiply-add of a matmul or convolution; 0 for another operation."""
+    primitive = equation.primitive.name
+    if primitive == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2.0 * equation.outvars[0].aval.size * math.prod(left[dimension] for dimension in contracted)
+    if primitive == GROUPED:
+        # Each row meets the matrix of its own group alone, or rows meet within their group.
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        left, right = (operand.aval for operand in equation.invars[:2])
+        shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
+        return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
+    return _convolution(equation) if primitive == "conv_general_dilated" else 0.0
+
+
+def _convolution(equation: Any) -> float:
+    """Padding and the holes of a dilation are not multiplied."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    picture, kernel, result = (atom.aval.shape for atom in (*equation.invars[:2], equation.outvars[0]))
+    positions = math.prod(
+        input_pairs(
+            picture[numbers.lhs_spec[2 + n]],
+            kernel[numbers.rhs_spec[2 + n]],
+            result[numbers.out_spec[2 + n]],
+            stride=params["window_strides"][n],
+            low=params["padding"][n][0],
+            left_dilate=params["lhs_dilation"][n],
+            kernel_dilate=params["rhs_dilation"][n],
+        )
+        for n in range(len(picture) - 2)
+    )
+    batch, outputs = result[numbers.out_spec[0]], result[numbers.out_spec[1]]
+    # The kernel's input features are already those of one group.
+    return 2.0 * positions * batch * outputs * kernel[numbers.rhs_spec[1]]
+
+
+def input_pairs(
+    size: int, kernel: int, result: int, stride: int, low: int, left_dilate: int, kernel_dilate: int
+) -> int:
+    """How many (output, kernel position) pairs of one spatial dimension meet an input."""
+    step = left_dilate // math.gcd(stride, left_dilate)
+    total = 0
+    for k in range(kernel):
+        # output o meets the input at o * stride + offset, if that is in [0, last] and a multiple of left_dilate
+        offset, last = k * kernel_dilate - low, (size - 1) * left_dilate
+        first = max(0, -(offset // stride))
+        end = min(result - 1, (last - offset) // stride)
+        meets = next((o for o in range(first, first + step) if (o * stride + offset) % left_dilate == 0), None)
+        if meets is not None and meets <= end:
+            total += (end - meets) // step + 1
+    return total

@@ -1,0 +1,79 @@
+"""What one device sends and computes in a step, read from the traced program of the whole step: `read_step`.
+
+A jaxpr of a step has all of it: the forward and the backward pass, what is computed again, and the update. Its
+arguments have shardings, and it says at some places how an array is sharded. The reader follows the shardings from the
+arguments to the results, one operation after the other, and knows nothing but primitives of jax: no model, and no rules
+file.
+
+  The result of an operation is split as its operands are. If operands do not fit each other, one of them is moved.
+  A matmul whose contracted dimension is split gives a partial sum on each device. It stays a partial sum through all
+  operations that may be done before adding up as well as after it, until an operation needs the sum itself, or the
+  program says where the array is to be. There the sum is made: scattered where it is wanted split, else for all.
+  Where several ways lead to the same result, the one that sends least is taken, operation by operation.
+  An array is brought to a sharding once. In a loop, what does not change from one iteration to the next is sent once.
+  A loop counts as often as it runs; of branches, the cheapest.
+
+So the bytes are a lower bound as far as the program says how arrays are sharded: `Reading.is_bound`. Where the reader
+itself chose between ways to compute (`Transfer.chosen`), another choice could send less later, and the sum is an
+estimate. XLA sends more where it adds up partial sums apart, or earlier.
+
+    mesh = AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jitted_step.trace(*arguments)  # ShapeDtypeStructs whose shardings are NamedShardings of the mesh
+    read_step(traced.jaxpr, arguments, traced.out_info).bytes_by_axes
+
+A mesh of devices does as well as an abstract one. Without a mesh, `read_step(jaxpr).flops` are those of all devices.
+
+`reader.py` walks. `sharding.py` says which collectives bring an array to another sharding, and `network.sent_bytes` what
+they send. The other modules have the rules of primitives.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
+
+from gspmd_lm.foresight.propagation import control, elementwise, indexing, manual, matmuls
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.record import Reading, Transfer
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, dims_of, rank_of, replicated
+
+__all__ = ["Reading", "Transfer", "read_step"]
+
+RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | manual.RULES
+
+
+def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:
+    """What one device sends and computes when a traced program runs.
+
+    program: a closed jaxpr. That of a call of a jitted function says itself how the results are sharded.
+    arguments, results: trees of arrays or ShapeDtypeStructs, each with a NamedSharding or None. An argument without one
+    is held by every device; a result without one may be anywhere.
+    mesh: sizes by the name of a mesh axis; None takes the mesh of the arguments.
+    """
+    leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+    if mesh is None:
+        mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    leaves += [None] * (len(jaxpr.invars) - len(leaves))
+    operands = [
+        ArraySharding(dims_of(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
+        else replicated(rank_of(var.aval))
+        for var, leaf in zip(jaxpr.invars, leaves, strict=True)
+    ]  # fmt: skip
+    places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(results)]
+    places += [None] * (len(jaxpr.outvars) - len(places))
+    wanted = [
+        dims_of(leaf.spec, rank_of(var.aval)) if isinstance(leaf, NamedSharding) else None
+        for var, leaf in zip(jaxpr.outvars, places, strict=True)
+    ]
+    reader = Reader(mesh, RULES)
+    found = reader.read(jaxpr, operands, wanted=wanted)
+    for var, result, dims in zip(jaxpr.outvars, found, wanted, strict=True):
+        if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
+            last = Operation(jaxpr.eqns[-1], "", [], {})
+            reader.move(last, var.aval, result, result.dims if dims is None else dims)
+    record = reader.record
+    return Reading(tuple(record.transfers), dict(record.flops), dict(record.unknown))

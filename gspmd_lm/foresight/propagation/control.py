@@ -1,0 +1,177 @@
+"""The rules of primitives that run another jaxpr: calls, loops and branches."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.record import Record
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, dims_of
+
+_FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
+
+
+def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A function that is called: its operations are read in its place.
+
+    A jitted function may say how its arguments and results are sharded. XLA does not merge what `jax.checkpoint`
+    computes again with what was computed before, unless `prevent_cse` is off.
+    """
+    inner = inner_jaxpr(operation.params)
+    operands = _as_asked(reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands)
+    if operation.params.get("prevent_cse"):
+        operands = [dataclasses.replace(operand, identity=object()) for operand in operands]
+    asked = operation.params.get("out_shardings", ())
+    wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
+    for number, sharding in enumerate(asked):
+        if hasattr(sharding, "spec"):
+            wanted[number] = dims_of(sharding.spec, inner.outvars[number].aval.ndim)
+    results = reader.read(inner, operands, operation.stack, wanted)
+    return _as_asked(reader, operation, asked, inner.outvars, results)
+
+
+def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A loop with a trip count.
+
+    What it carries has the sharding that it has after an iteration. A partial sum may be carried on if it begins as
+    one, or as zeros, and is only added to.
+    """
+    body = inner_jaxpr(operation.params)
+    carried = same_rank(body.outvars, operation.equation.outvars)
+    constants = same_rank(body.invars, operation.equation.invars) - carried
+    begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
+    reader.loops.append(operation.params["length"])
+    depth = len(reader.loops)
+    slices = [dataclasses.replace(one, dims=one.dims[1:], loop_depth=depth, identity=object()) for one in stacked]
+
+    def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
+        inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
+        return reader.read(body, [*operation.operands[:constants], *inside, *slices], operation.stack)
+
+    with reader.trial():
+        carry = _settled_carry(iterate, begin)
+    for aval, before, one in zip(operation.inputs[constants:], begin, carry, strict=False):
+        before = before.reduced() if before.unreduced == one.unreduced else before
+        reader.move(operation, aval, before, one.dims)
+    results = iterate(carry)
+    for var, result, one in zip(body.outvars, results, carry, strict=False):
+        if result.unreduced == one.unreduced:
+            result = result.reduced()
+        elif one.unreduced:
+            reader.add_unknown("a partial sum that a loop carries")
+        reader.move(operation, var.aval, result, one.dims)
+    reader.loops.pop()
+    around = min(depth - 1, max((one.loop_depth for one in operation.operands), default=0))
+    stacks = [dataclasses.replace(one, dims=((), *one.dims)) for one in results[carried:]]
+    return [dataclasses.replace(one, loop_depth=around, identity=None, scatter=None) for one in (*carry, *stacks)]
+
+
+def _settled_carry(iterate: Any, begin: Sequence[ArraySharding]) -> list[ArraySharding]:
+    """The sharding of what a loop carries, once another iteration does not change it."""
+    carry = list(begin)
+    sums = [one.is_constant or bool(one.unreduced) for one in begin]  # what may be carried as a partial sum
+    for turn in range(_FIXED_POINT_TURNS):
+        after = iterate(carry)
+        settled = []
+        for number, (one, result) in enumerate(zip(carry, after, strict=False)):
+            dims = one.dims if result.is_constant else result.dims
+            unreduced = result.unreduced if sums[number] else frozenset()
+            sums[number] &= turn == 0 or not one.unreduced or one.unreduced == unreduced
+            settled.append(ArraySharding(dims, unreduced))
+        if [(one.dims, one.unreduced) for one in settled] == [(one.dims, one.unreduced) for one in carry]:
+            return settled
+        carry = settled
+    return carry
+
+
+def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A loop whose trip count is not known: it counts once, and is noted as unknown."""
+    reader.add_unknown("the trip count of a while loop")
+    body = operation.params["body_jaxpr"].jaxpr
+    skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+    captured, begin = operation.operands[skipped:][:constants], operation.operands[skipped + constants :]
+    avals = operation.inputs[skipped + constants :]
+    carry = [reader.move(operation, aval, one, one.dims) for aval, one in zip(avals, begin, strict=True)]
+    reader.loops.append(1)
+    depth = len(reader.loops)
+
+    def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
+        inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
+        return reader.read(body, [*captured, *inside], operation.stack)
+
+    with reader.trial():
+        carry = [one.reduced() for one in _settled_carry(iterate, carry)]
+    results = iterate(carry)
+    for var, result, one in zip(body.outvars, results, carry, strict=True):
+        reader.move(operation, var.aval, result, one.dims)
+    reader.loops.pop()
+    return [dataclasses.replace(one, loop_depth=depth - 1, identity=None) for one in carry]
+
+
+def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """One of several functions: what the one sends that sends least, and what the one computes that computes most."""
+    records: list[Record] = []
+    results: list[list[ArraySharding]] = []
+    for branch in operation.params["branches"]:
+        with reader.trial() as record:
+            after = reader.read(branch.jaxpr, operation.operands[1:], operation.stack)
+            avals = [var.aval for var in branch.jaxpr.outvars]
+            results.append(
+                [reader.move(operation, aval, one, one.dims) for aval, one in zip(avals, after, strict=True)]
+            )
+        records.append(record)
+    reader.record.add(least_of(records))
+    return [ArraySharding(_least_split(one.dims for one in each)) for each in zip(*results, strict=True)]
+
+
+def least_of(records: Sequence[Record]) -> Record:
+    """Of several branches, what the one sends that sends least, and what the one computes that computes most."""
+    least = min(records, key=lambda record: record.sent_bytes)
+    dearest = max(records, key=lambda record: sum(record.flops.values()))
+    return dataclasses.replace(least, flops=dearest.flops)
+
+
+def _least_split(shardings: Iterable[Dims]) -> Dims:
+    return min(shardings, key=lambda dims: sum(map(len, dims)))
+
+
+def barrier(_: Reader, operation: Operation) -> list[ArraySharding]:
+    """What comes out is what went in."""
+    return [dataclasses.replace(operand, identity=None) for operand in operation.operands]
+
+
+def inner_jaxpr(params: Mapping[str, Any]) -> Any:
+    """The jaxpr that a primitive runs."""
+    jaxprs = (getattr(value, "jaxpr", value) for value in params.values())
+    return next(jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns"))
+
+
+def _as_asked(
+    reader: Reader, operation: Operation, shardings: Iterable[Any], atoms: Sequence[Any],
+    arrays: Sequence[ArraySharding],
+) -> list[ArraySharding]:  # fmt: skip
+    """Arrays in the shardings that a jitted function asks for; None or an unspecified one leaves an array as it is."""
+    arrays = list(arrays)
+    for number, (sharding, atom) in enumerate(zip(shardings, atoms, strict=False)):
+        if hasattr(sharding, "spec"):
+            target = dims_of(sharding.spec, atom.aval.ndim)
+            arrays[number] = reader.move(operation, atom.aval, arrays[number], target)
+    return arrays
+
+
+def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
+    """How many arrays a loop does not stack or take apart. jax 0.10 and 0.12 have other parameters for that."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
+
+
+CALLS = (
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(CALLS, call),
+    "scan": scan,
+    "while": while_loop,
+    "cond": branches,
+    "optimization_barrier": barrier,
+}

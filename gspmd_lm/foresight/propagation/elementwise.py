@@ -1,0 +1,204 @@
+"""The rules of primitives that compute each element by itself, reduce dimensions or change the form of an array."""
+
+import dataclasses
+import math
+from typing import Any
+
+from gspmd_lm.foresight.propagation.reader import ADDITIVE, Operation, Reader, Rule, unknown
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, replicated, without
+
+
+def elementwise(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
+    """The operand that is split most leads, and the others follow it."""
+    shape = operation.output.shape
+    arrays = [number for number, aval in enumerate(operation.inputs) if getattr(aval, "ndim", 0)]
+    if any(not _broadcasts(operation.inputs[number].shape, shape) for number in arrays):
+        return unknown(reader, operation)
+    operands = [operation.operands[number] for number in arrays]
+    if not operands:
+        keeps = operation.primitive in ADDITIVE or operation.primitive in ("mul", "div")
+        sums = frozenset[str]().union(*(one.unreduced for one in operation.operands))
+        return ArraySharding(((),) * len(shape), sums if keeps else frozenset())
+    for number, operand in enumerate(operation.operands):
+        if number not in arrays and operand.unreduced:
+            reader.move_operand(operation, number, ())
+    dims = _leading(reader, operands, len(shape))
+    keeps = _keeps_sum(operation, operands)
+    for number in arrays:
+        aval, operand = operation.inputs[number], operation.operands[number]
+        target = tuple(names if aval.shape[d] == shape[d] else () for d, names in enumerate(dims))
+        if operand.dims != target or (operand.unreduced and not keeps):
+            reader.move_operand(operation, number, target, keep_unreduced=keeps)
+    sums = frozenset[str]().union(*(operation.operands[number].unreduced for number in arrays))
+    scatter = operands[0].scatter if operation.primitive in ("convert_element_type", "copy", "mul") else None
+    constant = all(one.is_constant for one in operation.operands)
+    return ArraySharding(dims, sums if keeps else frozenset(), constant, scatter=scatter)
+
+
+def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    return len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
+
+
+def _leading(reader: Reader, operands: list[ArraySharding], rank: int) -> Dims:
+    """The sharding of the operand that is split most, and what the others split besides."""
+    lead = max(operands, key=lambda one: (reader.mesh.shards(one.mesh_axes), not one.is_constant))
+    used: set[str] = set()
+    dims: list[MeshAxes] = []
+    for d in range(rank):
+        names = lead.dims[d] or max((one.dims[d] for one in operands), key=len)
+        names = tuple(n for n in names if n not in used and (n in lead.dims[d] or n not in lead.mesh_axes))
+        used |= set(names)
+        dims.append(names)
+    return tuple(dims)
+
+
+def _keeps_sum(operation: Operation, operands: list[ArraySharding]) -> bool:
+    """Whether the result is a partial sum where the operands are: not if sums are multiplied, or only some added."""
+    if operation.primitive in ("mul", "div", "select_n"):
+        several = sum(bool(one.unreduced) for one in operands) > 1
+        return not several and not (operation.primitive == "div" and operation.operands[-1].unreduced)
+    sums = {one.unreduced for one in operands if not one.is_constant}
+    return operation.primitive in ADDITIVE and len(sums) == 1
+
+
+def select(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
+    """Elements of one of several arrays. The condition is added up first, if it is a partial sum."""
+    if operation.operands[0].unreduced:
+        reader.move_operand(operation, 0, operation.operands[0].dims)
+    return elementwise(reader, operation)
+
+
+def constant(_: Reader, operation: Operation) -> list[ArraySharding]:
+    """Numbers that every device can make for itself."""
+    return [replicated(var.aval.ndim, is_constant=True) for var in operation.equation.outvars]
+
+
+def reduction(reader: Reader, operation: Operation) -> ArraySharding:
+    """A sum, or a maximum, over dimensions. Over a split one, a device has a part of it."""
+    operand, gone = operation.operands[0], operation.params["axes"]
+    dims = tuple(names for d, names in enumerate(operand.dims) if d not in gone)
+    over = {name for d in gone for name in operand.dims[d]}
+    result = ArraySharding(dims, operand.unreduced | over, operand.is_constant, operand.loop_depth)
+    if operation.primitive == "reduce_sum" or not result.unreduced:
+        return result
+    return reader.move(operation, operation.output, result, dims)
+
+
+def broadcast(_: Reader, operation: Operation) -> ArraySharding:
+    operand, shape = operation.operands[0], operation.inputs[0].shape
+    dims: list[MeshAxes] = [()] * len(operation.params["shape"])
+    for d, to in enumerate(operation.params["broadcast_dimensions"]):
+        if shape[d] == operation.params["shape"][to]:
+            dims[to] = operand.dims[d]
+    return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
+
+
+def transpose(_: Reader, operation: Operation) -> ArraySharding:
+    operand = operation.operands[0]
+    dims = tuple(operand.dims[d] for d in operation.params["permutation"])
+    return ArraySharding(dims, operand.unreduced, operand.is_constant)
+
+
+def squeeze(_: Reader, operation: Operation) -> ArraySharding:
+    operand, gone = operation.operands[0], operation.params["dimensions"]
+    dims = tuple(names for d, names in enumerate(operand.dims) if d not in gone)
+    return ArraySharding(dims, operand.unreduced, operand.is_constant)
+
+
+def reshape(reader: Reader, operation: Operation) -> ArraySharding:
+    """Dimensions are joined and cut apart. What splits the major part of them splits the major part afterwards."""
+    operand, aval = operation.operands[0], operation.inputs[0]
+    dims: list[MeshAxes] = [()] * len(operation.params["new_sizes"])
+    lost: set[str] = set()
+    for old, new in _groups(aval.shape, operation.params["new_sizes"]):
+        names, whole = list[str](), True
+        for d in old:
+            if whole:
+                names += operand.dims[d]
+            else:
+                lost |= set(operand.dims[d])
+            whole = whole and reader.mesh.shards(operand.dims[d]) == aval.shape[d]
+        for d in new:
+            size = operation.params["new_sizes"][d]
+            while names and size % reader.mesh[names[0]] == 0:
+                size //= reader.mesh[names[0]]
+                dims[d] += (names.pop(0),)
+            if size > 1:
+                break
+        lost |= set(names)
+    if lost:
+        reader.move_operand(operation, 0, without(operand.dims, lost), keep_unreduced=True)
+    return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
+
+
+def _groups(old: Any, new: Any) -> list[tuple[list[int], list[int]]]:
+    """The dimensions of two shapes, in groups that have equally many elements: ([0, 1], [0]) where two are joined."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b = ([i] if i < len(old) else []), ([j] if j < len(new) else [])
+        i, j = i + len(a), j + len(b)
+        while (left := math.prod(old[d] for d in a)) != (right := math.prod(new[d] for d in b)):
+            if left < right:
+                a.append(i)
+                i += 1
+            else:
+                b.append(j)
+                j += 1
+        groups.append((a, b))
+    return groups
+
+
+def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A dimension is sorted, turned round or added up step by step: a device needs all of it. Others stay split."""
+    params, rank = operation.params, operation.inputs[0].ndim
+    along = (
+        params["dimensions"] if "dimensions" in params else (params.get("dimension", params.get("axis", -1)) % rank,)
+    )
+    lead = max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
+    target = tuple(() if d in along else names for d, names in enumerate(lead.dims))
+    for number, operand in enumerate(operation.operands):
+        if operand.dims != target or operand.unreduced:
+            reader.move_operand(operation, number, target)
+    return [ArraySharding(target)] * len(operation.equation.outvars)
+
+
+ELEMENTWISE = (
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
+    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or",
+    "polygamma", "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
+    "sub", "tan", "tanh", "xor",
+)  # fmt: skip
+CONSTANT = (
+    "iota", "empty", "random_seed", "random_split", "random_fold_in", "random_bits", "threefry2x32",
+    "rng_bit_generator",
+)  # fmt: skip
+REDUCTIONS = ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
+
+
+def convert(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
+    """An array in another dtype. If that is wider, the array can be sent before it is converted."""
+    result, operand = elementwise(reader, operation), operation.operands[0]
+    before, after = operation.inputs[0].dtype, operation.output.dtype
+    narrower = operand.narrower or before
+    if not isinstance(result, ArraySharding) or result.unreduced or narrower.itemsize >= after.itemsize:
+        return result
+    return dataclasses.replace(result, narrower=narrower)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(CONSTANT, constant),
+    **dict.fromkeys(("random_wrap", "random_unwrap"), constant),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "top_k"), along_dimension),
+    "convert_element_type": convert,
+    "select_n": select,
+    "broadcast_in_dim": broadcast,
+    "transpose": transpose,
+    "squeeze": squeeze,
+    "reshape": reshape,
+}

@@ -1,0 +1,272 @@
+"""The rules of primitives that read or write a part of an array."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.sharding import (
+    ArraySharding,
+    Dims,
+    MeshAxes,
+    ScatterAdd,
+    array_bytes,
+    axes_of,
+    total_bytes,
+    without,
+)
+
+
+def gather(reader: Reader, operation: Operation) -> ArraySharding:
+    """Rows are looked up. Where a dimension is split in which they are looked up, the cheaper way is taken:
+
+    each device looks up the rows that it has, and these are added up; or the whole table is gathered.
+    """
+    numbers = operation.params["dimension_numbers"]
+    table, indices = operation.operands
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    shape, sizes = operation.inputs[0].shape, operation.params["slice_sizes"]
+    looked_up = [d for d, size in enumerate(sizes) if size != shape[d] and d not in batching]
+    split = axes_of(table.dims[d] for d in looked_up)
+    whole = tuple(() if d in looked_up else names for d, names in enumerate(table.dims))
+    aligned = all(set(indices.dims[b]) <= set(table.dims[d]) for d, b in batching.items())
+    if reader.mesh.shards(split) > 1 and aligned:
+        remaining = without(indices.dims, split | axes_of(whole))
+        summed = _looked_up(operation, whole, remaining, table.unreduced | split)
+        if _masked_bytes(reader, operation, split, whole) < _gathered_bytes(reader, operation, split):
+            if indices.dims != remaining:
+                reader.move_operand(operation, 1, remaining)
+            return summed
+    wanted = list(whole)
+    for d, b in batching.items():  # rows lie where their indices lie
+        names = table.dims[d] if table.dims[d] == indices.dims[b] or not indices.dims[b] else indices.dims[b]
+        others = axes_of(each for at, each in enumerate(whole) if at != d)
+        wanted[d] = tuple(name for name in names if name not in others)
+    columns = axes_of(names for d, names in enumerate(wanted) if d not in batching)
+    remaining = list(without(indices.dims, columns))
+    for d, b in batching.items():
+        remaining[b] = wanted[d]
+    for number, target in enumerate((tuple(wanted), tuple(remaining))):
+        if operation.operands[number].dims != target:
+            reader.move_operand(operation, number, target, keep_unreduced=number == 0)
+    found = _looked_up(operation, tuple(wanted), tuple(remaining), table.unreduced)
+    if indices.mesh_axes <= axes_of(remaining) or operation.wanted_dims:
+        return found
+    # A mesh axis splits the columns of the table and the rows of the indices. The rows that are found go back to the
+    # devices that asked for them.
+    rows = _looked_up(operation, without(wanted, indices.mesh_axes), indices.dims, table.unreduced)
+    back = reader.move(operation, operation.output, found.reduced(), rows.dims, chosen=True)
+    return dataclasses.replace(back, unreduced=rows.unreduced)
+
+
+def _masked_bytes(reader: Reader, operation: Operation, split: frozenset[str], whole: Dims) -> float:
+    """What it costs at least to look up in each device's rows, and to add up what is found."""
+    mesh, indices = reader.mesh, operation.operands[1]
+    found = array_bytes(operation.output) / mesh.shards(axes_of(whole) | (indices.mesh_axes - split))
+    kind = "reduce-scatter" if split <= axes_of(operation.wanted_dims or ()) else "all-reduce"
+    ids = mesh.local_bytes(operation.inputs[1], indices.dims)
+    return total_bytes([*mesh.cost(kind, split, found), *mesh.cost("all-gather", indices.mesh_axes & split, ids)])
+
+
+def _gathered_bytes(reader: Reader, operation: Operation, split: frozenset[str]) -> float:
+    local = reader.mesh.local_bytes(operation.inputs[0], operation.operands[0].dims)
+    return total_bytes(reader.mesh.cost("all-gather", split, local))
+
+
+def _looked_up(operation: Operation, table: Dims, indices: Dims, unreduced: frozenset[str]) -> ArraySharding:
+    """The sharding of the rows, from those of the table and of the indices."""
+    numbers = operation.params["dimension_numbers"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept, rows = iter(d for d in range(len(table)) if d not in gone), iter(indices[:-1])
+    dims = tuple(table[next(kept)] if d in numbers.offset_dims else next(rows) for d in range(operation.output.ndim))
+    return ArraySharding(dims, frozenset(unreduced) - axes_of(dims))
+
+
+def scatter_add(reader: Reader, operation: Operation) -> ArraySharding:
+    """Rows are added to an array. Over what splits the rows, the result is a partial sum."""
+    begin, indices, updates = operation.operands
+    numbers = operation.params["dimension_numbers"]
+    if not begin.is_constant:
+        return scatter(reader, operation)
+    windows = _window_dimensions(numbers, operation.output.ndim)
+    scattered = [d for d in range(operation.inputs[2].ndim) if d not in windows]
+    batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    dims: list[MeshAxes] = [()] * operation.output.ndim
+    for d, to in windows.items():
+        dims[to] = updates.dims[d]
+    for to, d in batching.items():
+        dims[to] = updates.dims[scattered[d]]
+    sums = updates.unreduced | axes_of(updates.dims[d] for d in scattered)
+    rows = ScatterAdd(operation.inputs[2], updates, operation.inputs[1], indices, windows)
+    return ArraySharding(tuple(dims), sums - axes_of(dims), scatter=rows)
+
+
+def scatter(reader: Reader, operation: Operation) -> ArraySharding:
+    """Rows of an array are set: each device sets those that it has, and so is given the columns of them."""
+    begin, _, updates = operation.operands
+    numbers, shape = operation.params["dimension_numbers"], operation.output.shape
+    windows = _window_dimensions(numbers, len(shape))
+    if begin.is_constant:
+        dims: list[MeshAxes] = [()] * len(shape)
+        for d, to in windows.items():
+            dims[to] = updates.dims[d] if operation.inputs[2].shape[d] == shape[to] else ()
+        begin = ArraySharding(tuple(dims))
+    target = tuple(begin.dims[windows[d]] if d in windows else () for d in range(operation.inputs[2].ndim))
+    if updates.dims != target or updates.unreduced:
+        reader.move_operand(operation, 2, target)
+    return ArraySharding(begin.dims)
+
+
+def _window_dimensions(numbers: Any, rank: int) -> dict[int, int]:
+    """Dimensions of the updates that are not looked up -> those of the result."""
+    kept = [d for d in range(rank) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    return dict(zip(sorted(numbers.update_window_dims), kept, strict=True))
+
+
+def slice_(reader: Reader, operation: Operation) -> ArraySharding:
+    """A part of an array. A split dimension stays split, where it can: rows at the borders go to neighbours."""
+    operand, aval, output = operation.operands[0], operation.inputs[0], operation.output
+    strides = operation.params["strides"] or (1,) * aval.ndim
+    dims, masked = list(operand.dims), frozenset[str]()
+    for d, names in enumerate(operand.dims):
+        shards, size, begin = reader.mesh.shards(names), output.shape[d], operation.params["start_indices"][d]
+        if shards == 1 or size == aval.shape[d]:
+            continue
+        if strides[d] == 1 and size >= shards:
+            rows = _foreign_rows(aval.shape[d], size, begin, shards)
+            _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d))
+            continue
+        dims[d] = ()
+        if 2 * size * shards < aval.shape[d] * (shards - 1) + 2 * shards:  # few rows: who has them adds them to zeros
+            masked |= frozenset(names)
+    target = tuple(names if set(names) <= masked else dims[d] for d, names in enumerate(operand.dims))
+    if target != operand.dims:
+        reader.move_operand(operation, 0, target, keep_unreduced=True)
+    return ArraySharding(tuple(dims), operand.unreduced | (masked - axes_of(dims)), operand.is_constant)
+
+
+def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """An array is cut into several along a dimension, of which a device needs all."""
+    operand, axis = operation.operands[0], operation.params["axis"]
+    target = tuple(() if d == axis else names for d, names in enumerate(operand.dims))
+    if target != operand.dims:
+        reader.move_operand(operation, 0, target, keep_unreduced=True)
+    return [ArraySharding(target, operand.unreduced, operand.is_constant)] * len(operation.equation.outvars)
+
+
+def pad(reader: Reader, operation: Operation) -> ArraySharding:
+    """An array between rows of a constant. A split dimension stays split: rows move to where they lie afterwards."""
+    operand, aval = operation.operands[0], operation.inputs[0]
+    dims = list(operand.dims)
+    for d, (low, high, inner) in enumerate(operation.params["padding_config"]):
+        shards = reader.mesh.shards(operand.dims[d])
+        if shards == 1 or low == high == inner == 0:
+            continue
+        if inner or aval.shape[d] < shards:
+            dims[d] = ()
+            continue
+        rows = _foreign_rows(operation.output.shape[d], aval.shape[d], low, shards)
+        _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d))
+    if tuple(dims) != operand.dims:
+        reader.move_operand(operation, 0, tuple(dims), keep_unreduced=True)
+    return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
+
+
+def _foreign_rows(large: int, small: int, begin: int, shards: int) -> float:
+    """Rows that a device sends, on average: an array of `small` rows lies at `begin` of one of `large` rows.
+
+    Both are split equally. The rows are the same in both, and some of them are on another device in the other array.
+    """
+    in_large, in_small = -(-large // shards), -(-small // shards)
+    stay = 0
+    for device in range(shards):
+        first = max(device * in_large - begin, device * in_small)
+        last = min((device + 1) * in_large - begin, (device + 1) * in_small, small)
+        stay += max(0, last - first)
+    return (small - stay) / shards
+
+
+def operand_row_bytes(reader: Reader, operation: Operation, dimension: int) -> float:
+    """The bytes that one device has of one row of the first operand, along a dimension."""
+    operand, aval = operation.operands[0], operation.inputs[0]
+    others = operand.mesh_axes - set(operand.dims[dimension])
+    return array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
+
+
+def _add_permute(reader: Reader, operation: Operation, operand: ArraySharding, dimension: int, sent: float) -> None:
+    costs = reader.mesh.cost("collective-permute", operand.dims[dimension], sent)
+    reader.add_transfers(operation, operation.inputs[0], operand, operand.dims, costs, chosen=True)
+
+
+def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
+    """Rows at a place that is computed: who has them adds them to the zeros of the others."""
+    operand = operation.operands[0]
+    shapes = zip(operand.dims, operation.inputs[0].shape, operation.output.shape, strict=True)
+    dims = tuple(names if before == after else () for names, before, after in shapes)
+    sums = operand.unreduced | (operand.mesh_axes - axes_of(dims))
+    return ArraySharding(dims, sums, operand.is_constant)
+
+
+def dynamic_update_slice(reader: Reader, operation: Operation) -> ArraySharding:
+    """Rows are written at a place that is computed: into zeros, they keep their sharding."""
+    array, update = operation.operands[:2]
+    shapes = list(zip(operation.inputs[1].shape, operation.output.shape, strict=True))
+    if array.is_constant:
+        return ArraySharding(tuple(n if a == b else () for n, (a, b) in zip(update.dims, shapes, strict=True)))
+    target = tuple(n if a == b else () for n, (a, b) in zip(array.dims, shapes, strict=True))
+    if update.dims != target or update.unreduced:
+        reader.move_operand(operation, 1, target)
+    return ArraySharding(array.dims)
+
+
+def windows(reader: Reader, operation: Operation) -> ArraySharding:
+    """Something of each window of an array. The dimensions over which windows extend are not split."""
+    operand = operation.operands[0]
+    sizes = operation.params["window_dimensions"]
+    target = tuple(names if size == 1 else () for names, size in zip(operand.dims, sizes, strict=True))
+    for number in range(len(operation.operands)):
+        if operation.inputs[number].ndim and operation.operands[number].dims != target:
+            reader.move_operand(operation, number, target, keep_unreduced=True)
+    return ArraySharding(target, operand.unreduced, operand.is_constant)
+
+
+def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
+    """Arrays one behind the other, split as the one is that is split most, but not along what they are joined along."""
+    joined = operation.params["dimension"]
+    return _joined(reader, operation, [joined])
+
+
+def _joined(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArraySharding:
+    lead = max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
+    target = tuple(() if d in gone else names for d, names in enumerate(lead.dims))
+    sums = {one.unreduced for one in operation.operands if not one.is_constant}
+    keeps = len(sums) == 1
+    for number, operand in enumerate(operation.operands):
+        if operand.dims != target or (operand.unreduced and not keeps):
+            reader.move_operand(operation, number, target, keep_unreduced=keeps)
+    constant = all(one.is_constant for one in operation.operands)
+    return ArraySharding(target, next(iter(sums)) if keeps else frozenset(), constant)
+
+
+def stack(reader: Reader, operation: Operation) -> ArraySharding:
+    """Arrays along a new dimension."""
+    result, axis = _joined(reader, operation, ()), operation.params.get("axis", 0)
+    return dataclasses.replace(result, dims=(*result.dims[:axis], (), *result.dims[axis:]))
+
+
+RULES: dict[str, Rule] = {
+    "gather": gather,
+    "scatter-add": scatter_add,
+    "scatter": scatter,
+    "slice": slice_,
+    "split": split,
+    "pad": pad,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "concatenate": concatenate,
+    "stack": stack,
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+         "select_and_gather_add"), windows
+    ),
+}  # fmt: skip

@@ -1,0 +1,170 @@
+"""The rules of matmuls, convolutions and kernels."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from gspmd_lm.foresight import equations
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, gather_operands
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, axes_of, replicated, total_bytes
+
+LEFT, RIGHT = 0, 1
+
+
+@dataclasses.dataclass
+class Product:
+    """A product of two operands, whose dimensions are matched with each other.
+
+    `batch` and `contracted` are pairs of dimensions, of the left operand and of the right one. `result` says of each
+    dimension of the result which operand has it, and where.
+    """
+
+    operation: Operation
+    batch: Sequence[tuple[int, int]]
+    contracted: Sequence[tuple[int, int]]
+    result: Sequence[tuple[int, int]]
+    dims: tuple[list[list[str]], list[list[str]]] = dataclasses.field(init=False)  # as they will be, of both operands
+
+    def __post_init__(self) -> None:
+        left, right = self.operation.operands[:2]
+        self.dims = [list(names) for names in left.dims], [list(names) for names in right.dims]
+
+    def partner(self, side: int, dimension: int) -> int | None:
+        """The dimension of the other operand that is the same one; None if only this operand has it."""
+        return {pair[side]: pair[1 - side] for pair in (*self.batch, *self.contracted)}.get(dimension)
+
+    def dimension(self, side: int, name: str) -> int | None:
+        """The dimension of an operand that a mesh axis splits."""
+        return next((d for d, names in enumerate(self.dims[side]) if name in names), None)
+
+    def is_contracted(self, side: int, dimension: int) -> bool:
+        return any(pair[side] == dimension for pair in self.contracted)
+
+
+def product(reader: Reader, product: Product) -> ArraySharding:
+    """The sharding of a product; its operands are moved where they do not fit each other.
+
+    If the operands have a mesh axis on different dimensions, the cheaper way is taken: the cost of a way is that of
+    moving the other operand, and of adding up what is then a partial sum.
+    """
+    operation = product.operation
+    left, right = operation.operands[:2]
+    if left.unreduced and right.unreduced:  # a product of two sums is no sum of products
+        reader.move_operand(operation, LEFT, left.dims)
+        left = operation.operands[LEFT]
+    for name in reader.mesh:
+        places = [product.dimension(side, name) for side in (LEFT, RIGHT)]
+        if all(place is None for place in places):
+            continue
+        if None in places or product.partner(LEFT, places[LEFT]) != places[RIGHT]:  # type: ignore[arg-type]
+            _agree(reader, product, name)
+    for a, b in (*product.batch, *product.contracted):  # in the same order
+        both = [name for name in product.dims[LEFT][a] if name in product.dims[RIGHT][b]]
+        if product.dims[LEFT][a] != product.dims[RIGHT][b]:
+            product.dims[LEFT][a], product.dims[RIGHT][b] = both, list(both)
+    for side in (LEFT, RIGHT):
+        target = tuple(map(tuple, product.dims[side]))
+        if operation.operands[side].dims != target:
+            reader.move_operand(operation, side, target, keep_unreduced=True)
+    used: set[str] = set()
+    dims = []
+    for side, d in product.result:
+        names = tuple(name for name in product.dims[side][d] if name not in used)
+        used |= set(names)
+        dims.append(names)
+    sums = axes_of(product.dims[LEFT][a] for a, _ in product.contracted) | left.unreduced | right.unreduced
+    split = axes_of((*product.dims[LEFT], *product.dims[RIGHT]))
+    reader.add_flops(operation, equations.flops(operation.equation) / reader.mesh.shards(split))
+    return ArraySharding(tuple(dims), sums - used)
+
+
+def _agree(reader: Reader, product: Product, name: str) -> None:
+    """Chooses for which dimensions both operands have a mesh axis that they have for different ones."""
+    sides = [side for side in (LEFT, RIGHT) if product.dimension(side, name) is not None]
+    side = min(sides, key=lambda side: _cost(reader, product, name, side))
+    dimension, other = product.dimension(side, name), product.dimension(1 - side, name)
+    assert dimension is not None
+    partner = product.partner(side, dimension)
+    if other is not None:
+        product.dims[1 - side][other].remove(name)
+    if partner is not None:
+        if _divides(reader, product, name, 1 - side, partner):
+            product.dims[1 - side][partner].append(name)
+        else:
+            product.dims[side][dimension].remove(name)
+
+
+def _divides(reader: Reader, product: Product, name: str, side: int, dimension: int) -> bool:
+    """Whether a mesh axis can split a dimension besides those that split it already."""
+    shards = reader.mesh.shards({*product.dims[side][dimension], name})
+    return product.operation.inputs[side].shape[dimension] % shards == 0
+
+
+def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
+    """The bytes that are sent if both operands have a mesh axis where the operand at `side` has it."""
+    operation, dimension, other = product.operation, product.dimension(side, name), product.dimension(1 - side, name)
+    assert dimension is not None
+    partner, cost = product.partner(side, dimension), 0.0
+    if partner is not None and not _divides(reader, product, name, 1 - side, partner):
+        return float("inf")
+    if other is not None:
+        dims = [tuple(each for each in names if each != name) for names in product.dims[1 - side]]
+        if partner is not None:
+            dims[partner] += (name,)
+        operand = operation.operands[1 - side].reduced()
+        cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims))[0])
+    if product.is_contracted(side, dimension):
+        split = axes_of((*product.dims[LEFT], *product.dims[RIGHT])) - {name}
+        local = array_bytes(operation.output) / reader.mesh.shards(split)
+        cost += total_bytes(reader.mesh.cost("reduce-scatter", {name}, local))
+    return cost
+
+
+def dot_general(reader: Reader, operation: Operation) -> ArraySharding:
+    contracted, batch = operation.params["dimension_numbers"]
+    result = [(LEFT, d) for d in batch[LEFT]]
+    for side in (LEFT, RIGHT):
+        own = (*batch[side], *contracted[side])
+        result += [(side, d) for d in range(operation.inputs[side].ndim) if d not in own]
+    same, summed = list(zip(*batch, strict=True)), list(zip(*contracted, strict=True))
+    return product(reader, Product(operation, same, summed, result))
+
+
+def convolution(reader: Reader, operation: Operation) -> ArraySharding:
+    """A convolution, as a product over its channels. The rows and columns of a picture are not split.
+
+    Nor are channels, if they are in groups.
+    """
+    numbers, params = operation.params["dimension_numbers"], operation.params
+    grouped = (params["feature_group_count"], params["batch_group_count"]) != (1, 1)
+    for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+        kept = spec[:2] if not grouped else spec[:1] if side == LEFT and params["batch_group_count"] == 1 else ()
+        operand = operation.operands[side]
+        target = tuple(names if d in kept else () for d, names in enumerate(operand.dims))
+        if operand.dims != target:
+            reader.move_operand(operation, side, target, keep_unreduced=True)
+    result: list[tuple[int, int]] = [(LEFT, numbers.lhs_spec[2])] * operation.output.ndim
+    result[numbers.out_spec[0]] = LEFT, numbers.lhs_spec[0]
+    result[numbers.out_spec[1]] = RIGHT, numbers.rhs_spec[0]
+    channels = [] if grouped else [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+    return product(reader, Product(operation, [], channels, result))
+
+
+def kernel(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A kernel that the partitioner does not look into: every device is given all operands, and computes all of it."""
+    gather_operands(reader, operation)
+    reader.add_flops(operation, kernel_flops(operation.params))
+    return [replicated(var.aval.ndim) for var in operation.equation.outvars]
+
+
+def kernel_flops(params: Any) -> float:
+    """The FLOPs that a Pallas kernel says that it does; 0 where it does not say."""
+    estimate = params.get("cost_estimate")
+    return float(estimate.flops) if estimate else 0.0
+
+
+RULES: dict[str, Rule] = {
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
+    "pallas_call": kernel,
+}

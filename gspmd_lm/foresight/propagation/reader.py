@@ -1,0 +1,301 @@
+"""The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+from gspmd_lm.foresight import equations
+from gspmd_lm.foresight.propagation.record import Recorder, Transfer
+from gspmd_lm.foresight.propagation.sharding import (
+    ArraySharding,
+    CollectiveCost,
+    Dims,
+    MeshShape,
+    array_bytes,
+    axes_of,
+    bytes_to_send,
+    dims_of,
+    rank_of,
+    replicated,
+    total_bytes,
+    without,
+)
+from gspmd_lm.foresight.propagation.wanted import Wanted, wanted_dims
+from gspmd_lm.sharding import op_names
+
+# Those of several terms, or of one: the sum of what they give is what they give of the sum.
+ADDITIVE = frozenset((
+    "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
+    "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
+    "concatenate", "slice", "split", "pad", "rev", "reduce_window_sum", "dynamic_slice", "optimization_barrier",
+    "reshard",
+))  # fmt: skip
+# Those that are so in one of their operands.
+MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
+# Those that read another jaxpr: what they are given is looked at there.
+CONTROL = frozenset((
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "cond", "while", "shard_map",
+))  # fmt: skip
+
+
+@dataclasses.dataclass
+class Operation:
+    """One equation, where the reader meets it."""
+
+    equation: Any
+    stack: str  # the names of the functions around it
+    operands: list[ArraySharding]
+    wanted: Wanted
+
+    @property
+    def primitive(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self.equation.params
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Shapes and dtypes of the operands."""
+        return [atom.aval for atom in self.equation.invars]
+
+    @property
+    def output(self) -> Any:
+        """Shape and dtype of the first result."""
+        return self.equation.outvars[0].aval
+
+    @property
+    def wanted_dims(self) -> Dims | None:
+        """How the first result is wanted to be split, by what reads it; None where the program does not say."""
+        return self.wanted.get(self.equation.outvars[0])
+
+    @functools.cached_property
+    def name(self) -> op_names.OpName:
+        return op_names.parse(f"{self.stack}/{self.primitive}")
+
+    @property
+    def label(self) -> str:
+        """Where in the model the operation stands."""
+        name = self.name
+        return "+".join(name.owners) or name.array or ".".join(name.modules) or self.primitive
+
+    @property
+    def phase(self) -> str:
+        return self.name.phase
+
+
+Rule = Callable[["Reader", Operation], ArraySharding | Sequence[ArraySharding]]
+
+
+class Reader(Recorder):
+    """Reads jaxprs on a mesh by `rules`: a rule for each primitive.
+
+    `loops` are the trip counts of the loops around the operation that is read.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self.mesh = MeshShape(mesh)
+        self.rules = rules
+        self.loops: list[int] = []
+        self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
+
+    # Notes
+
+    def times(self, depth: int) -> int:
+        """How often in a step something runs that the first `depth` loops around it change."""
+        return math.prod(self.loops[:depth])
+
+    def add_flops(self, operation: Operation, flops: float) -> None:
+        """Notes FLOPs of one device, which run in each iteration of all loops around."""
+        if flops:
+            total = self.record.flops.get(operation.phase, 0.0) + flops * math.prod(self.loops)
+            self.record.flops[operation.phase] = total
+
+    def add_unknown(self, what: str) -> None:
+        self.record.unknown[what] += 1
+
+    def add_transfers(
+        self, operation: Operation, aval: Any, source: ArraySharding, target: Dims, costs: Iterable[CollectiveCost],
+        chosen: bool = False,
+    ) -> None:  # fmt: skip
+        """Notes what one device sends of an array. It is sent in each iteration of the loops that change the array."""
+        for cost in costs:
+            self.record.transfers.append(
+                Transfer(
+                    array=operation.label,
+                    shape=tuple(aval.shape),
+                    dtype=str(aval.dtype if source.unreduced else source.narrower or aval.dtype),
+                    source_sharding=self._text(source.dims, source.unreduced),
+                    target_sharding=self._text(target),
+                    kind=cost.kind,
+                    mesh_axes=self.mesh.label(cost.mesh_axes),
+                    bytes=cost.bytes,
+                    times_per_step=self.times(source.loop_depth),
+                    phase=operation.phase,
+                    source=source_info_util.summarize(operation.equation.source_info),
+                    chosen=chosen,
+                )
+            )
+
+    def _text(self, dims: Dims, unreduced: Iterable[str] = ()) -> str:
+        text = ",".join("+".join(names) or "-" for names in dims)
+        return f"{text} +{self.mesh.label(unreduced)}" if unreduced else text
+
+    # Moves
+
+    def move(
+        self, operation: Operation, aval: Any, source: ArraySharding, target: Dims, chosen: bool = False
+    ) -> ArraySharding:
+        """The array in another sharding, its partial sums added up. What must be sent for it is noted.
+
+        It is sent from where that costs least, of the shardings in which the array was before.
+        """
+        result = dataclasses.replace(source.with_dims(target).reduced(), scatter=None)
+        if source.is_constant or not hasattr(aval, "shape"):
+            return dataclasses.replace(result, is_constant=False)
+        costs, begin = self.cheapest(aval, source, target)
+        self.add_transfers(operation, aval, begin, target, costs, chosen)
+        if source.identity is not None and costs:
+            self.record.copies[source.identity] = (*self.record.copies.get(source.identity, ()), result)
+        return dataclasses.replace(result, identity=source.identity)
+
+    def cheapest(self, aval: Any, source: ArraySharding, target: Dims) -> tuple[list[CollectiveCost], ArraySharding]:
+        """The collectives that bring an array to another sharding, and the sharding from which it is sent."""
+        if source.is_constant:
+            return [], source
+        sources = [source, *self.record.copies.get(source.identity, ())]
+        ways = [(self.mesh.reshard(bytes_to_send(aval, one), one.dims, target, one.unreduced), one) for one in sources]
+        costs, begin = min(ways, key=lambda way: total_bytes(way[0]))
+        if source.scatter and source.unreduced:
+            costs = min(costs, self._scattered_elsewhere(aval, source, target), key=total_bytes)
+        return costs, begin
+
+    def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims) -> list[CollectiveCost]:
+        """What it costs to send the rows that are added up to where the sum is wanted, with their indices."""
+        updates, updates_sharding, indices, indices_sharding, dimension = source.scatter
+        columns = [target[dimension[d]] if d in dimension else () for d in range(updates.ndim)]
+        over = axes_of(columns)
+        remaining = without(updates_sharding.dims, over)
+        wanted = tuple(names or left for names, left in zip(columns, remaining, strict=True))
+        costs, _ = self.cheapest(updates, updates_sharding, wanted)
+        costs = [*costs, *self.cheapest(indices, indices_sharding, without(indices_sharding.dims, over))[0]]
+        looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
+        return costs + self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
+
+    def move_operand(self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False) -> None:
+        """Brings an operand to the sharding in which the rule of its operation needs it."""
+        operand, aval = operation.operands[number], operation.inputs[number]
+        summed = operand.reduced() if keep_unreduced else operand
+        moved = self.move(operation, aval, summed, target, chosen=operand.dims != target)
+        operation.operands[number] = dataclasses.replace(
+            moved, unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
+        )
+
+    def destination(self, source: ArraySharding, wanted: Dims | None) -> Dims:
+        """Where a partial sum is best added up: scattered as it is wanted next, where that is possible."""
+        if not wanted or not source.unreduced:
+            return source.dims
+        dims = []
+        for names, others in zip(source.dims, wanted, strict=True):
+            more = [name for name in others if name in source.unreduced and name not in source.mesh_axes]
+            dims.append((*names, *more) if names == others[: len(names)] else names)
+        return tuple(dims)
+
+    def reduce(self, operation: Operation, atom: Any, source: ArraySharding) -> ArraySharding:
+        """The array with its partial sums added up."""
+        return self.move(operation, atom.aval, source, self.destination(source, operation.wanted.get(atom)))
+
+    # The walk
+
+    def read(
+        self, jaxpr: Any, operands: Sequence[ArraySharding], stack: str = "", wanted: Sequence[Dims | None] = ()
+    ) -> list[ArraySharding]:
+        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
+        wants = wanted_dims(jaxpr, wanted)
+        uses = collections.Counter(a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, core.Literal))
+        uses.update(atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal))
+        known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
+        known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
+        constrained: dict[Any, ArraySharding] = {}
+
+        def sharding_of(atom: Any) -> ArraySharding:
+            return replicated(rank_of(atom.aval), True) if isinstance(atom, core.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
+            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
+            if operation.primitive not in ADDITIVE | MULTIPLICATIVE | CONTROL:
+                for number, atom in enumerate(equation.invars):  # one sum for all that reads it
+                    if operation.operands[number].unreduced:
+                        known[atom] = operation.operands[number] = self.reduce(
+                            operation, atom, operation.operands[number]
+                        )
+            if operation.primitive == "sharding_constraint":
+                results = [self._constrained(operation, constrained, uses[equation.outvars[0]])]
+            else:
+                results = self._results(operation)
+            depth = max((one.loop_depth for one in operation.operands), default=0)
+            for var, result in zip(equation.outvars, results, strict=True):
+                if operation.primitive not in CONTROL:
+                    result = dataclasses.replace(result, loop_depth=depth)
+                result = _identified(dataclasses.replace(result, unreduced=result.unreduced - result.mesh_axes))
+                known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
+        return [sharding_of(atom) for atom in jaxpr.outvars]
+
+    def _for_all_uses(self, operation: Operation, var: Any, array: ArraySharding) -> ArraySharding:
+        """An array that is read several times: added up once, and moved once if other dimensions are wanted split."""
+        if array.unreduced:
+            return self.reduce(operation, var, array)
+        wanted = operation.wanted.get(var)
+        if wanted and any(set(a) & axes_of(wanted) - set(b) for a, b in zip(array.dims, wanted, strict=True)):
+            return self.move(operation, var.aval, array, wanted, chosen=True)
+        return array
+
+    def _results(self, operation: Operation) -> list[ArraySharding]:
+        """The shardings of the results of an operation, by the rule of its primitive."""
+        outputs = operation.equation.outvars
+        if operation.primitive not in CONTROL and all(one.is_constant for one in operation.operands):
+            self.add_flops(operation, equations.flops(operation.equation))
+            return [replicated(rank_of(var.aval), is_constant=True) for var in outputs]
+        rule = self.rules.get(operation.primitive, unknown)
+        found = rule(self, operation)
+        return [found] * len(outputs) if isinstance(found, ArraySharding) else list(found)
+
+    def _constrained(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
+        """An array where the program says that it is. XLA does the same constraint of the same array once."""
+        operand, aval = operation.operands[0], operation.inputs[0]
+        target = dims_of(operation.params["sharding"].spec, aval.ndim)
+        if operand.unreduced and uses == 1:  # what is constrained twice in a row is added up where it goes last
+            target = self.destination(operand.with_dims(target), operation.wanted_dims)
+        key = operation.equation.invars[0], target
+        if isinstance(key[0], core.Literal) or key not in seen:
+            moved = self.move(operation, aval, operand, target)
+            if isinstance(key[0], core.Literal):
+                return moved
+            seen[key] = moved
+        return seen[key]
+
+
+def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A primitive without a rule: it is noted, and every device is given all operands."""
+    reader.add_unknown(operation.primitive)
+    gather_operands(reader, operation)
+    return [replicated(rank_of(var.aval)) for var in operation.equation.outvars]
+
+
+def _identified(array: ArraySharding) -> ArraySharding:
+    return array if array.identity is not None else dataclasses.replace(array, identity=object())
+
+
+def gather_operands(reader: Reader, operation: Operation) -> None:
+    """Brings all operands to every device."""
+    for number, aval in enumerate(operation.inputs):
+        reader.move_operand(operation, number, ((),) * rank_of(aval))

@@ -1,0 +1,133 @@
+"""What is noted while a step is read, and what the result says of it."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from gspmd_lm.foresight.propagation.sharding import ArraySharding
+
+_TRIFLE = 0.01  # of all bytes
+
+
+class Transfer(NamedTuple):
+    """One collective of the step: an array on its way from one sharding to another."""
+
+    array: str  # where in the model: layers.attention.wq, residual, loss
+    shape: tuple[int, ...]
+    dtype: str
+    source_sharding: str  # fsdp,-,tensor; '+fsdp' behind it is a partial sum over fsdp
+    target_sharding: str
+    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute
+    mesh_axes: str  # fsdp, or fsdp+tensor
+    bytes: float  # what one device sends each time
+    times_per_step: int
+    phase: str  # forward, backward, recomputation, optimizer
+    source: str  # file:line
+    chosen: bool  # by the reader, between ways to compute an operation whose operands do not fit each other
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.bytes * self.times_per_step
+
+
+@dataclasses.dataclass
+class Record:
+    """What was noted so far."""
+
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
+    unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    # An array's identity -> the shardings in which devices have it already.
+    copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(transfer.bytes_per_step for transfer in self.transfers)
+
+    def add(self, other: "Record") -> None:
+        self.transfers += other.transfers
+        for phase, flops in other.flops.items():
+            self.flops[phase] = self.flops.get(phase, 0.0) + flops
+        self.unknown += other.unknown
+        self.copies = other.copies
+
+
+class Recorder:
+    """Has the record of the reader, which can try something and discard what it noted."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Record]:
+        """A context that notes in a record of its own, as if what was noted before had been noted there too."""
+        before = self.record
+        self.record = Record(copies=dict(before.copies))
+        try:
+            yield self.record
+        finally:
+            self.record = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What one device sends and computes in a step, as its traced program says.
+
+    `unknown` names what the reader has no rule for, and how often the program has it. The operands of such a primitive
+    are counted as gathered, the body of a `while` as run once.
+    """
+
+    transfers: tuple[Transfer, ...]
+    flops_by_phase: Mapping[str, float]
+    unknown: Mapping[str, int]
+
+    @functools.cached_property
+    def bytes_by_axes(self) -> dict[str, float]:
+        """Mesh axes -> the bytes that one device sends over them in a step."""
+        total: dict[str, float] = collections.defaultdict(float)
+        for transfer in self.transfers:
+            total[transfer.mesh_axes] += transfer.bytes_per_step
+        return dict(total)
+
+    @property
+    def communication_bytes(self) -> float:
+        """The bytes that one device sends in a step."""
+        return sum(transfer.bytes_per_step for transfer in self.transfers)
+
+    @property
+    def chosen_bytes(self) -> float:
+        """The part of `communication_bytes` that follows from the reader's choice between ways to compute."""
+        return sum(transfer.bytes_per_step for transfer in self.transfers if transfer.chosen)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `communication_bytes` is a lower bound; else it is an estimate.
+
+        It is one if the program says how arrays are sharded, but for trifles such as the integers of a look-up.
+        """
+        return not self.estimated_because
+
+    @property
+    def estimated_because(self) -> str:
+        """Why `communication_bytes` is an estimate; '' if it is a lower bound."""
+        if self.unknown:
+            return f"there is no rule for {', '.join(self.unknown)}"
+        is_open = self.chosen_bytes > _TRIFLE * self.communication_bytes
+        return "the program does not say how all arrays are sharded" if is_open else ""
+
+    def bytes_if_wider(self, itemsize: int) -> float:
+        """The bytes that one device sends in a step if no element has fewer bytes than `itemsize`."""
+        return sum(
+            transfer.bytes_per_step * max(1.0, itemsize / jnp.dtype(transfer.dtype).itemsize)
+            for transfer in self.transfers
+        )
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of the matmuls, convolutions and kernels of one device, recomputation included."""
+        return sum(self.flops_by_phase.values())

@@ -1,0 +1,144 @@
+"""How an array of a traced step is sharded, and what collectives bring it to another sharding."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gspmd_lm.hardware.network import sent_bytes
+
+MeshAxes = tuple[str, ...]
+Dims = tuple[MeshAxes, ...]  # of each dimension, the mesh axes that split it, the major one first
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySharding:
+    """What the reader knows of an array: how it is sharded, and over which mesh axes it is still a partial sum."""
+
+    dims: Dims = ()
+    unreduced: frozenset[str] = frozenset()
+    is_constant: bool = False  # made of constants alone: each device makes what it needs
+    loop_depth: int = 0  # how many of the loops around it change it; the collectives of others are hoisted
+    narrower: Any = None  # the dtype that it was converted from, if that has fewer bytes: it can be sent before
+    identity: Any = dataclasses.field(default=None, compare=False)  # an array is brought to a sharding once
+    scatter: Any = dataclasses.field(default=None, compare=False)  # the `ScatterAdd` that it is the result of
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """The mesh axes that split some dimension."""
+        return axes_of(self.dims)
+
+    def with_dims(self, dims: Iterable[MeshAxes]) -> "ArraySharding":
+        """The same array where its dimensions are split otherwise. What cannot be both is no longer unreduced."""
+        dims = tuple(dims)
+        return dataclasses.replace(self, dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
+
+    def reduced(self) -> "ArraySharding":
+        """The same sharding of an array that is no partial sum."""
+        return dataclasses.replace(self, unreduced=frozenset())
+
+
+class ScatterAdd(NamedTuple):
+    """Rows that were added into an array of zeros: the rows can be sent where the sum is wanted, instead of the sum."""
+
+    updates: Any  # their shape and dtype
+    updates_sharding: ArraySharding
+    indices: Any
+    indices_sharding: ArraySharding
+    dimension: Mapping[int, int]  # of the updates -> of the result, where a dimension is not looked up
+
+
+class CollectiveCost(NamedTuple):
+    """One collective: what one device sends."""
+
+    kind: str
+    mesh_axes: frozenset[str]
+    bytes: float
+
+
+def replicated(rank: int, is_constant: bool = False) -> ArraySharding:
+    """The sharding of an array that every device has whole."""
+    return ArraySharding(((),) * rank, is_constant=is_constant)
+
+
+def axes_of(dims: Iterable[Sequence[str]]) -> frozenset[str]:
+    return frozenset(name for names in dims for name in names)
+
+
+def without(dims: Iterable[MeshAxes], dropped: Iterable[str]) -> Dims:
+    """`dims` without some mesh axes."""
+    dropped = frozenset(dropped)
+    return tuple(tuple(name for name in names if name not in dropped) for names in dims)
+
+
+def dims_of(spec: Iterable[Any], rank: int) -> Dims:
+    """The mesh axes of each of `rank` dimensions, as a jax PartitionSpec has them."""
+    entries = (*spec, *(None,) * rank)[:rank]
+    return tuple(() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in entries)
+
+
+def rank_of(aval: Any) -> int:
+    """The number of dimensions; 0 for what is no array, such as a token of an effect."""
+    return getattr(aval, "ndim", 0)
+
+
+def array_bytes(aval: Any) -> int:
+    """The bytes of a whole array; of a random key, those of its words."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
+
+
+class MeshShape(dict[str, int]):
+    """Sizes by the name of a mesh axis, and the costs of collectives over these axes."""
+
+    def shards(self, names: Iterable[str]) -> int:
+        """How many pieces some mesh axes make."""
+        return math.prod(self[name] for name in names)
+
+    def local_bytes(self, aval: Any, dims: Dims) -> float:
+        """The bytes that one device holds of an array."""
+        return array_bytes(aval) / self.shards(axes_of(dims))
+
+    def label(self, names: Iterable[str]) -> str:
+        """'fsdp+tensor'."""
+        names = frozenset(names)
+        return "+".join(name for name in self if name in names)
+
+    def cost(self, kind: str, names: Iterable[str], input_bytes: float) -> list[CollectiveCost]:
+        """The cost of one collective, of which a device hands in `input_bytes`; none where one device is alone."""
+        names = frozenset(names)
+        shards = self.shards(names)
+        sent = sent_bytes(kind, input_bytes * (shards if kind == "all-gather" else 1), shards)
+        return [CollectiveCost(kind, names, sent)] if shards > 1 and sent else []
+
+    def reshard(self, size_bytes: float, source: Dims, target: Dims, unreduced: Iterable[str] = ()
+                ) -> list[CollectiveCost]:  # fmt: skip
+        """The collectives that bring an array of `size_bytes` from one sharding to another.
+
+        A device first drops what its target shard does not have, which costs nothing. A partial sum is scattered over
+        the mesh axes that split the target, and reduced to all over the others. A mesh axis that splits another
+        dimension of the target is exchanged, and one that splits none of them is gathered.
+        """
+        source_axes, target_axes = axes_of(source), axes_of(target)
+        summed = frozenset(unreduced) - source_axes
+        exchanged = {
+            name for names, wanted in zip(source, target, strict=True) for name in names
+            if name in target_axes and name not in wanted
+        }  # fmt: skip
+        local = size_bytes / self.shards(source_axes | (target_axes - summed))
+        costs = self.cost("reduce-scatter", summed & target_axes, local)
+        local /= self.shards(summed & target_axes)
+        costs += self.cost("all-reduce", summed - target_axes, local)
+        costs += self.cost("all-to-all", exchanged, local)
+        costs += self.cost("all-gather", source_axes - target_axes, local)
+        return costs
+
+
+def bytes_to_send(aval: Any, array: ArraySharding) -> int:
+    """The bytes of a whole array when it is sent. A partial sum is one in its own dtype only."""
+    if array.narrower is None or array.unreduced:
+        return array_bytes(aval)
+    return math.prod(aval.shape) * array.narrower.itemsize
+
+
+def total_bytes(costs: Iterable[CollectiveCost]) -> float:
+    return sum(cost.bytes for cost in costs)

@@ -1,0 +1,220 @@
+"""What a traced step says of its communication and FLOPs, beside what its compiled program has."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.collectives import count, ring_bytes
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.timing.flops import flops_of
+from tests.foresight.plain_models import LAYOUTS, MODELS, train_step
+
+FSDP, TENSOR = 2, 4
+
+
+def abstract(sizes):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+MESH = abstract({"fsdp": FSDP, "tensor": TENSOR})
+
+
+def at(*dims):
+    return NamedSharding(MESH, PartitionSpec(*dims))
+
+
+def array(shape, *dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=at(*dims))
+
+
+def put(x, *dims):
+    return jax.lax.with_sharding_constraint(x, at(*dims))
+
+
+def reading(function, *arguments):
+    with jax.sharding.use_abstract_mesh(MESH):
+        return read_step(jax.make_jaxpr(function)(*arguments), arguments)
+
+
+def kinds(found):
+    """(kind, mesh axes, bytes each time, times) of each collective."""
+    return sorted((one.kind, one.mesh_axes, one.bytes, one.times_per_step) for one in found.transfers)
+
+
+# Beside compiled programs
+
+
+def compiled_text(name, sizes, rules):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(tuple(sizes.values())), tuple(sizes),
+                axis_types=(AxisType.Auto,) * len(sizes))  # fmt: skip
+    jitted, arguments = train_step(name, rules, mesh)
+    with jax.set_mesh(mesh):
+        return jitted.lower(*arguments).compile().as_text()
+
+
+# Of what a compiled program sends, how much its trace must show at least. XLA sends more where it adds up the
+# gradients of q, k and v apart, and both of a tied table; where it looks up in a split table by a sum, instead of
+# gathering the table; and, on CPU, where it reduces gradients to all instead of scattering them.
+DEFAULT = {("looped_recomputed", "fsdp2tp4"), ("translator", "tp"), ("classifier", "tp"), ("translator", "fsdp")}
+AT_LEAST = {"dp": 0.8, "fsdp": 0.6, "tp": 0.6, "fsdp2tp4": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow)
+        for case in itertools.product(MODELS, LAYOUTS)
+    ],
+)
+def test_a_plain_step_computes_what_is_read_and_sends_no_less(name, layout):
+    sizes, rules = LAYOUTS[layout]
+    mesh = abstract(sizes)
+    jitted, arguments = train_step(name, rules, mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = read_step(jax.make_jaxpr(jitted)(*arguments), arguments)
+    text = compiled_text(name, sizes, rules)
+    module = hlo.parse(text)
+    assert found.unknown == {}
+    assert found.flops == sum(flops_of(module, step.instruction) * step.executions for step in module.steps())
+    sent = ring_bytes(count(text))
+    assert AT_LEAST[layout] * sent <= found.communication_bytes <= sent
+
+
+# Rules
+
+
+def test_a_contracted_dimension_that_is_split_gives_a_sum_which_is_made_where_it_is_wanted():
+    x, w = array((8, 16), "fsdp", "tensor"), array((16, 32), "tensor", None)
+    local = 8 / FSDP * 32 * 4
+    ring = local * (TENSOR - 1) / TENSOR
+    assert kinds(reading(lambda x, w: put(x @ w, "fsdp", None), x, w)) == [("all-reduce", "tensor", 2 * ring, 1)]
+    assert kinds(reading(lambda x, w: put(x @ w, "fsdp", "tensor"), x, w)) == [("reduce-scatter", "tensor", ring, 1)]
+    assert not reading(lambda x, w: x @ w, x, w).chosen_bytes
+    assert reading(lambda x, w: x @ w, x, w).flops == 2 * 8 * 16 * 32 / 8
+
+
+def test_sums_that_are_added_are_made_once_and_sums_that_are_squared_before():
+    x, w = array((8, 16), None, "tensor"), array((16, 32), "tensor", None)
+    one = 2 * 8 * 32 * 4 * (TENSOR - 1) / TENSOR
+    assert kinds(reading(lambda x, w: 3 * (x @ w) - (2 * x) @ w, x, w)) == [("all-reduce", "tensor", one, 1)]
+    assert reading(lambda x, w: jnp.tanh(x @ w) + x @ w * 2, x, w).communication_bytes == 2 * one
+
+
+def test_a_weight_split_as_the_rows_are_is_gathered_or_its_rows_are_exchanged_whichever_is_less():
+    w = array((16, 32), "fsdp", None)
+    few, many = (
+        reading(lambda x, w: put(x @ w, "fsdp", None), array((rows, 16), "fsdp", None), w) for rows in (2, 512)
+    )
+    assert kinds(many) == [("all-gather", "fsdp", 16 / 2 * 32 * 4, 1)]
+    assert {kind for kind, *_ in kinds(few)} == {"all-to-all", "reduce-scatter"}
+    assert not many.is_bound and many.chosen_bytes == many.communication_bytes
+    assert few.communication_bytes < many.communication_bytes
+
+
+def test_a_loop_counts_each_time_but_sends_once_what_does_not_change():
+    def looped(x, same, each):
+        def body(x, w):
+            return put(jnp.tanh(x @ put(same, None, None) @ put(w, None, None)), "fsdp", None), None
+
+        return jax.lax.scan(body, x, each)[0]
+
+    x, same, each = array((8, 16), "fsdp"), array((16, 16), "tensor"), array((5, 16, 16), None, "tensor")
+    found = reading(looped, x, same, each)
+    gathered = 16 / TENSOR * 16 * 4 * (TENSOR - 1)
+    assert kinds(found) == [("all-gather", "tensor", gathered, 1), ("all-gather", "tensor", gathered, 5)]
+    assert found.flops == 5 * 2 * 2 * 8 * 16 * 16 / FSDP
+    assert found.is_bound
+
+
+def test_a_sum_that_a_loop_carries_is_made_after_it():
+    def accumulated(xs, ys):
+        return put(jax.lax.scan(lambda total, xy: (total + xy[0].T @ xy[1], None), jnp.zeros((16, 32)), (xs, ys))[0])
+
+    found = reading(accumulated, array((5, 8, 16), None, "fsdp"), array((5, 8, 32), None, "fsdp"))
+    assert kinds(found) == [("all-reduce", "fsdp", 2 * 16 * 32 * 4 / 2, 1)]
+
+
+def test_an_array_is_gathered_once_unless_it_is_computed_again():
+    def loss(w, x, again):
+        function = jax.checkpoint(lambda x: jnp.sin(x @ put(w, None, None))) if again else lambda x: jnp.sin(x @ w)
+        w = put(w, None, None)
+        return function(jnp.sin(x)).sum()
+
+    w, x = array((16, 16), "tensor", None), array((8, 16), None, None)
+    gathered = 16 / TENSOR * 16 * 4 * (TENSOR - 1)
+    kept, again = (reading(jax.grad(lambda w, x, a=a: loss(w, x, a)), w, x) for a in (False, True))
+    assert sum(one.bytes for one in kept.transfers if one.kind == "all-gather") == gathered
+    assert again.flops_by_phase["recomputation"] == 2 * 8 * 16 * 16
+    assert "recomputation" not in kept.flops_by_phase
+    rows, w = array((512, 16), "fsdp"), array((16, 16), "fsdp")
+    twice = reading(lambda x, y, w: (put(x @ w, "fsdp"), put(y @ w, "fsdp")), rows, rows, w)
+    assert kinds(twice) == [("all-gather", "fsdp", 16 / FSDP * 16 * 4, 1)]
+
+
+def test_what_has_no_rule_is_named_and_its_operands_are_counted_as_gathered():
+    found = reading(lambda x: jnp.fft.fft(x), array((8, 16), "fsdp", None, dtype=jnp.complex64))
+    assert found.unknown == {"fft": 1} and not found.is_bound
+    assert found.bytes_by_axes == {"fsdp": 8 / 2 * 16 * 8}
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so_and_of_branches_the_one_that_sends_least():
+    x, w = array((16, 16), None, "tensor"), array((16, 16), "tensor", None)
+    found = reading(lambda x, w: jax.lax.while_loop(lambda y: y.sum() < 9, lambda y: put(y @ w), put(x)), x, w)
+    assert found.unknown == {"the trip count of a while loop": 1}
+    assert found.flops == 2 * 16**3 / TENSOR
+
+    def branches(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: put(put(x @ w, None, "tensor") @ w), lambda: put(x @ w))
+
+    chosen = reading(branches, x, w)
+    assert sum(one.bytes for one in chosen.transfers if one.shape == (16, 16)) == 2 * 16 * 16 * 4 * 3 / 4
+    assert chosen.flops == 2 * 2 * 16**3 / TENSOR
+
+
+def test_rows_of_a_split_table_are_added_up_or_the_table_is_gathered_whichever_is_less():
+    table, few, many = array((64, 8), "tensor"), *(array((rows,), None, dtype=jnp.int32) for rows in (4, 4096))
+    look_up = lambda table, ids: put(table[ids])  # noqa: E731
+    assert [kind for kind, *_ in kinds(reading(look_up, table, few))] == ["all-reduce"]
+    assert [kind for kind, *_ in kinds(reading(look_up, table, many))] == ["all-gather"]
+
+
+def test_what_a_program_of_one_device_sends_is_what_it_says():
+    def rings(x):
+        def body(carry, _):
+            return jax.lax.ppermute(carry, "fsdp", [(0, 1), (1, 0)]), None
+
+        return jax.lax.psum(jax.lax.scan(body, x, None, length=3)[0] @ x.T, "tensor")
+
+    mapped = jax.shard_map(rings, mesh=MESH, in_specs=PartitionSpec("fsdp", "tensor"), out_specs=PartitionSpec("fsdp"),
+                           check_vma=False)  # fmt: skip
+    found = reading(mapped, array((8, 16), "fsdp"))
+    local, result = 4 * 4 * 4, 4 * 4 * 4
+    assert kinds(found) == [("all-reduce", "tensor", 2 * result * 3 / 4, 1), ("collective-permute", "fsdp", local, 3)]
+    assert found.flops == 2 * 4 * 4 * 4
+
+
+def test_an_array_is_sent_before_it_is_made_wider():
+    x = array((8, 16), "fsdp", dtype=jnp.bfloat16)
+    (gathered,) = reading(lambda x: put(x.astype(jnp.float32)), x).transfers
+    assert (gathered.kind, gathered.bytes, gathered.dtype) == ("all-gather", 8 / 2 * 16 * 2, "bfloat16")
+    w = array((16, 4), "tensor", dtype=jnp.bfloat16)
+    sums = reading(lambda x, w: put((x @ w).astype(jnp.float32)), array((8, 16), None, "tensor", dtype=jnp.bfloat16), w)
+    assert [one.dtype for one in sums.transfers] == ["float32"]  # a partial sum that was made in float32 is one there
+
+
+def test_where_a_transfer_stands_in_the_program():
+    def loss(w, x):
+        with jax.named_scope("of.layers.mlp.w_up"):
+            return jnp.tanh(x @ put(w, None, None)).sum()
+
+    found = reading(jax.grad(loss), array((16, 16), "fsdp"), array((8, 16)))
+    (gathered,) = [one for one in found.transfers if one.kind == "all-gather" and one.phase == "forward"]
+    assert gathered.array == "layers.mlp.w_up" and "test_propagation.py" in gathered.source
+    assert (gathered.source_sharding, gathered.target_sharding) == ("fsdp,-", "-,-")
+    assert math.isclose(gathered.bytes_per_step, 8 * 16 * 4)
