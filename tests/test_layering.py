@@ -50,7 +50,7 @@ IN_FORESIGHT = {
     "memory": "hlo",
     "collectives": "graph hlo",
     "propagation": "equations",
-    "bounds": "graph propagation",
+    "bounds": "equations graph propagation",
     "any_step": "bounds",
     "compile": "any_step exported",
     "timing": "equations collectives hlo",

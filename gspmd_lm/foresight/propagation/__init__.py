@@ -24,8 +24,8 @@ estimate. XLA sends more where it adds up partial sums apart, or earlier.
 
 A mesh of devices does as well as an abstract one. Without a mesh, `read_step(jaxpr).flops` are those of all devices.
 
-`reader.py` walks. `sharding.py` says which collectives bring an array to another sharding, and `network.sent_bytes` what
-they send. The other modules have the rules of primitives.
+`reader.py` walks. `sharding.py` says which collectives bring an array to another sharding; `network.sent_bytes` says
+what they send. The other modules have the rules of primitives.
 """
 
 from collections.abc import Mapping
