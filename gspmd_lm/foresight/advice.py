@@ -74,6 +74,7 @@ def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
     findings = [
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_unpriced(report.prediction),
+        *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_not_donated(memory),
         *_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),

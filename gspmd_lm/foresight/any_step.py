@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight.bounds import any_model
+from gspmd_lm.foresight.propagation import Reading, read_step
 
 _MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
 _ABSTRACT = (
@@ -63,6 +64,7 @@ class BuiltProgram:
     arguments: Mapping[str, jax.ShapeDtypeStruct]  # by path, such as state.params['w']; those that the step reads
     options: Mapping[str, Any]  # of the compiler, as `jax.jit` was given them
     flops: float  # of all devices, without recomputation
+    reading: Reading  # what one device sends at least
 
     @property
     def held(self) -> dict[str, Any]:
@@ -71,9 +73,14 @@ class BuiltProgram:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its mesh, its FLOPs, and the path, shape, split and bytes of each argument, as plain values."""
+        """Its mesh and FLOPs, the path, shape, split and bytes of each argument, and what is sent, as plain values."""
         arguments = [[path, like.shape, split(like), bytes_per_device(like)] for path, like in self.arguments.items()]
-        return {"mesh": dict(self.mesh.shape), "flops": self.flops, "arguments": arguments}
+        return {
+            "mesh": dict(self.mesh.shape),
+            "flops": self.flops,
+            "arguments": arguments,
+            "communication": any_model.communication(self.reading),
+        }
 
     def lower(self) -> jax.stages.Lowered:
         return self.lowered
@@ -114,13 +121,15 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
             f"  fix   make it of those that are given, such as {_MESH}, or name a target of {mesh.size} devices"
         )
     paths, avals = traced.jaxpr.jaxpr.debug_info.arg_names, jax.tree.leaves(traced.in_avals)
-    arguments = {}
+    arguments, placed_leaves = {}, [*avals]
     for number, sharding in zip(sorted(known["kept_var_idx"]), known["in_shardings"], strict=True):
         path = (paths[number] if paths and len(paths) == len(avals) else None) or f"argument {number}"
         placed = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
         arguments[path] = jax.ShapeDtypeStruct(avals[number].shape, avals[number].dtype, sharding=placed)
-    flops = any_model.jaxpr_flops(traced.jaxpr.jaxpr)
-    return BuiltProgram(lowered, mesh, arguments, dict(lowering._compiler_options_kvs), flops)
+        placed_leaves[number] = arguments[path]
+    flops, options = any_model.jaxpr_flops(traced.jaxpr.jaxpr), dict(lowering._compiler_options_kvs)
+    reading = read_step(traced.jaxpr, placed_leaves, traced.out_info, mesh.shape)
+    return BuiltProgram(lowered, mesh, arguments, options, flops, reading)
 
 
 def bytes_per_device(like: Any) -> int:

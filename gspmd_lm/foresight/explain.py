@@ -172,7 +172,8 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
     ]
     rules, graph = dataclasses.replace(NO_RULES, mesh=mesh), DataflowGraph(jax.make_jaxpr(lambda: ())(), ())
     read = _read(program, rules, target, [], graph, flops, None, NOT_COMPARED)
-    compute_s = target.chip and flops / target.chip.peak_bf16_flops_per_s
+    compute_s, sent = target.chip and flops / target.chip.peak_bf16_flops_per_s, program.step["communication"]
+    dtype = "float32" if sent["float32_bytes"] == sent["communication_bytes"] else "bfloat16"
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -188,7 +189,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         collectives=read.collectives,
         prediction=read.prediction,
         no_prediction=read.no_prediction,
-        floor=LowerBounds(compute_s, None, None, {}, flops, ""),
+        floor=LowerBounds(compute_s, None, flops=flops, dtype=dtype, **sent),
         warnings=(),
         compile_s=program.compile_s,
         versions=_versions(program),

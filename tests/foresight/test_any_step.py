@@ -34,6 +34,7 @@ def test_the_report_says_what_the_program_holds_sends_and_computes(descent):
     assert (descent.mesh, descent.config, descent.rules) == ({"data": 4, "tensor": 2}, "tests.own_steps:descent", "")
     assert descent.memory.arguments_bytes == 2 * matrix_bytes // 2 + 4 * ROWS // 4 * WIDTH
     assert descent.floor.flops == MATMULS * 2 * ROWS * WIDTH * WIDE / 8
+    assert descent.floor.communication_bytes == pytest.approx(descent.sent_bytes, rel=1e-4) and descent.above_floor
     gradients = [one for one in descent.collectives if one.mesh_axes == ("data",) and one.phase == "backward"]
     assert sum(one.bytes_per_device_per_step for one in gradients) == 2 * matrix_bytes // 2 * 2 * 3 // 4
     assert {one.phase for one in descent.collectives} <= {"forward", "backward", "recomputation", "other"}

@@ -30,17 +30,25 @@ def of_training(task: Task, rules: Rules, arrays: Arrays, chip: Chip | None, rea
     `reading` is that of the whole step. FLOPs are shared out evenly over all devices, however few of them the rules
     use. Activations that are kept for the backward pass are not counted among the bytes of memory.
     """
-    flops, sent = traced_flops(task, arrays) / rules.devices, reading.bytes_by_axes
+    flops = traced_flops(task, arrays) / rules.devices
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
         memory_s=chip and updated_bytes(rules, arrays) / chip.hbm_bytes_per_s,
-        communication_bytes=round(reading.communication_bytes),
-        communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
         flops=flops,
         dtype=task.compute_dtype,
-        float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
-        estimated_because=reading.estimated_because,
+        **communication(reading),
     )
+
+
+def communication(reading: Reading) -> dict[str, Any]:
+    """The fields of `LowerBounds` that say what one device sends."""
+    sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
+    return {
+        "communication_bytes": round(reading.communication_bytes),
+        "communication_by_axis": {axes: size for axes, size in sent.items() if size},
+        "float32_bytes": round(reading.bytes_if_wider(FLOAT32_BYTES)),
+        "estimated_because": reading.estimated_because,
+    }
 
 
 def traced_flops(task: Task, arrays: Arrays) -> float:
