@@ -57,8 +57,8 @@ def about(report: Report) -> str:
         some = report.active_parameters < report.parameters
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
         sizes = f"{parameters}, {human_count(report.tokens)} tokens per step"
-    said = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
-    return f"{said}; attention: {report.attention}" if report.attention else said
+    sentence = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
+    return f"{sentence}; attention: {report.attention}" if report.attention else sentence
 
 
 def sections(report: Report) -> list[Section]:
@@ -105,26 +105,28 @@ def _table(name: str, parts: Sequence[Part], whole: float) -> Table:
 
 
 def _time(report: Report) -> Section:
-    found = report.prediction
-    if found is None:
+    prediction = report.prediction
+    if prediction is None:
         return Section("Step time", "predicted", [], [Fact("step time", "none", report.no_prediction)])
-    step_s, exposed_s = found.step_time_s, found.exposed_communication_s
-    sent = f"{exposed_s / step_s:.1%} of the step, of {human_seconds(found.communication_s)} in all"
+    step_s, exposed_s = prediction.step_time_s, prediction.exposed_communication_s
+    sent = f"{exposed_s / step_s:.1%} of the step, of {human_seconds(prediction.communication_s)} in all"
     facts = [
-        Fact("step time", human_seconds(step_s), f"error: {found.error}"),
-        Fact("MFU", f"{found.mfu:.1%}")
-        if found.tokens_per_s_per_device is None
-        else Fact("tokens/s per device", f"{found.tokens_per_s_per_device:,.0f}", f"MFU {found.mfu:.1%}"),
+        Fact("step time", human_seconds(step_s), f"error: {prediction.error}"),
+        Fact("MFU", f"{prediction.mfu:.1%}")
+        if prediction.tokens_per_s_per_device is None
+        else Fact("tokens/s per device", f"{prediction.tokens_per_s_per_device:,.0f}", f"MFU {prediction.mfu:.1%}"),
         Fact("exposed communication", human_seconds(exposed_s), sent),
     ]
     blocks: list[Block] = [
         Figure(time_bar(report, step_s)),
-        Pair((_table("Where the step's time goes", time_parts(report), step_s), Notes(_time_notes(report, found)))),
+        Pair(
+            (_table("Where the step's time goes", time_parts(report), step_s), Notes(_time_notes(report, prediction)))
+        ),
     ]
-    if found.fusions:
-        computed_s = found.matmul_s + found.attention_s + found.other_s
-        rest_s = max(computed_s - sum(seconds for _, seconds in found.fusions), 0.0)
-        costly = (*found.fusions, ("all others", rest_s), ("compute", computed_s))
+    if prediction.fusions:
+        computed_s = prediction.matmul_s + prediction.attention_s + prediction.other_s
+        rest_s = max(computed_s - sum(seconds for _, seconds in prediction.fusions), 0.0)
+        costly = (*prediction.fusions, ("all others", rest_s), ("compute", computed_s))
         rows = [{"operation": name, "time per step": human_seconds(part_s)} for name, part_s in costly]
         operations = table_of("Costliest operations", rows, ("operation",))
         blocks.append(Folded("Costliest operations", [operations]))
@@ -251,7 +253,7 @@ def fit(memory: Memory) -> str:
 def memory_parts(report: Report) -> list[Part]:
     """The parts of a device's memory."""
     memory = report.memory
-    found = [
+    parts = [
         ("weights", "weights", memory.weights_bytes),
         ("cache", "cache", memory.cache_bytes)
         if memory.cache_bytes
@@ -259,9 +261,9 @@ def memory_parts(report: Report) -> list[Part]:
         ("batch", "batch", memory.batch_bytes),
     ]
     if report.phase == "step":
-        found = [("arguments", "weights", memory.arguments_bytes), ("results", "batch", memory.results_bytes)]
-    found.append(("temporaries", "temporaries", memory.temporaries_bytes))
-    return [Part(kind, name, size, human_bytes(size)) for name, kind, size in found]
+        parts = [("arguments", "weights", memory.arguments_bytes), ("results", "batch", memory.results_bytes)]
+    parts.append(("temporaries", "temporaries", memory.temporaries_bytes))
+    return [Part(kind, name, size, human_bytes(size)) for name, kind, size in parts]
 
 
 def time_parts(report: Report) -> list[Part]:

@@ -33,7 +33,7 @@ def test_what_a_scope_writes_is_read(role, names, expected):
         with op_names.scope(role, *names):
             return jnp.sin(x)
 
-    assert op_names.parse(written(function, (4,))) == op_names.OpName("optimizer", (), **expected)
+    assert op_names.parse(written(function, (4,))) == op_names.OpName("other", (), **expected)
 
 
 def test_a_scope_that_nothing_reads_is_refused():

@@ -70,8 +70,8 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         for var, leaf in zip(jaxpr.outvars, places, strict=True)
     ]
     reader = Reader(mesh, RULES)
-    found = reader.read(jaxpr, operands, wanted=wanted)
-    for var, result, dims in zip(jaxpr.outvars, found, wanted, strict=True):
+    shardings = reader.read(jaxpr, operands, wanted=wanted)
+    for var, result, dims in zip(jaxpr.outvars, shardings, wanted, strict=True):
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
             last = Operation(jaxpr.eqns[-1], "", [], {})
             reader.move(last, var.aval, result, result.dims if dims is None else dims)

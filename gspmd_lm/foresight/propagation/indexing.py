@@ -49,23 +49,23 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     for number, target in enumerate((tuple(wanted), tuple(remaining))):
         if operation.operands[number].dims != target:
             reader.move_operand(operation, number, target, keep_unreduced=number == 0)
-    found = _looked_up(operation, tuple(wanted), tuple(remaining), table.unreduced)
+    columns_split = _looked_up(operation, tuple(wanted), tuple(remaining), table.unreduced)
     if indices.mesh_axes <= axes_of(remaining) or operation.wanted_dims:
-        return found
+        return columns_split
     # A mesh axis splits the columns of the table and the rows of the indices. The rows that are found go back to the
     # devices that asked for them.
     rows = _looked_up(operation, without(wanted, indices.mesh_axes), indices.dims, table.unreduced)
-    back = reader.move(operation, operation.output, found.reduced(), rows.dims, chosen=True)
+    back = reader.move(operation, operation.output, columns_split.reduced(), rows.dims, chosen=True)
     return dataclasses.replace(back, unreduced=rows.unreduced)
 
 
 def _masked_bytes(reader: Reader, operation: Operation, split: frozenset[str], whole: Dims) -> float:
     """What it costs at least to look up in each device's rows, and to add up what is found."""
     mesh, indices = reader.mesh, operation.operands[1]
-    found = array_bytes(operation.output) / mesh.shards(axes_of(whole) | (indices.mesh_axes - split))
+    rows_bytes = array_bytes(operation.output) / mesh.shards(axes_of(whole) | (indices.mesh_axes - split))
     kind = "reduce-scatter" if split <= axes_of(operation.wanted_dims or ()) else "all-reduce"
     ids = mesh.local_bytes(operation.inputs[1], indices.dims)
-    return total_bytes([*mesh.cost(kind, split, found), *mesh.cost("all-gather", indices.mesh_axes & split, ids)])
+    return total_bytes([*mesh.cost(kind, split, rows_bytes), *mesh.cost("all-gather", indices.mesh_axes & split, ids)])
 
 
 def _gathered_bytes(reader: Reader, operation: Operation, split: frozenset[str]) -> float:

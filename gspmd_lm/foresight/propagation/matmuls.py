@@ -124,8 +124,8 @@ def dot_general(reader: Reader, operation: Operation) -> ArraySharding:
     contracted, batch = operation.params["dimension_numbers"]
     result = [(LEFT, d) for d in batch[LEFT]]
     for side in (LEFT, RIGHT):
-        own = (*batch[side], *contracted[side])
-        result += [(side, d) for d in range(operation.inputs[side].ndim) if d not in own]
+        shared = (*batch[side], *contracted[side])
+        result += [(side, d) for d in range(operation.inputs[side].ndim) if d not in shared]
     same, summed = list(zip(*batch, strict=True)), list(zip(*contracted, strict=True))
     return product(reader, Product(operation, same, summed, result))
 

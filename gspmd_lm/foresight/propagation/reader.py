@@ -266,8 +266,8 @@ class Reader(Recorder):
             self.add_flops(operation, equations.flops(operation.equation))
             return [replicated(rank_of(var.aval), is_constant=True) for var in outputs]
         rule = self.rules.get(operation.primitive, unknown)
-        found = rule(self, operation)
-        return [found] * len(outputs) if isinstance(found, ArraySharding) else list(found)
+        shardings = rule(self, operation)
+        return [shardings] * len(outputs) if isinstance(shardings, ArraySharding) else list(shardings)
 
     def _constrained(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
         """An array where the program says that it is. XLA does the same constraint of the same array once."""
