@@ -105,7 +105,8 @@ def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
         told = theirs[row["number"]]
         compiled_s, plan_s = told["predicted_s"], row["plan_compiled_s"]
         fits = {True: "", False: ", does not fit", None: "no compiler"}[told.get("fits")]
-        ours = "not compiled" if not plan_s else f"{plan_s:.3f}" + ("" if row["plan_fits"] else ", does not fit")
+        refused = row["plan_fits"] is False
+        ours = f"{plan_s:.3f}{', does not fit' * refused}" if plan_s else "does not fit" if refused else "not compiled"
         if plan_s and compiled_s:
             ours += f" ({plan_s / compiled_s - 1:+.1%})"
         print(f"| {row['number']} | {row['row']} | {row['theirs_priced_s']:.3f} | "
