@@ -141,10 +141,11 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
         notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x the larger"))
     if floor.communication_bytes is not None:
         by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
-        least = f"{human_bytes(floor.communication_bytes)} sent"
-        notes.append(("", f"{least}: {by_axis}" if by_axis else least))
+        least = f"{human_bytes(floor.communication_bytes)} sent{f': {by_axis}' if by_axis else ''}"
         if floor.estimated_because:
-            notes.append(("", f"what is sent is an estimate: {floor.estimated_because}"))
+            notes.append(("by the trace", f"{least}. This is an estimate and no floor: {floor.estimated_because}"))
+        else:
+            notes.append(("" if notes else "floor, counted", least))
     notes.append(("basis", prediction.basis))
     if prediction.unpriced_share:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in prediction.unpriced.items())

@@ -9,6 +9,14 @@ import pytest
 from gspmd_lm.sharding import op_names
 
 
+@pytest.fixture(autouse=True)
+def names_tell_programs_apart():
+    """Otherwise the compile cache of the tests gives a program that differs in nothing but its names."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
 def written(function, *shapes):
     """The name of the last instruction of a compiled function that has one."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
