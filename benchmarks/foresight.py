@@ -151,9 +151,11 @@ def order(pair: Any) -> dict[str, Any]:
         (found,) = explain.reports(side.config(), [side.rules()], target.parse(pair.target), print)
         reports.append(found)
     good_s, bad_s = (
-        found.prediction.step_time_s / found.tokens if found.prediction else float("inf") for found in reports
+        report.prediction.step_time_s / report.tokens if report.prediction and report.tokens else float("inf")
+        for report in reports
     )
     tokens = reports[0].tokens
+    assert tokens
     return {
         "pair": pair.name,
         "why": pair.why,
