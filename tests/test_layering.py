@@ -51,7 +51,7 @@ IN_FORESIGHT = {
     "collectives": "graph hlo",
     "propagation": "equations",
     "bounds": "equations graph propagation",
-    "any_step": "bounds propagation",
+    "any_step": "equations bounds propagation",
     "compile": "any_step exported",
     "timing": "equations collectives hlo",
     "parts": "",

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import any_model
 from gspmd_lm.foresight.propagation import Reading, read_step
 
@@ -208,5 +209,5 @@ def _place(frames: Any, name: str) -> str:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in any_model.inner_jaxprs(equation.params):
+        for inner in equations.inner_jaxprs(equation.params):
             yield from _equations(inner)

@@ -99,9 +99,7 @@ class CompiledProgram:
     trace_s: float
     compile_s: float
     notes: tuple[str, ...] = ()  # what the partitioner complained of while it compiled
-    step: Mapping[str, Any] | None = (
-        None  # of a program: its mesh, its FLOPs, and of arguments path, shape, split, bytes
-    )
+    step: Mapping[str, Any] | None = None  # the facts of a `BuiltProgram`; None for a config or a task
 
 
 def compilers(target: Target) -> dict[str, str]:

@@ -1,7 +1,11 @@
-"""The FLOPs of one operation of a traced program, and of the convolutions of a compiled one."""
+"""One operation of a traced program: its FLOPs and the programs in it; and the pairs that a convolution multiplies."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import jax
+from jax.extend import core
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 
@@ -21,6 +25,23 @@ def flops(equation: Any) -> float:
         shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
         return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
     return _convolution(equation) if primitive == "conv_general_dilated" else 0.0
+
+
+def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
+    """The programs that an operation with these parameters runs in any case; not the branches of a `cond`."""
+    return [x for x in (getattr(x, "jaxpr", x) for x in params.values()) if hasattr(x, "eqns")]
+
+
+def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
+    """All programs among the parameters of an operation, branches too."""
+    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
+    return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
+
+
+def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
+    """How many arrays a loop does not stack or take apart. jax 0.10 and 0.12 have other parameters for that."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
 def _convolution(equation: Any) -> float:

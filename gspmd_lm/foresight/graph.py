@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from gspmd_lm.foresight.equations import GROUPED, flops
+from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
 from gspmd_lm.sharding.op_names import OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
@@ -133,12 +133,12 @@ class DataflowGraph:
         for eqn in jaxpr.eqns:
             operands = [node_of(atom) for atom in eqn.invars]
             name_stack = "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
-            inner = next(iter(_inner_jaxprs(eqn)), None)
+            inner = next(iter(called_jaxprs(eqn.params)), None)
             if inner is not None and eqn.primitive.name == "scan":
                 # What a loop carries has the same rank outside, what it stacks or takes apart has one dimension more.
                 # jax has other parameters for that in 0.10 than in 0.12.
-                count = _count_of_same_rank(inner.outvars, eqn.outvars)
-                first = _count_of_same_rank(inner.invars, eqn.invars) - count
+                count = same_rank(inner.outvars, eqn.outvars)
+                first = same_rank(inner.invars, eqn.invars) - count
                 begin = zip(inner.invars[first:], operands[first : first + count], strict=False)
                 carried = [self._node("carry", name_stack, var.aval, times, [init]) for var, init in begin]
                 trip_count = times * eqn.params["length"]
@@ -370,12 +370,4 @@ def _with_residuals(equation: Any, function: Any) -> Any:
 
 def _flops_within(jaxpr: Any) -> float:
     """The FLOPs of a program whose loops have one iteration each."""
-    return sum(flops(eqn) + sum(map(_flops_within, _inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
-
-
-def _count_of_same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
-
-
-def _inner_jaxprs(equation: Any) -> list[Any]:
-    return [x for x in (getattr(x, "jaxpr", x) for x in equation.params.values()) if hasattr(x, "eqns")]
+    return sum(flops(eqn) + sum(map(_flops_within, called_jaxprs(eqn.params))) for eqn in jaxpr.eqns)

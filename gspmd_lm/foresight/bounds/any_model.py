@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.extend import core
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import LowerBounds, updated_bytes
@@ -74,7 +73,7 @@ def jaxpr_flops(jaxpr: Any) -> float:
         if "rematted_computation" in str(equation.source_info.name_stack):
             continue
         total += equations.flops(equation)
-        inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
+        inner = [jaxpr_flops(inner_jaxpr) for inner_jaxpr in equations.inner_jaxprs(params)]
         if primitive == "cond":
             total += max(inner)
         elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
@@ -83,13 +82,6 @@ def jaxpr_flops(jaxpr: Any) -> float:
         else:
             total += sum(inner) * (params["length"] if primitive == "scan" else 1)
     return total
-
-
-def inner_jaxprs(params: Any) -> list[Any]:
-    """The programs among the parameters of an equation."""
-    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
-    jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
-    return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
 
 
 class AnyModelTransfers(Transfers):

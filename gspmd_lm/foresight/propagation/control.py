@@ -1,9 +1,10 @@
 """The rules of primitives that run another jaxpr: calls, loops and branches."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, dims_of
@@ -17,7 +18,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     A jitted function may say how its arguments and results are sharded. XLA does not merge what `jax.checkpoint`
     computes again with what was computed before, unless `prevent_cse` is off.
     """
-    inner = inner_jaxpr(operation.params)
+    inner = called_jaxprs(operation.params)[0]
     operands = _as_asked(reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands)
     if operation.params.get("prevent_cse"):
         operands = [dataclasses.replace(operand, identity=object()) for operand in operands]
@@ -36,7 +37,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     What it carries has the sharding that it has after an iteration. A partial sum may be carried on if it begins as
     one, or as zeros, and is only added to.
     """
-    body = inner_jaxpr(operation.params)
+    body = called_jaxprs(operation.params)[0]
     carried = same_rank(body.outvars, operation.equation.outvars)
     constants = same_rank(body.invars, operation.equation.invars) - carried
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
@@ -140,12 +141,6 @@ def barrier(_: Reader, operation: Operation) -> list[ArraySharding]:
     return [dataclasses.replace(operand, identity=None) for operand in operation.operands]
 
 
-def inner_jaxpr(params: Mapping[str, Any]) -> Any:
-    """The jaxpr that a primitive runs."""
-    jaxprs = (getattr(value, "jaxpr", value) for value in params.values())
-    return next(jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns"))
-
-
 def _as_asked(
     reader: Reader, operation: Operation, shardings: Iterable[Any], atoms: Sequence[Any],
     arrays: Sequence[ArraySharding],
@@ -157,11 +152,6 @@ def _as_asked(
             target = dims_of(sharding.spec, atom.aval.ndim)
             arrays[number] = reader.move(operation, atom.aval, arrays[number], target)
     return arrays
-
-
-def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:
-    """How many arrays a loop does not stack or take apart. jax 0.10 and 0.12 have other parameters for that."""
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(inside, outside, strict=True))
 
 
 CALLS = (

@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation.control import inner_jaxpr, least_of, same_rank
+from gspmd_lm.foresight.propagation.control import least_of
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
@@ -107,8 +107,8 @@ class PerDevice:
         return PerDevice(self.reader, operation.stack, self.filled).read(jaxpr, arguments)
 
     def _scan(self, operation: Operation) -> list[ArraySharding]:
-        body, changed = inner_jaxpr(operation.params), len(self.reader.loops) + 1
-        constants = same_rank(body.invars, operation.equation.invars) - same_rank(
+        body, changed = equations.called_jaxprs(operation.params)[0], len(self.reader.loops) + 1
+        constants = equations.same_rank(body.invars, operation.equation.invars) - equations.same_rank(
             body.outvars, operation.equation.outvars
         )
         inside = [
