@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config as configs
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
@@ -132,6 +133,17 @@ def built():
         return step.build_step(config, rules, arrays, devices)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def read():
+    """A function that reads what a step sends and computes from its trace."""
+
+    def reading(step):
+        traced = step.trace_train()
+        return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info)
+
+    return reading
 
 
 @pytest.fixture(scope="session")

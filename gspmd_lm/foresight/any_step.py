@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.bounds import any_model
 from gspmd_lm.foresight.propagation import Reading, read_step
 
 _MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
@@ -60,12 +59,10 @@ class Program:
 class BuiltProgram:
     """A program on its mesh, ready to be compiled."""
 
-    lowered: jax.stages.Lowered
+    traced: jax.stages.Traced
     mesh: Mesh
     arguments: Mapping[str, jax.ShapeDtypeStruct]  # by path, such as state.params['w']; those that the step reads
     options: Mapping[str, Any]  # of the compiler, as `jax.jit` was given them
-    flops: float  # of all devices, without recomputation
-    reading: Reading  # what one device sends at least
 
     @property
     def held(self) -> dict[str, Any]:
@@ -74,17 +71,12 @@ class BuiltProgram:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its mesh and FLOPs, the path, shape, split and bytes of each argument, and what is sent, as plain values."""
+        """Its mesh, and the path, shape, split and bytes of each argument, as plain values."""
         arguments = [[path, like.shape, split(like), bytes_per_device(like)] for path, like in self.arguments.items()]
-        return {
-            "mesh": dict(self.mesh.shape),
-            "flops": self.flops,
-            "arguments": arguments,
-            "communication": any_model.communication(self.reading),
-        }
+        return {"mesh": dict(self.mesh.shape), "arguments": arguments}
 
-    def lower(self) -> jax.stages.Lowered:
-        return self.lowered
+    def trace(self) -> jax.stages.Traced:
+        return self.traced
 
 
 def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
@@ -121,16 +113,29 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
             f"{name}: its mesh ({sizes}) {wrong}, and the function is given {len(devices)}\n"
             f"  fix   make it of those that are given, such as {_MESH}, or name a target of {mesh.size} devices"
         )
-    paths, avals = traced.jaxpr.jaxpr.debug_info.arg_names, jax.tree.leaves(traced.in_avals)
-    arguments, placed_leaves = {}, [*avals]
+    paths, leaves = traced.jaxpr.jaxpr.debug_info.arg_names, placed_arguments(traced, lowered, mesh)
+    named = paths if paths and len(paths) == len(leaves) else [None] * len(leaves)
+    arguments = {
+        path or f"argument {number}": like
+        for number, (path, like) in enumerate(zip(named, leaves, strict=True))
+        if like.sharding
+    }
+    return BuiltProgram(traced, mesh, arguments, dict(lowering._compiler_options_kvs))
+
+
+def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """The arguments of a program, each with a sharding of `mesh`; without one where the program does not read it."""
+    lowering: Any = lowered._lowering
+    known, leaves = lowering.compile_args, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.jaxpr.in_avals]
     for number, sharding in zip(sorted(known["kept_var_idx"]), known["in_shardings"], strict=True):
-        path = (paths[number] if paths and len(paths) == len(avals) else None) or f"argument {number}"
         placed = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, PartitionSpec())
-        arguments[path] = jax.ShapeDtypeStruct(avals[number].shape, avals[number].dtype, sharding=placed)
-        placed_leaves[number] = arguments[path]
-    flops, options = any_model.jaxpr_flops(traced.jaxpr.jaxpr), dict(lowering._compiler_options_kvs)
-    reading = read_step(traced.jaxpr, placed_leaves, traced.out_info, mesh.shape)
-    return BuiltProgram(lowered, mesh, arguments, options, flops, reading)
+        leaves[number] = jax.ShapeDtypeStruct(leaves[number].shape, leaves[number].dtype, sharding=placed)
+    return leaves
+
+
+def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
+    """What one device sends and computes when a program runs on a mesh."""
+    return read_step(traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape)
 
 
 def bytes_per_device(like: Any) -> int:

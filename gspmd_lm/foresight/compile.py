@@ -25,6 +25,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
 from gspmd_lm.hardware.target import Target
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
     from gspmd_lm.sharding.shapes import Arrays
     from gspmd_lm.train.step import Step
 
-FORMAT = 2  # raise it when the files of an entry change
+FORMAT = 3  # raise it when the files of an entry change
 EXECUTABLE = "executable"
 ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept program; the last two not always
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config", "hardware", "runtime", "sharding", "model", "train", "infer", "foresight/compile.py")
+_READERS = ("foresight/equations.py", "foresight/propagation")  # of its trace
 _PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
@@ -78,7 +80,7 @@ class CompileRequest:
         chip = self.target.chip
         gpu_config = gpu_target_config(chip) if chip and chip.gpu else ""
         wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, gpu_config,
-                  compilers(self.target), versions.source(*_SOURCES), self.export, self.phase]  # fmt: skip
+                  compilers(self.target), versions.source(*_SOURCES, *_READERS), self.export, self.phase]  # fmt: skip
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -94,6 +96,7 @@ class CompiledProgram:
     coords: tuple[tuple[int, ...], ...]
     slices: tuple[int, ...]
     hosts: tuple[int, ...]
+    reading: Reading  # of the traced step
     options: Mapping[str, Any]  # what the compiler was told
     versions: Mapping[str, str]
     trace_s: float
@@ -124,13 +127,8 @@ def programs(
         )
     with tempfile.TemporaryDirectory() as scratch:
         of_one_s_own = not all(isinstance(request.config, Config) for request in requests)
-        root = (
-            Path(scratch)
-            if of_one_s_own or cache == "none"
-            else Path(cache)
-            if cache
-            else paths.cache_folder("explain")
-        )
+        nowhere = of_one_s_own or cache == "none"
+        root = Path(scratch) if nowhere else Path(cache) if cache else paths.cache_folder("explain")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -190,6 +188,7 @@ def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledPr
         say(f"compiled {request.name} in {time.monotonic() - started:.0f} s")
     facts = json.loads((folder / "facts.json").read_text())
     text = "" if facts["refusal"] else gzip.decompress((folder / "program.txt.gz").read_bytes()).decode()
+    facts["reading"] = Reading.from_plain(facts["reading"])
     facts["coords"] = tuple(map(tuple, facts["coords"]))
     executable, notes = folder / EXECUTABLE, folder / "notes.json"
     facts["executable"] = executable if executable.exists() else None
@@ -289,19 +288,19 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         _answer_for(target.chip.gpu)
     if isinstance(config, any_step.Program):
         built = any_step.build(config, devices)
-        lower = built.lower
+        trace = built.trace
     elif request.phase == "train":
         arrays = state.arrays_and_warnings(config, rules, target.platform)[0]
         if request.sizes is not None:
             _check_sizes(request.sizes, sizes(arrays), config.name)
         built = step.build_step(config, rules, arrays, devices)
-        lower = built.lower_train
+        trace = built.trace_train
     else:
         assert isinstance(config, Config), "the caller has checked it"
         whole = generation.whole_context(config)
         arrays, _ = generation.arrays_and_warnings(config, rules, target.platform, whole)
         built = generation.build_programs(config, rules, arrays, devices, whole)
-        lower = built.lower_prefill if request.phase == "prefill" else built.lower_decode
+        trace = built.trace_prefill if request.phase == "prefill" else built.trace_decode
     also = rules.compiled_for if request.phase == "train" else ()
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step = {**built.options}, built.facts
@@ -311,15 +310,18 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()
-    lowered = lower()
-    traced = time.monotonic()
+    traced = trace()
+    lowered = traced.lower()
+    lowered_at = time.monotonic()
+    reading = any_step.read(traced, lowered, built.mesh)
     try:
         compiled = compiler.compile(lowered, options, target.platform, rules.path or config.name)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled = str(error)
-    program = described(built, compiled, options, target, traced - started, time.monotonic() - traced)
+    compile_s = time.monotonic() - lowered_at
+    program = described(built, compiled, reading, options, target, lowered_at - started, compile_s)
     facts: dict[str, Any] = dataclasses.asdict(program) | {"step": facts_of_step}
     text, _ = facts.pop("text"), facts.pop("executable")
     if request.export and not isinstance(compiled, str):
@@ -347,6 +349,7 @@ def _answer_for(gpu: Gpu) -> None:
 def described(
     built: "Step | GenerationPrograms | BuiltProgram",
     compiled: "Compiled | str",
+    reading: Reading,
     options: Mapping[str, Any],
     target: Target,
     trace_s: float,
@@ -369,6 +372,7 @@ def described(
         memory=memory,
         state_bytes={name: sum(map(bytes_per_device, jax.tree.leaves(tree))) for name, tree in built.held.items()},
         **targets.device_locations(built.mesh),
+        reading=reading,
         options=dict(options),
         versions=compilers(target),
         trace_s=trace_s,

@@ -1,4 +1,4 @@
-"""One operation of a traced program: its FLOPs and the programs in it; and the pairs that a convolution multiplies."""
+"""The operations of a traced program: their FLOPs and the programs in them; and what a convolution multiplies."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,6 +25,28 @@ def flops(equation: Any) -> float:
         shared = (*contracted, *batch, *numbers.rhs_group_dimensions)
         return 2.0 * left.size * right.size / math.prod(right.shape[dimension] for dimension in shared)
     return _convolution(equation) if primitive == "conv_general_dilated" else 0.0
+
+
+def model_flops(jaxpr: Any) -> float:
+    """The FLOPs of the matmuls and convolutions of a program, those of all devices, without what is computed again.
+
+    A loop whose trip count is unknown counts once; of branches, the one that computes most.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive.name, equation.params
+        if "rematted_computation" in str(equation.source_info.name_stack):
+            continue
+        total += flops(equation)
+        inner = [model_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
+        if primitive == "cond":
+            total += max(inner)
+        elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
+            entries = jax.tree.leaves([tuple(spec) for spec in params["in_specs"]])
+            total += sum(inner) * math.prod(params["mesh"].shape[axis] for axis in {*entries})
+        else:
+            total += sum(inner) * (params["length"] if primitive == "scan" else 1)
+    return total
 
 
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,6 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
 from gspmd_lm.foresight.any_step import Program
-from gspmd_lm.foresight.bounds import LowerBounds, any_model
 from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
@@ -116,18 +115,14 @@ def report(
         DataflowGraph.from_recorder(recorded, arrays),
     )
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
-    if config is None:
-        device_kind = target.chip.kinds[0] if target.chip else target.platform
-        reading = bounds.read_training(task, rules, arrays, target.platform, device_kind)
-        lower_bounds = any_model.of_training(task, rules, arrays, target.chip, reading)
-        needed = lower_bounds.flops
-    elif phase == "train":
-        lower_bounds = bounds.of_training(config, rules, arrays, target.chip, graph)
-        needed = bounds.necessary_flops(config, rules, arrays, graph)
+    if config and phase != "train":
+        of_row, cache_bytes = tokens // config.data.batch, program.state_bytes["cache"]
+        lower_bounds = bounds.of_generation(
+            config, rules, arrays, target.chip, graph, program.reading, of_row, cache_bytes
+        )
     else:
-        whole = generation.whole_context(config)
-        cache_bytes, of_row = program.state_bytes["cache"], tokens // whole.rows
-        lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, whole, of_row, cache_bytes)
+        lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
+        needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
     error = known_error(kind_of(target, rules)) if phase == "train" and target.chip else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
@@ -164,16 +159,14 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
     step, target = Program.of(function), targets.parse(target_text)
     (program,) = programs([CompileRequest(step, NO_RULES, target)], say)
     assert program.step
-    mesh, flops = program.step["mesh"], program.step["flops"] / target.devices
+    mesh, lower_bounds = program.step["mesh"], bounds.of_program(target.chip, target.devices, program.reading)
     arrays = [
         PlacedArray(path, tuple(f"dimension_{n}" for n in range(len(shape))), tuple(shape), spec, spec, held)
         for path, shape, split, held in program.step["arguments"]
         for spec in [tuple(map(tuple, split))]
     ]
     rules, graph = dataclasses.replace(NO_RULES, mesh=mesh), DataflowGraph(jax.make_jaxpr(lambda: ())(), ())
-    read = _read(program, rules, target, [], graph, flops, None, NOT_COMPARED)
-    compute_s, sent = target.chip and flops / target.chip.peak_bf16_flops_per_s, program.step["communication"]
-    dtype = "float32" if sent["float32_bytes"] == sent["communication_bytes"] else "bfloat16"
+    read = _read(program, rules, target, [], graph, lower_bounds.flops, None, NOT_COMPARED)
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -189,7 +182,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         collectives=read.collectives,
         prediction=read.prediction,
         no_prediction=read.no_prediction,
-        floor=LowerBounds(compute_s, None, flops=flops, dtype=dtype, **sent),
+        floor=lower_bounds,
         warnings=(),
         compile_s=program.compile_s,
         versions=_versions(program),

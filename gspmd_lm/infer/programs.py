@@ -264,15 +264,15 @@ class GenerationPrograms(Forward):
         cache, *batch = self.abstract_decode_state
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
-    def lower_prefill(self) -> jax.stages.Lowered:
+    def trace_prefill(self) -> jax.stages.Traced:
         """(params, Prompts, Settings) -> (DecodeState, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
-        return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings)
 
-    def lower_decode(self) -> jax.stages.Lowered:
+    def trace_decode(self) -> jax.stages.Traced:
         """(params, DecodeState, Settings) -> (DecodeState, Choice). The donated cache changes in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
-        return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings).lower()
+        return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings)
 
     @property
     def _out(self) -> tuple[DecodeState, Choice]:
@@ -284,8 +284,8 @@ class GenerationPrograms(Forward):
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
-        lowered = self.lower_prefill(), self.lower_decode()
-        prefill, decode = (self.compile(one, what, fix) for one in lowered)
+        traced = self.trace_prefill(), self.trace_decode()
+        prefill, decode = (self.compile(one.lower(), what, fix) for one in traced)
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[DecodeState, Choice]:

@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
-from gspmd_lm.foresight.bounds.any_model import AnyModelTransfers
-from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
-from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.model.task import Task
+from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AttentionOp, ForwardTrace, NamedNodes, Op, OpGraph, SavedActivations, TraceCache
 from gspmd_lm.plan.overlap import Overlap
+from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, Transfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 
@@ -318,7 +317,7 @@ class Estimator:
             op_graph, shard_counts = trace.op_graph(fused), dict[NamedNodes, int]()
             timed_ops = list(self._timed_ops(self.chip, rules, op_graph, shard_counts)) if self.chip else []
             weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
-            sum_bytes = self._gradient_bytes(rules, bounds.FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
+            sum_bytes = self._gradient_bytes(rules, FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
             # Gradients are accumulated: two are read, and one is written.
             moved_bytes = bounds.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
             update_s = moved_bytes / op_time.hbm_bytes_per_s(self.chip) if self.chip else 0.0

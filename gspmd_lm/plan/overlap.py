@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm.foresight.bounds.transfers import Transfer
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
+from gspmd_lm.plan.transfers import Transfer
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from gspmd_lm.hardware.chips import Processor, chip_of
 from gspmd_lm.sharding.rules import Problem, Rules, check
@@ -46,20 +46,9 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def abstract(rules: Rules, platform: str, device_kind: str) -> AbstractMesh:
-    """The mesh of filled `rules` for tracing alone: it has no devices, and says what they would be."""
-    shape, device = tuple(rules.mesh.values()), AbstractDevice(device_kind, None, platform)
-    return AbstractMesh(shape, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape), abstract_device=device)
-
-
-def device(mesh: Mesh | AbstractMesh) -> Any:
-    """One of the devices of a mesh, which are alike, or what stands for all of them."""
-    return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-
-
-def platform(mesh: Mesh | AbstractMesh) -> str:
+def platform(mesh: Mesh) -> str:
     """cpu, gpu or tpu, as in a rules file. jax calls compile-only GPUs cuda or rocm."""
-    return processor(device(mesh)).platform
+    return processor(mesh.devices.flat[0]).platform
 
 
 def processor(device: Any) -> Processor:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
@@ -40,7 +40,7 @@ class MeshPlacement:
     """Answers the model's questions with the rules and the mesh of one step."""
 
     rules: Rules
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -58,7 +58,7 @@ class MeshPlacement:
         short = UNROLLED_TURNS if alone and chosen is None else sys.maxsize if chosen == "all" else 0
         return Settings(
             platform=platform,
-            device_kind=meshes.device(self.mesh).device_kind,
+            device_kind=self.mesh.devices.flat[0].device_kind,
             attention=self.rules.kernel(platform),
             context=self.rules.context,
             remat=remat,

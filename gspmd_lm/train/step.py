@@ -96,15 +96,12 @@ class Step(Program):
 
     def lower_train(self) -> jax.stages.Lowered:
         """(State, batch) -> (State, metrics). The given state is donated."""
-        return self._jitted_train.trace(self.abstract_state, self.abstract_batch).lower()
+        return self.trace_train().lower()
 
-    def trace_train(self) -> Any:
-        """The closed jaxpr of a call of what `lower_train` lowers. The mesh may be abstract."""
-        return jax.make_jaxpr(self._jitted_train)(self.abstract_state, self.abstract_batch)
-
-    @property
-    def _jitted_train(self) -> Any:
-        return jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
+    def trace_train(self) -> jax.stages.Traced:
+        """What `lower_train` lowers."""
+        jitted = jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
+        return jitted.trace(self.abstract_state, self.abstract_batch)
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> totals over the batch, without dropout."""

@@ -9,10 +9,12 @@ import pytest
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight.bounds import any_model, memory_bytes, necessary_flops, of_training
+from gspmd_lm.foresight import equations
+from gspmd_lm.foresight.bounds import memory_bytes, necessary_flops, of_training
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.model import moe_all_to_all
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import IN_BLOCKS
 from gspmd_lm.sharding.rules import Remat, Row, check
@@ -38,7 +40,7 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def floor_of(llama):
+def floor_of(llama, built, read):
     """A function that gives the floor of Llama 3 8B under rules that may be changed."""
     config, arrays = llama
 
@@ -46,9 +48,11 @@ def floor_of(llama):
         loaded = rules_file.load(rules) if isinstance(rules, str) else rules
         placed = [Row(key, key.split(".")[0], *("", *key.split(".")[1:])[-2:], names) for key, names in rows]
         others = [row for row in loaded.rows if row.key not in dict(rows)]
-        filled = dataclasses.replace(loaded, rows=(*others, *placed), **changes).fill(8)
-        check(filled.problems)
-        return of_training(config, filled, arrays, chip, graph(config, filled, arrays))
+        changed = dataclasses.replace(loaded, rows=(*others, *placed), **changes)
+        step = built(config, changed)
+        check(step.rules.problems)
+        found = graph(config, step.rules, arrays)
+        return of_training(step.task, step.rules, arrays, chip, found, read(step))
 
     return found
 
@@ -78,11 +82,12 @@ def test_fully_sharded_weights_are_zeros_count(floor_of):
     layers = n * L * LAYER * 2 * 3  # bfloat16: gathered forward and backward, their gradients scattered
     tables = n * V * D * (2 + 4)  # the output matrix: bfloat16, gradient in float32
     lookups = n * (2 * ACTIVATION_BYTES / 8 + 4 * TOKENS)  # activations and ids are less than the table
-    norms = 2 * n * 4 * (2 * L + 1) * D
+    norms = n * 4 * (3 * 2 * L + 2) * D  # gathered once more where a layer is computed again
     assert floor_of("fsdp8").communication_by_axis == {"fsdp": pytest.approx(layers + tables + lookups + norms)}
-    twice = 2 * (layers + norms) + n * V * D * (2 + 2 * 4) + lookups  # the microbatches share the tokens
-    final_norm = n * 4 * D  # gathered once, as the output matrix is
-    assert floor_of("fsdp8", microbatches=2).communication_bytes == pytest.approx(twice - final_norm)
+    half = floor_of("fsdp8", mesh={"fsdp": 4}).communication_bytes * (7 / 8) / (3 / 4)
+    twice = floor_of("fsdp8", mesh={"fsdp": 4}, microbatches=2).communication_bytes * (7 / 8) / (3 / 4)
+    once = n * (V * D * 2 + 4 * D)  # the output matrix and the last norm are gathered once for both
+    assert twice - half == pytest.approx(layers + norms + n * V * D * (2 + 4) - once, rel=1e-4)
 
 
 def test_data_parallelism_reduces_each_gradient(floor_of, llama):
@@ -92,19 +97,20 @@ def test_data_parallelism_reduces_each_gradient(floor_of, llama):
 
 
 def test_replicas_sum_their_gradients_once_for_all_microbatches(floor_of, llama):
-    found = floor_of("dp8", microbatches=4).communication_by_axis
-    assert found == {"data": pytest.approx(2 * 7 / 8 * 4 * llama[1].parameter_count)}
-    split = [floor_of("zero1_8", microbatches=count).communication_bytes for count in (1, 4)]
+    two = {"mesh": {"data": 2}}
+    found = floor_of("dp8", microbatches=4, **two).communication_by_axis
+    assert found == {"data": pytest.approx(2 * 1 / 2 * 4 * llama[1].parameter_count)}
+    split = [floor_of("zero1_8", microbatches=count, **two).communication_bytes for count in (1, 4)]
     assert split[1] > 1.5 * split[0]
 
 
 def test_zero_1_gathers_the_updated_weights_once(floor_of):
-    one, four = floor_of("zero1_8"), floor_of("zero1_8", microbatches=4)
-    updated = 7 / 8 * 4 * (L * LAYER + 2 * V * D + (2 * L + 1) * D)
+    one, four = (floor_of("zero1_8", mesh={"data": 2}, microbatches=count) for count in (1, 4))
+    updated = 1 / 2 * 4 * (L * LAYER + 2 * V * D + (2 * L + 1) * D)
     scattered = one.communication_bytes - updated
-    assert scattered > 7 / 8 * L * LAYER * 2
-    lookups = 7 / 8 * (ACTIVATION_BYTES / 8 + 4 * TOKENS)  # of all microbatches together
-    assert four.communication_bytes - updated == pytest.approx(4 * scattered - 3 * lookups)
+    assert scattered > 1 / 2 * L * LAYER * 2
+    lookups = 1 / 2 * (ACTIVATION_BYTES / 2 + 4 * TOKENS)  # of all microbatches together
+    assert four.communication_bytes - updated == pytest.approx(4 * scattered - 3 * lookups, rel=1e-5)
 
 
 def test_a_split_that_moves_nothing(floor_of):
@@ -116,12 +122,15 @@ def test_a_split_sequence_gathers_keys_and_values(floor_of):
     context = dataclasses.replace(rules_file.load("dp2_tp4"), mesh={"data": 2, "context": 4}, rows=())
     rows = [("rules.batch", ("data",)), ("rules.seq", ("context",))]
     keys_bytes = 2 * TOKENS / 2 * 8 * 128
-    assert floor_of(context, rows=rows).communication_by_axis["context"] == L * 2 * 2 * 3 / 4 * keys_bytes
+    assert floor_of(context, rows=rows).communication_by_axis["context"] == pytest.approx(
+        L * 2 * 2 * 3 / 4 * keys_bytes, rel=1e-4
+    )
 
 
-def test_keys_that_split_heads_share_are_summed_in_their_matrix(floor_of):
+def test_keys_that_split_heads_share_are_summed(floor_of):
+    """8 keys, 32 heads on 8 devices: a device has all heads of one key, and the gradients of keys are gathered."""
     more = floor_of("tp8", rows=[("rules.kv_heads", ())]).communication_bytes - floor_of("tp8").communication_bytes
-    assert more == L * 2 * 7 / 8 * 2 * KV  # less than in the keys, which are 8 x 8192 tokens
+    assert more == L * 2 * 7 / 8 * 2 * TOKENS * 8 * 128
 
 
 def test_a_weight_split_over_what_its_input_is_not_is_gathered(floor_of):
@@ -131,7 +140,10 @@ def test_a_weight_split_over_what_its_input_is_not_is_gathered(floor_of):
     # A mesh axis that splits nothing else could also reduce what the matrix gives, which is more.
     mesh = dataclasses.replace(rules_file.load("dp2_tp4"), rows=())
     rows = [("rules.batch", ("data",)), ("rules.w_up.embed", ("tensor",))]
-    assert floor_of(mesh, rows=rows).communication_by_axis["tensor"] == pytest.approx(L * 2 * 3 / 4 * 2 * MLP)
+    forward, backward = 2 * MLP, 2 * TOKENS / 2 * D  # the matrix; the gradient of its input, each part of it once
+    sent = floor_of(mesh, rows=rows)
+    assert sent.communication_by_axis["tensor"] == pytest.approx(L * 3 / 4 * (forward + backward))
+    assert sent.estimated_because  # where the matrix could be gathered instead
 
 
 def test_compute_and_memory_on_a_chip(floor_of, llama):
@@ -148,8 +160,9 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     kept = 2 * L * ACTIVATION_BYTES / 8
     assert found.memory_s == pytest.approx((state_bytes + in_use + kept) / 3352.32e9, rel=1e-6)
     # Microbatches share the activations, but each reads all weights.
-    two = floor_of("fsdp8", CHIPS["h100"], microbatches=2)
-    assert two.memory_s == pytest.approx((state_bytes + 2 * in_use + kept) / 3352.32e9, rel=1e-6)
+    rules = dataclasses.replace(rules_file.load("fsdp8"), microbatches=2)
+    two = memory_bytes(rules, arrays, graph(config, rules, arrays))
+    assert two == pytest.approx(state_bytes + 2 * in_use + kept, rel=1e-6)
     rules = dataclasses.replace(rules_file.load("fsdp8"), remat=Remat("none"))
     program = graph(config, rules, arrays)
     assert memory_bytes(rules, arrays, program) > 3352.32e9 * found.memory_s + 2 * L * 3 * ACTIVATION_BYTES / 8
@@ -218,29 +231,23 @@ def test_what_must_be_multiplied(llama):
         ),
     ],
 )
-def test_compiled_programs_move_no_less_and_little_more(small, built, rules, changes, model):
+def test_compiled_programs_move_no_less_and_little_more(small, built, read, rules, changes, model):
     """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms."""
     step = built(small(embed=64, mlp=256, **model), rules, **changes)
-    found = graph(step.config, step.rules, step.arrays)
-    needed = of_training(step.config, step.rules, step.arrays, None, found).communication_bytes
     moved = ring_bytes(count(step.lower_train().compile().as_text()))
-    # On CPU, rows travel to their experts by gathers of everything.
-    assert needed <= moved and (moved <= 1.05 * needed or rules == "expert4")
-    # What is read from the trace of the whole step, without a rule of the decoder, is nearer.
-    reading = read_step(step.trace_train(), (step.abstract_state, step.abstract_batch))
+    reading = read(step)
     assert reading.unknown == {} and not reading.estimated_because
-    assert 0.999 * needed <= reading.communication_bytes <= moved <= 1.05 * reading.communication_bytes
+    assert reading.communication_bytes <= moved <= 1.05 * reading.communication_bytes
 
 
 @pytest.mark.parametrize("rules", ["tp8", "fsdp8"])
-def test_an_adapter_sends_its_matrices_and_sums(small, rules):
+def test_an_adapter_sends_its_matrices_and_sums(small, built, read, rules):
     """Of one that reads the residual stream, and one that writes to it, beside a third that both configs have."""
-    filled, rank, n = rules_file.load(rules).fill(8), 4, 7 / 8
+    rank, n = 4, 7 / 8
 
     def sent(*targets):
         config = small(heads=8, kv_heads=8, compute_dtype="bfloat16", lora=Lora(rank=rank, alpha=8.0, targets=targets))
-        arrays = state.arrays(config)
-        return config, of_training(config, filled, arrays, None, graph(config, filled, arrays)).communication_bytes
+        return config, read(built(config, rules)).communication_bytes
 
     (config, without), (_, found) = sent("wk"), sent("wk", "wq", "wo")
     model, tokens = config.model, config.data.batch * config.data.seq
@@ -248,8 +255,9 @@ def test_an_adapter_sends_its_matrices_and_sums(small, rules):
     wanted = {
         # The gradient of what lies between wq's matrices, and that of wo's second one.
         "tp8": 2 * n * (2 * rank * tokens + width),
-        # Split along embed at rest: gathered, and its gradient is scattered. The gradient of the other one is summed.
-        "fsdp8": 2 * (n * 2 * width + 2 * n * across),
+        # Split along embed at rest: gathered, once more where a layer is computed again, and its gradient is scattered.
+        # The gradient of the other one is summed.
+        "fsdp8": 2 * (n * 3 * width + 2 * n * across),
     }
     assert found - without == pytest.approx(model.layers * wanted[rules])
 
@@ -275,7 +283,7 @@ def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_do
     on_devices = jax.shard_map(gradient, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)
     for function in (gradient, on_devices):
         made = jax.make_jaxpr(function)(np.ones((4, 8)), np.ones((8, 8)))
-        assert any_model.jaxpr_flops(made.jaxpr) == 2 * 2 * 4 * 8 * 8
+        assert equations.model_flops(made.jaxpr) == 2 * 2 * 4 * 8 * 8
 
 
 def test_of_a_mixture_only_the_chosen_experts_count():
@@ -306,26 +314,28 @@ def test_a_split_sequence_gathers_keys_or_passes_them_or_exchanges_heads(floor_o
     passed, exchanged = L * 7 / 8 * key_bytes, L * 7 / 8 * head_bytes / 8
     assert again - gathered == pytest.approx(passed)  # gathered once more for what is computed again
     assert sent("ring") == pytest.approx(again)  # a ring goes round again in any case
-    assert sent("ulysses") == pytest.approx(gathered - 2 * passed + 2 * exchanged)
-    assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged)
+    assert sent("ulysses") == pytest.approx(gathered - 2 * passed + 2 * exchanged, rel=1e-5)
+    assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged, rel=1e-5)
 
 
-def test_tokens_travel_to_their_experts_and_back():
-    """Twice each way in a step, 2 experts of 8 for each token, and once more there for what is computed again."""
+def test_tokens_travel_to_their_experts_and_back(built, read, monkeypatch):
+    """Twice each way in a step, 2 experts of 8 for each token, and once more there for what is computed again.
+
+    This is traced as for a TPU. On CPUs, every device is sent all rows.
+    """
+    monkeypatch.setattr(moe_all_to_all, "platform", lambda: "tpu")
     config = configs.load("mixtral_8x7b", ["data.batch=8", "model.layers=2"])
     arrays = state.arrays(config)
 
     def moves(**more):
         raw = {"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}, **more}
-        rules = rules_file.from_dict(raw, "here.yaml").fill(8)
-        found = graph(config, rules, arrays)
-        sent = of_training(config, rules, arrays, None, found).communication_by_axis["expert"]
-        assert necessary_flops(config, rules, arrays, found) > 0
-        return sent
+        step = built(config, rules_file.from_dict(raw, "here.yaml"))
+        assert necessary_flops(config, step.rules, arrays, graph(config, step.rules, arrays)) > 0
+        return read(step).bytes_by_axes["expert"]
 
     rows = 8 * 4096 * 2  # of all devices, those of each token's experts
     one_way = 2 * 7 / 8 * rows * 4096 * 2 / 8  # of both layers, in bfloat16
-    assert moves(remat="block") - moves() == pytest.approx(one_way, rel=1e-6)
+    assert moves(remat="block") - moves() == pytest.approx(one_way, rel=1e-5)
     assert moves(remat={"save": ["dispatched"]}) == pytest.approx(moves())
     whole = {"rules": {"batch": "expert"}}  # no axis of experts: their gradients are summed instead
     experts = 2 * 3 * 8 * 4096 * 14336

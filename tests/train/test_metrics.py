@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.foresight.bounds.any_model import jaxpr_flops
+from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
 from gspmd_lm.train.metrics import keys_seen, model_flops

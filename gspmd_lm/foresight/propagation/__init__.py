@@ -35,10 +35,11 @@ import jax
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
+from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import control, elementwise, indexing, manual, matmuls
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, dims_of, rank_of, replicated
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
 
 __all__ = ["Reading", "Transfer", "read_step"]
 
@@ -56,24 +57,25 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
     leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     if mesh is None:
         mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
+    reader = Reader(mesh, RULES)
     jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [
-        ArraySharding(dims_of(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
+        ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
         else replicated(rank_of(var.aval))
         for var, leaf in zip(jaxpr.invars, leaves, strict=True)
     ]  # fmt: skip
     places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(results)]
     places += [None] * (len(jaxpr.outvars) - len(places))
     wanted = [
-        dims_of(leaf.spec, rank_of(var.aval)) if isinstance(leaf, NamedSharding) else None
+        reader.mesh.dims(leaf.spec, rank_of(var.aval)) if isinstance(leaf, NamedSharding) else None
         for var, leaf in zip(jaxpr.outvars, places, strict=True)
     ]
-    reader = Reader(mesh, RULES)
     shardings = reader.read(jaxpr, operands, wanted=wanted)
     for var, result, dims in zip(jaxpr.outvars, shardings, wanted, strict=True):
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
             last = Operation(jaxpr.eqns[-1], "", [], {})
             reader.move(last, var.aval, result, result.dims if dims is None else dims)
     record = reader.record
-    return Reading(tuple(record.transfers), dict(record.flops), dict(record.unknown))
+    flops = equations.model_flops(program.jaxpr)
+    return Reading(tuple(record.transfers), dict(record.flops), dict(record.unknown), flops)

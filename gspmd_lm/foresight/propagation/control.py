@@ -7,7 +7,7 @@ from typing import Any
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, dims_of
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
 
@@ -26,7 +26,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
     for number, sharding in enumerate(asked):
         if hasattr(sharding, "spec"):
-            wanted[number] = dims_of(sharding.spec, inner.outvars[number].aval.ndim)
+            wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
     results = reader.read(inner, operands, operation.stack, wanted)
     return _as_asked(reader, operation, asked, inner.outvars, results)
 
@@ -149,7 +149,7 @@ def _as_asked(
     arrays = list(arrays)
     for number, (sharding, atom) in enumerate(zip(shardings, atoms, strict=False)):
         if hasattr(sharding, "spec"):
-            target = dims_of(sharding.spec, atom.aval.ndim)
+            target = reader.mesh.dims(sharding.spec, atom.aval.ndim)
             arrays[number] = reader.move(operation, atom.aval, arrays[number], target)
     return arrays
 

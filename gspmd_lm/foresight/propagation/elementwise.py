@@ -22,13 +22,13 @@ def elementwise(reader: Reader, operation: Operation) -> ArraySharding | list[Ar
     for number, operand in enumerate(operation.operands):
         if number not in arrays and operand.unreduced:
             reader.move_operand(operation, number, ())
-    dims = _leading(reader, operands, len(shape))
+    dims = _leading(reader, operands, operation.wanted_dims, len(shape))
     keeps = _keeps_sum(operation, operands)
     for number in arrays:
         aval, operand = operation.inputs[number], operation.operands[number]
         target = tuple(names if aval.shape[d] == shape[d] else () for d, names in enumerate(dims))
         if operand.dims != target or (operand.unreduced and not keeps):
-            reader.move_operand(operation, number, target, keep_unreduced=keeps)
+            reader.move_operand(operation, number, target, keep_unreduced=keeps, chosen=target != operation.wanted_dims)
     sums = frozenset[str]().union(*(operation.operands[number].unreduced for number in arrays))
     scatter = operands[0].scatter if operation.primitive in ("convert_element_type", "copy", "mul") else None
     constant = all(one.is_constant for one in operation.operands)
@@ -39,9 +39,12 @@ def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
     return len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
 
 
-def _leading(reader: Reader, operands: list[ArraySharding], rank: int) -> Dims:
-    """The sharding of the operand that is split most, and what the others split besides."""
-    lead = max(operands, key=lambda one: (reader.mesh.shards(one.mesh_axes), not one.is_constant))
+def _leading(reader: Reader, operands: list[ArraySharding], wanted: Dims | None, rank: int) -> Dims:
+    """The sharding of the operand that is split most, and what the others split besides.
+
+    Of several that are split as much, it is that of the operand that has the sharding in which the result is wanted.
+    """
+    lead = max(operands, key=lambda one: (reader.mesh.shards(one.mesh_axes), not one.is_constant, one.dims == wanted))
     used: set[str] = set()
     dims: list[MeshAxes] = []
     for d in range(rank):
@@ -84,7 +87,10 @@ def reduction(reader: Reader, operation: Operation) -> ArraySharding:
     return reader.move(operation, operation.output, result, dims)
 
 
-def broadcast(_: Reader, operation: Operation) -> ArraySharding:
+def broadcast(reader: Reader, operation: Operation) -> ArraySharding:
+    """An array along more dimensions. A partial sum is added up before it grows."""
+    if operation.operands[0].unreduced and operation.output.size > operation.inputs[0].size:
+        reader.move_operand(operation, 0, operation.operands[0].dims)
     operand, shape = operation.operands[0], operation.inputs[0].shape
     dims: list[MeshAxes] = [()] * len(operation.params["shape"])
     for d, to in enumerate(operation.params["broadcast_dimensions"]):

@@ -43,6 +43,12 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
         others = axes_of(each for at, each in enumerate(whole) if at != d)
         wanted[d] = tuple(name for name in names if name not in others)
     columns = axes_of(names for d, names in enumerate(wanted) if d not in batching)
+    exchanged = columns & indices.mesh_axes
+    if _table_is_less(reader, operation, tuple(wanted), exchanged):
+        wanted, columns = list(without(wanted, exchanged)), columns - exchanged
+        rows = _looked_up(operation, tuple(wanted), indices.dims, frozenset())
+        # Where the program says that rows stay where their indices are, both ways have the same result.
+        reader.move_operand(operation, 0, tuple(wanted), keep_unreduced=True, chosen=operation.wanted_dims != rows.dims)
     remaining = list(without(indices.dims, columns))
     for d, b in batching.items():
         remaining[b] = wanted[d]
@@ -57,6 +63,22 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     rows = _looked_up(operation, without(wanted, indices.mesh_axes), indices.dims, table.unreduced)
     back = reader.move(operation, operation.output, columns_split.reduced(), rows.dims, chosen=True)
     return dataclasses.replace(back, unreduced=rows.unreduced)
+
+
+def _table_is_less(reader: Reader, operation: Operation, table: Dims, exchanged: frozenset[str]) -> bool:
+    """Whether to gather a table costs less than to exchange the rows that are found in its columns.
+
+    exchanged: the mesh axes that split the columns of the table as well as the rows of the indices.
+    """
+    if not exchanged:
+        return False
+    indices = operation.operands[1]
+    gathered = reader.cheapest(operation.inputs[0], operation.operands[0], without(table, exchanged)).costs
+    ids = reader.cheapest(operation.inputs[1], indices, without(indices.dims, exchanged)).costs
+    columns = _looked_up(operation, table, without(indices.dims, exchanged), frozenset()).dims
+    rows = _looked_up(operation, without(table, exchanged), indices.dims, frozenset()).dims
+    found = reader.mesh.reshard(array_bytes(operation.output), columns, operation.wanted_dims or rows)
+    return total_bytes(gathered) < total_bytes([*ids, *found])
 
 
 def _masked_bytes(reader: Reader, operation: Operation, split: frozenset[str], whole: Dims) -> float:

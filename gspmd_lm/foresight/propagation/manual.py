@@ -11,7 +11,7 @@ from gspmd_lm.foresight.propagation.control import least_of
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, dims_of, rank_of, replicated
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, rank_of, replicated
 
 _COLLECTIVES = {
     "psum": "all-reduce",
@@ -32,13 +32,13 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A function of what one device has: its operands are brought to where it says, and its collectives are read."""
     body = getattr(operation.params["jaxpr"], "jaxpr", operation.params["jaxpr"])
     for number, spec in enumerate(operation.params["in_specs"]):
-        target = dims_of(spec, operation.inputs[number].ndim)
+        target = reader.mesh.dims(spec, operation.inputs[number].ndim)
         operand = operation.operands[number]
         if operand.dims != target or operand.unreduced:
             operation.operands[number] = reader.move(operation, operation.inputs[number], operand, target)
     results = PerDevice(reader, operation.stack).read(body, operation.operands)
     return [
-        ArraySharding(dims_of(spec, var.aval.ndim), loop_depth=result.loop_depth)
+        ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth)
         for var, spec, result in zip(operation.equation.outvars, operation.params["out_specs"], results, strict=True)
     ]
 
@@ -132,7 +132,8 @@ class PerDevice:
     def _collective(self, operation: Operation) -> list[ArraySharding]:
         """XLA does the same collective of the same arrays once, in a loop and after what it takes out of loops."""
         names = operation.params.get("axes") or operation.params["axis_name"]
-        over = (names,) if isinstance(names, str) else tuple(name for name in names if isinstance(name, str))
+        named = (names,) if isinstance(names, str) else names
+        over = self.reader.mesh.parts(name for name in named if isinstance(name, str))
         inputs, operands = operation.inputs, operation.operands
         kind = _COLLECTIVES.get(operation.primitive, "ragged-all-to-all")
         if operation.primitive == _RAGGED:

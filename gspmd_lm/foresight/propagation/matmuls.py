@@ -84,6 +84,9 @@ def _agree(reader: Reader, product: Product, name: str) -> None:
     side = min(sides, key=lambda side: _cost(reader, product, name, side))
     dimension, other = product.dimension(side, name), product.dimension(1 - side, name)
     assert dimension is not None
+    if other is None and _gathered_cost(reader, product, name, side) < _cost(reader, product, name, side):
+        product.dims[side][dimension].remove(name)
+        return
     partner = product.partner(side, dimension)
     if other is not None:
         product.dims[1 - side][other].remove(name)
@@ -112,12 +115,19 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
         if partner is not None:
             dims[partner] += (name,)
         operand = operation.operands[1 - side].reduced()
-        cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims))[0])
+        cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims)).costs)
     if product.is_contracted(side, dimension):
         split = axes_of((*product.dims[LEFT], *product.dims[RIGHT])) - {name}
         local = array_bytes(operation.output) / reader.mesh.shards(split)
         cost += total_bytes(reader.mesh.cost("reduce-scatter", {name}, local))
     return cost
+
+
+def _gathered_cost(reader: Reader, product: Product, name: str, side: int) -> float:
+    """The bytes that are sent if an operand is gathered over a mesh axis that splits it alone."""
+    dims = tuple(tuple(each for each in names if each != name) for names in product.dims[side])
+    operand = product.operation.operands[side].reduced()
+    return total_bytes(reader.cheapest(product.operation.inputs[side], operand, dims).costs)
 
 
 def dot_general(reader: Reader, operation: Operation) -> ArraySharding:

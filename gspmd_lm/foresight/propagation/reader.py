@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import core, source_info_util
 
@@ -19,7 +19,6 @@ from gspmd_lm.foresight.propagation.sharding import (
     array_bytes,
     axes_of,
     bytes_to_send,
-    dims_of,
     rank_of,
     replicated,
     total_bytes,
@@ -94,6 +93,14 @@ class Operation:
 Rule = Callable[["Reader", Operation], ArraySharding | Sequence[ArraySharding]]
 
 
+class Way(NamedTuple):
+    """A way to bring an array to another sharding."""
+
+    costs: list[CollectiveCost]
+    begin: ArraySharding  # from where it is sent
+    copies: Sequence[tuple[ArraySharding, ArraySharding]] = ()  # other arrays, and where they are then, too
+
+
 class Reader(Recorder):
     """Reads jaxprs on a mesh by `rules`: a rule for each primitive.
 
@@ -146,7 +153,7 @@ class Reader(Recorder):
             )
 
     def _text(self, dims: Dims, unreduced: Iterable[str] = ()) -> str:
-        text = ",".join("+".join(names) or "-" for names in dims)
+        text = ",".join(self.mesh.label(names) or "-" for names in dims)
         return f"{text} +{self.mesh.label(unreduced)}" if unreduced else text
 
     # Moves
@@ -161,40 +168,58 @@ class Reader(Recorder):
         result = dataclasses.replace(source.with_dims(target).reduced(), scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
             return dataclasses.replace(result, is_constant=False)
-        costs, begin = self.cheapest(aval, source, target)
-        self.add_transfers(operation, aval, begin, target, costs, chosen)
-        if source.identity is not None and costs:
-            self.record.copies[source.identity] = (*self.record.copies.get(source.identity, ()), result)
+        way = self.cheapest(aval, source, target)
+        self.add_transfers(operation, aval, way.begin, target, way.costs, chosen)
+        if source.identity is not None and way.costs:
+            self._add_copy(source, result)
+        for array, moved in way.copies:
+            self._add_copy(array, moved)
         return dataclasses.replace(result, identity=source.identity)
 
-    def cheapest(self, aval: Any, source: ArraySharding, target: Dims) -> tuple[list[CollectiveCost], ArraySharding]:
-        """The collectives that bring an array to another sharding, and the sharding from which it is sent."""
-        if source.is_constant:
-            return [], source
-        sources = [source, *self.record.copies.get(source.identity, ())]
-        ways = [(self.mesh.reshard(bytes_to_send(aval, one), one.dims, target, one.unreduced), one) for one in sources]
-        costs, begin = min(ways, key=lambda way: total_bytes(way[0]))
-        if source.scatter and source.unreduced:
-            costs = min(costs, self._scattered_elsewhere(aval, source, target), key=total_bytes)
-        return costs, begin
+    def _add_copy(self, array: ArraySharding, moved: ArraySharding) -> None:
+        self.record.copies[array.identity] = (*self.record.copies.get(array.identity, ()), moved)
 
-    def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims) -> list[CollectiveCost]:
-        """What it costs to send the rows that are added up to where the sum is wanted, with their indices."""
+    def cheapest(self, aval: Any, source: ArraySharding, target: Dims) -> Way:
+        """The way to bring an array to another sharding that sends least."""
+        if source.is_constant:
+            return Way([], source)
+        sources = [source, *self.record.copies.get(source.identity, ())]
+        ways = [
+            Way(self.mesh.reshard(bytes_to_send(aval, one), one.dims, target, one.unreduced), one) for one in sources
+        ]
+        if source.scatter and source.unreduced:
+            ways.append(self._scattered_elsewhere(aval, source, target))
+        return min(ways, key=lambda way: total_bytes(way.costs))
+
+    def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims) -> Way:
+        """Sends the rows that are added up to where the sum is wanted, with their indices."""
         updates, updates_sharding, indices, indices_sharding, dimension = source.scatter
         columns = [target[dimension[d]] if d in dimension else () for d in range(updates.ndim)]
         over = axes_of(columns)
         remaining = without(updates_sharding.dims, over)
         wanted = tuple(names or left for names, left in zip(columns, remaining, strict=True))
-        costs, _ = self.cheapest(updates, updates_sharding, wanted)
-        costs = [*costs, *self.cheapest(indices, indices_sharding, without(indices_sharding.dims, over))[0]]
+        costs, copies = [], []
+        for like, array, dims in (
+            (updates, updates_sharding, wanted), (indices, indices_sharding, without(indices_sharding.dims, over))
+        ):  # fmt: skip
+            sent = self.cheapest(like, array, dims).costs
+            if sent and array.identity is not None:
+                copies.append((array, dataclasses.replace(array.with_dims(dims).reduced(), scatter=None)))
+            costs += sent
         looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
-        return costs + self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
+        costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
+        return Way(costs, source, copies)
 
-    def move_operand(self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False) -> None:
-        """Brings an operand to the sharding in which the rule of its operation needs it."""
+    def move_operand(
+        self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False, chosen: bool = True
+    ) -> None:
+        """Brings an operand to the sharding in which the rule of its operation needs it.
+
+        chosen: whether the rule could have chosen another one.
+        """
         operand, aval = operation.operands[number], operation.inputs[number]
         summed = operand.reduced() if keep_unreduced else operand
-        moved = self.move(operation, aval, summed, target, chosen=operand.dims != target)
+        moved = self.move(operation, aval, summed, target, chosen=chosen and operand.dims != target)
         operation.operands[number] = dataclasses.replace(
             moved, unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
         )
@@ -219,7 +244,7 @@ class Reader(Recorder):
         self, jaxpr: Any, operands: Sequence[ArraySharding], stack: str = "", wanted: Sequence[Dims | None] = ()
     ) -> list[ArraySharding]:
         """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
-        wants = wanted_dims(jaxpr, wanted)
+        wants = wanted_dims(self.mesh, jaxpr, wanted)
         uses = collections.Counter(a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, core.Literal))
         uses.update(atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal))
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
@@ -272,7 +297,7 @@ class Reader(Recorder):
     def _constrained(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
         """An array where the program says that it is. XLA does the same constraint of the same array once."""
         operand, aval = operation.operands[0], operation.inputs[0]
-        target = dims_of(operation.params["sharding"].spec, aval.ndim)
+        target = self.mesh.dims(operation.params["sharding"].spec, aval.ndim)
         if operand.unreduced and uses == 1:  # what is constrained twice in a row is added up where it goes last
             target = self.destination(operand.with_dims(target), operation.wanted_dims)
         key = operation.equation.invars[0], target

@@ -85,6 +85,13 @@ class Reading:
     transfers: tuple[Transfer, ...]
     flops_by_phase: Mapping[str, float]
     unknown: Mapping[str, int]
+    model_flops: float = 0.0  # of all devices, recomputation not counted, nor kernels that the program calls
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Reading":
+        """The reading of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
+        transfers = tuple(Transfer(*one)._replace(shape=tuple(one[1])) for one in values["transfers"])
+        return cls(**{**values, "transfers": transfers})
 
     @functools.cached_property
     def bytes_by_axes(self) -> dict[str, float]:

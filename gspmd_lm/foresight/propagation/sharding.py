@@ -1,6 +1,7 @@
 """How an array of a traced step is sharded, and what collectives bring it to another sharding."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -71,12 +72,6 @@ def without(dims: Iterable[MeshAxes], dropped: Iterable[str]) -> Dims:
     return tuple(tuple(name for name in names if name not in dropped) for names in dims)
 
 
-def dims_of(spec: Iterable[Any], rank: int) -> Dims:
-    """The mesh axes of each of `rank` dimensions, as a jax PartitionSpec has them."""
-    entries = (*spec, *(None,) * rank)[:rank]
-    return tuple(() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in entries)
-
-
 def rank_of(aval: Any) -> int:
     """The number of dimensions; 0 for what is no array, such as a token of an effect."""
     return getattr(aval, "ndim", 0)
@@ -88,7 +83,25 @@ def array_bytes(aval: Any) -> int:
 
 
 class MeshShape(dict[str, int]):
-    """Sizes by the name of a mesh axis, and the costs of collectives over these axes."""
+    """Sizes by the name of a mesh axis, and the costs of collectives over these axes.
+
+    The axes are the prime factors of those of the program, the major one first: tensor of size 8 is tensor/0, tensor/1
+    and tensor/2. So a part of an axis can split a dimension, as where 8 split heads are 4 for each of 2 keys.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.factors = {name: _named_factors(name, size) for name, size in sizes.items()}
+        self.axis = {part: name for name, parts in self.factors.items() for part in parts}  # of a factor
+        super().__init__(part for parts in self.factors.values() for part in parts.items())
+
+    def parts(self, names: Iterable[str]) -> MeshAxes:
+        """The factors of some axes of the program."""
+        return tuple(part for name in names for part in self.factors[name])
+
+    def dims(self, spec: Iterable[Any], rank: int) -> Dims:
+        """The factors that split each of `rank` dimensions, from a jax PartitionSpec."""
+        entries = (*spec, *(None,) * rank)[:rank]
+        return tuple(self.parts((names,) if isinstance(names, str) else names or ()) for names in entries)
 
     def shards(self, names: Iterable[str]) -> int:
         """How many pieces some mesh axes make."""
@@ -99,9 +112,9 @@ class MeshShape(dict[str, int]):
         return array_bytes(aval) / self.shards(axes_of(dims))
 
     def label(self, names: Iterable[str]) -> str:
-        """'fsdp+tensor'."""
-        names = frozenset(names)
-        return "+".join(name for name in self if name in names)
+        """The axes of the program of which some factors are: 'fsdp+tensor'."""
+        axes = {self.axis[name] for name in names}
+        return "+".join(name for name in self.factors if name in axes)
 
     def cost(self, kind: str, names: Iterable[str], input_bytes: float) -> list[CollectiveCost]:
         """The cost of one collective, of which a device hands in `input_bytes`; none where one device is alone."""
@@ -131,6 +144,17 @@ class MeshShape(dict[str, int]):
         costs += self.cost("all-to-all", exchanged, local)
         costs += self.cost("all-gather", source_axes - target_axes, local)
         return costs
+
+
+def _named_factors(name: str, size: int) -> dict[str, int]:
+    """The prime factors of an axis, by name. One of a prime size, or of one device, is its own factor."""
+    factors, rest = list[int](), size
+    for prime in itertools.takewhile(lambda number: number * number <= size, itertools.count(2)):
+        while rest % prime == 0:
+            factors.append(prime)
+            rest //= prime
+    factors += [rest] if rest > 1 else []
+    return {f"{name}/{n}": factor for n, factor in enumerate(factors)} if len(factors) > 1 else {name: size}
 
 
 def bytes_to_send(aval: Any, array: ArraySharding) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gspmd_lm.foresight.propagation.sharding import Dims, dims_of
+from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape
 
 Wanted = Mapping[Any, Dims]  # variables -> mesh axes of each dimension
 # Of these the dimensions of the result are not those of an operand, although the shapes may agree.
@@ -15,7 +15,7 @@ _OTHER_DIMENSIONS = frozenset((
 ))  # fmt: skip
 
 
-def wanted_dims(jaxpr: Any, results: Sequence[Dims | None]) -> Wanted:
+def wanted_dims(mesh: MeshShape, jaxpr: Any, results: Sequence[Dims | None]) -> Wanted:
     """The next constraint of each array, past operations that change no dimension; `results` are those of results."""
     wanted = {
         atom: dims for atom, dims in zip(jaxpr.outvars, results, strict=False)
@@ -25,7 +25,7 @@ def wanted_dims(jaxpr: Any, results: Sequence[Dims | None]) -> Wanted:
         primitive = equation.primitive.name
         operands = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
         if primitive == "sharding_constraint" and operands:
-            wanted[operands[0]] = dims_of(equation.params["sharding"].spec, operands[0].aval.ndim)
+            wanted[operands[0]] = mesh.dims(equation.params["sharding"].spec, operands[0].aval.ndim)
             continue
         if len(equation.outvars) != 1 or equation.outvars[0] not in wanted or primitive in _OTHER_DIMENSIONS:
             continue

@@ -1,4 +1,4 @@
-"""Lower bounds of a step: compute at peak, memory at full bandwidth, and the communication volume of the sharding."""
+"""Lower bounds of a step: compute at peak, memory at full bandwidth, and the bytes that its trace must send."""
 
 import dataclasses
 import itertools
@@ -7,20 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.bounds.decoder import DecoderTransfers
-from gspmd_lm.foresight.bounds.transfers import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import DataflowGraph, Node
-from gspmd_lm.foresight.propagation import Reading, read_step
+from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.infer.programs import Sizes
 from gspmd_lm.model.task import Task
-from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train.metrics import flops_per_token, keys_seen, model_flops
-from gspmd_lm.train.step import Step
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
+FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +33,22 @@ class LowerBounds:
     estimated_because: str = ""  # why communication is an estimate; '' where it is a bound
 
 
-def of_training(config: Config, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph) -> LowerBounds:
-    """The lower bounds of a train step of `config` under `rules`, filled and checked; `chip` is None if simulated.
+def of_training(
+    task: Task, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph, reading: Reading
+) -> LowerBounds:
+    """The lower bounds of a train step under `rules`, filled and checked; `chip` is None if simulated.
 
-    `graph` is what was recorded of the forward pass of one microbatch under these rules.
+    `graph` is what was recorded of the forward pass of one microbatch under these rules, `reading` that of the whole
+    step. Of a model of one's own, the FLOPs are those of the trace, and the activations that are kept for the backward
+    pass are not counted among the bytes of memory.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
     """
-    flops, moved_bytes = model_flops(config, arrays), memory_bytes(rules, arrays, graph)
-    return _bounds(config, rules, arrays, chip, graph, flops, moved_bytes, trains=True)
-
-
-def read_training(task: Task, rules: Rules, arrays: Arrays, platform: str, device_kind: str) -> Reading:
-    """What one device sends and computes in a train step, read from the trace of the step for such devices.
-
-    `rules` are filled and checked, and their attention kernel is chosen. No device is needed.
-    """
-    mesh: Any = meshes.abstract(rules, platform, device_kind)
-    step = Step(task.config, rules, arrays, mesh, task)
-    return read_step(step.trace_train(), (step.abstract_state, step.abstract_batch))
+    if task.config:
+        flops, moved_bytes = model_flops(task.config, arrays), memory_bytes(rules, arrays, graph)
+    else:
+        flops, moved_bytes = reading.model_flops, updated_bytes(rules, arrays)
+    return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes)
 
 
 def of_generation(
@@ -64,7 +57,7 @@ def of_generation(
     arrays: Arrays,
     chip: Chip | None,
     graph: DataflowGraph,
-    sizes: Sizes,
+    reading: Reading,
     tokens: int,
     cache_bytes: int,
 ) -> LowerBounds:
@@ -73,41 +66,34 @@ def of_generation(
     The same logic as in `of_training`, of the forward pass alone, whose graph is given. Every weight and, in decode,
     every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 
-    `cache_bytes` is what one device holds of keys and values.
+    `cache_bytes` is what one device holds of keys and values, of as many slots as a row has tokens.
     """
-    model = config.model
-    decodes = tokens == 1
-    keys = sizes.slots if decodes else sizes.prompt
-    per_token = flops_per_token(model, arrays.active_count(model), keys, last=decodes) * _FORWARD
+    model, data = config.model, config.data
+    per_token = flops_per_token(model, arrays.active_count(model), data.seq, last=tokens == 1) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
-    flops = per_token * sizes.rows * tokens
-    return _bounds(config, rules, arrays, chip, graph, flops, round(state_bytes), trains=False)
+    flops = per_token * data.batch * tokens / rules.devices
+    return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes))
 
 
-def _bounds(
-    config: Config,
-    rules: Rules,
-    arrays: Arrays,
-    chip: Chip | None,
-    graph: DataflowGraph,
-    flops: float,
-    moved_bytes: float,
-    trains: bool,
-) -> LowerBounds:
-    """The lower bounds of a program of the decoder, from the FLOPs of all devices and the bytes of one."""
-    flops /= rules.devices
-    sent, sent_as_float32 = (
-        DecoderTransfers(rules, arrays, graph, trains, narrowest).bytes_by_axes for narrowest in (0, FLOAT32_BYTES)
-    )
+def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
+    """The lower bounds of a program of which nothing is known but its trace."""
+    dtype = "float32" if reading.bytes_if_wider(FLOAT32_BYTES) == reading.communication_bytes else "bfloat16"
+    return _bounds(chip, reading, dtype, reading.model_flops / devices, None)
+
+
+def _bounds(chip: Chip | None, reading: Reading, dtype: str, flops: float, moved_bytes: float | None) -> LowerBounds:
+    """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes; None: not known."""
+    sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
     return LowerBounds(
         compute_s=chip and flops / chip.peak_bf16_flops_per_s,
-        memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
-        communication_bytes=round(sum(sent.values())),
-        communication_by_axis={axes: round(count) for axes, count in sent.items() if round(count)},
+        memory_s=None if chip is None or moved_bytes is None else moved_bytes / chip.hbm_bytes_per_s,
+        communication_bytes=round(reading.communication_bytes),
+        communication_by_axis={axes: size for axes, size in sent.items() if size},
         flops=flops,
-        dtype=config.model.compute_dtype,
-        float32_bytes=round(sum(sent_as_float32.values())),
+        dtype=dtype,
+        float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
+        estimated_because=reading.estimated_because,
     )
 
 

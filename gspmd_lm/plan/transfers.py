@@ -1,13 +1,14 @@
-"""The communication volume of a step: what one device sends to bring arrays from one sharding to another.
+"""The communication volume of a train step, as `plan` estimates it for many layouts from one trace.
 
-What must be moved follows from the sharding of each array, by logic on axes alone:
+What is sent to bring arrays from one sharding to another follows by logic on axes alone:
 
   an axis that a matmul sums over is split       its partial sums are reduced: scattered where the result is split
                                                  over the same mesh axis, else reduced to all
   an array is stored split, and is used whole    it is gathered
   a mesh axis splits another dimension in use    its devices exchange pieces, all to all
 
-Scalars are left out, and what optimizers such as muon or adafactor sum over a split matrix.
+Scalars are left out, and what optimizers such as muon or adafactor sum over a split matrix. `explain` reads the trace
+of each step instead (foresight/propagation), which takes thirty times as long; a test compares the two.
 """
 
 import abc
@@ -18,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import DataflowGraph, Node
+from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node
 from gspmd_lm.hardware.network import sent_bytes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
@@ -67,26 +68,21 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers, and `bytes_by_axes`, their sums by mesh axes.
+    """What one device sends in a step: `all` transfers, and `bytes_by_axes`, their sums by mesh axes."""
 
-    `trains` says whether the program runs backward too. If it does not, it is a step of generation. An element that has
-    fewer bytes than `narrowest` is counted with so many.
-    """
-
-    def __init__(self, rules: Rules, arrays: Arrays, graph: DataflowGraph, trains: bool = True, narrowest: int = 0):
-        self.rules, self.graph, self.trains, self.narrowest = rules, graph, trains, narrowest
-        self.microbatches = rules.microbatches if trains else 1
+    def __init__(self, rules: Rules, arrays: Arrays, graph: DataflowGraph):
+        self.rules, self.graph, self.microbatches = rules, graph, rules.microbatches
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         # Mesh axes over which gradients are summed once, after the last microbatch.
         self.reduced_last = {*rules.replicas} if self.microbatches > 1 else set()
         self.all: list[Transfer] = []
         self.weights: dict[str, Parameter] = {}
-        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)} if trains else set()
+        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
             shardings = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
-            sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), max(like.dtype.itemsize, narrowest)
+            sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), like.dtype.itemsize
             self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, *shardings, trained=leaf.path in trained)
         self.add_model()
         reduced_last, self.reduced_last = self.reduced_last, set()
@@ -109,13 +105,6 @@ class Transfers(abc.ABC):
     @abc.abstractmethod
     def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
-
-    def itemsize(self, node: Node) -> int:
-        return max(node.itemsize, self.narrowest)
-
-    def bytes(self, node: Node) -> int:
-        """The bytes of a whole array."""
-        return math.prod(node.shape) * self.itemsize(node)
 
     def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
@@ -174,3 +163,68 @@ class Transfers(abc.ABC):
         iterations = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
         volume = self.volume(weight.elements * itemsize / iterations, weight.storage, weight.compute)
         self.add(volume, self.microbatches * iterations if iterations > 1 else 1, "weights", iterations > 1)
+
+
+class AnyModelTransfers(Transfers):
+    """The transfers of any model.
+
+    Nothing is known but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul that
+    sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
+    but for what `gathered` and `reduced` of matmuls.py move.
+    """
+
+    def add_model(self) -> None:
+        for path, nodes in self.graph.used.items():
+            for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
+                self.gather(self.weights[path], nodes[0].itemsize)
+        readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
+        for matmul in self.graph.matmuls:
+            self.add_output_side(matmul, written)
+            readers[matmul.input].append(matmul)
+        for x, matmuls in readers.items():
+            source = self.graph.gathered_from(x)
+            self.add_input_side(x, None if source in written else source, matmuls)
+        for path in set(self.graph.used) - self.graph.multiplied:
+            weight, applied = self.weights[path], self.graph.applied_to(path)
+            if weight.trained and applied:
+                sharding, node = self.sharding(applied), self.graph.used[path][0]
+                local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
+                summed_over = mesh_axes_except(sharding, *weight.sizes)
+                self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
+
+    def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
+        """Adds the reduction of a matmul's partial sums. Results that one `reduced` adds up are reduced once."""
+        x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
+        compute = self.weights[matmul.path].compute
+        summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
+        destination = self.graph.written_to(y) if matmul.output else y
+        if destination is not y:
+            if y not in written:
+                self.transfer(y.bytes, self.sharding(destination), self.sharding(y), times=times)  # the gradient
+            if summed_over in written.setdefault(y, set()):
+                return
+            written[y].add(summed_over)
+        computed = {
+            axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()
+        }
+        self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
+
+    def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
+        """Adds the gradients of matmuls that have one input.
+
+        Where `gathered` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
+        """
+        sharding = self.sharding(x)
+        if source:
+            input_saved = self.rules.remat.policy == "none" or x.array in self.saved
+            for _ in range(1 if input_saved else 2):
+                self.transfer(x.bytes, self.sharding(source), sharding, times=x.trip_count)
+        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in matmuls]
+        for summed_over in dict.fromkeys(sums) if source else sums:
+            self.transfer(x.bytes, sharding, self.sharding(source or x), summed_over, x.trip_count)
+        for matmul in matmuls:
+            weight = self.weights[matmul.path]
+            if weight.trained:
+                row_axes = mesh_axes_except(sharding, *weight.sizes)
+                size_bytes, times = matmul.weight.bytes, matmul.node.trip_count
+                self.transfer(size_bytes, weight.compute, weight.gradient, row_axes, times, "gradients")

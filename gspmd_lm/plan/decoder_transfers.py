@@ -16,7 +16,9 @@ import collections
 import math
 from collections.abc import Iterable
 
-from gspmd_lm.foresight.bounds.transfers import (
+from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.model.kernels import attention
+from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
     Parameter,
     Sharding,
@@ -25,8 +27,6 @@ from gspmd_lm.foresight.bounds.transfers import (
     mesh_axes,
     mesh_axes_except,
 )
-from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.model.kernels import attention
 
 _INT32_BYTES = 4
 *_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
@@ -46,7 +46,7 @@ class DecoderTransfers(Transfers):
         self.add_layers()
         for matmul in graph.matmuls:
             if self.is_head(matmul):
-                self.add_loss(matmul) if self.trains else self.add_logits(matmul)
+                self.add_loss(matmul)
         for path in graph.looked_up:
             if path not in graph.used or path in graph.multiplied:
                 self.add_look_up(self.weights[path])
@@ -84,8 +84,8 @@ class DecoderTransfers(Transfers):
         for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
             weight, used = self.weights[path], self.graph.used[path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
-            for _ in range(2 if self.trains and (weight.trained or used.trip_count > 1) else 1):
-                self.gather(weight, self.itemsize(used))
+            for _ in range(2 if weight.trained or used.trip_count > 1 else 1):
+                self.gather(weight, used.itemsize)
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
         """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
@@ -95,21 +95,19 @@ class DecoderTransfers(Transfers):
         any_trained = any(self.weights[matmul.path].trained for matmul in readers)
         # The input is gathered, and once more for the gradients of the weights.
         for _ in range(2 if any_trained and not input_saved else 1):
-            self.transfer(self.bytes(x), self.sharding(stream), self.sharding(x), times=x.trip_count)
+            self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=x.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
         self.add_dispatch(x, [matmul for matmul in matmuls if matmul.group_axis])
-        if self.trains:
-            self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
+        self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
 
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
         recomputed = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
-        for _ in range(2 if self.trains and recomputed and self.read_in_same_block(stream) else 1):
+        for _ in range(2 if recomputed and self.read_in_same_block(stream) else 1):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls])
-        if self.trains:
-            self.transfer(self.bytes(y), self.sharding(stream), self.sharding(y), times=y.trip_count)  # the gradient
+        self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)  # the gradient
         for matmul in matmuls:
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
 
@@ -122,10 +120,10 @@ class DecoderTransfers(Transfers):
         weight, tokens = self.weights[matmul.path], mesh_axes(self.sharding(stream_end), "batch", "seq")
         inner = self.inner_sharding(matmul, stream_end)
         lacking = {axis: names for axis, names in inner.items() if axis not in weight.sizes}
-        if weight.trained and self.trains:
+        if weight.trained:
             summed_over = tokens | mesh_axes(lacking)
             self.transfer(
-                self.bytes(matmul.weight),
+                matmul.weight.bytes,
                 weight.compute,
                 weight.gradient,
                 summed_over,
@@ -146,10 +144,10 @@ class DecoderTransfers(Transfers):
         recomputed = self.rules.remat.policy != "none" and "dispatched" not in self.saved
         by_tokens = {"batch": tuple(token_axes)}
         by_experts = {"batch": tuple(token_axes - expert_axes), matmul.group_axis: tuple(expert_axes)}
-        for _ in range(4 + recomputed if self.trains else 2):
-            self.transfer(rows * width * self.itemsize(x), by_tokens, by_experts, times=x.trip_count)
-        if self.trains:  # one number for each expert of a token: the gradient of its router weight
-            self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
+        for _ in range(4 + recomputed):
+            self.transfer(rows * width * x.itemsize, by_tokens, by_experts, times=x.trip_count)
+        # One number for each expert of a token: the gradient of its router weight.
+        self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
 
     def expert_axes(self, matmul: Matmul) -> set[str]:
         """The mesh axes that split the experts of a matmul."""
@@ -175,14 +173,11 @@ class DecoderTransfers(Transfers):
         stream, inner = self.sharding(stream_end), self.sharding(inner_end)
         inner_axes = self.inner_axes(matmul, stream_end)
         stream_axes = [axis for axis in stream if axis in weight.sizes]
-        rows_bytes = math.prod(stream_end.shape[:2]) * self.itemsize(stream_end)
+        rows_bytes = math.prod(stream_end.shape[:2]) * stream_end.itemsize
         inner_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in inner_axes)
         rows = {"batch": stream["batch"], "seq": stream["seq"]}
         computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
         summed_over = mesh_axes(stream, *stream_axes)
-        if not self.trains:
-            self.transfer(inner_bytes, computed, inner, summed_over, times)
-            return
         assert inner_end.placed
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
@@ -201,14 +196,14 @@ class DecoderTransfers(Transfers):
                 self.transfer(inner_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
         else:
             self.transfer(inner_bytes, computed, inner, summed_over, times)
-        matrix_bytes = self.bytes(matmul.weight)
+        matrix_bytes = matmul.weight.bytes
         if weight_only := mesh_axes(weight.compute, *stream_axes) - summed_over:
             # A mesh axis splits the weight, but not the array at the stream. Either the weight is gathered, or partial
             # sums are reduced at the inner end and the result at the stream is gathered. Only the first is possible
             # where that mesh axis splits the rows.
             gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(stream_axes, ())})]
             reduced = [self.volume(inner_bytes, computed, inner, weight_only)]
-            result = [self.volume(self.bytes(stream_end), {**stream, stream_axes[0]: tuple(weight_only)}, stream)]
+            result = [self.volume(stream_end.bytes, {**stream, stream_axes[0]: tuple(weight_only)}, stream)]
             for alternative in (reduced, result):
                 self.add_cheapest(gathered, *([] if weight_only & mesh_axes(computed) else [alternative]), times=times)
         if weight.trained:
@@ -261,19 +256,17 @@ class DecoderTransfers(Transfers):
         stream = self.sharding(self.block_input)
         for matmul in (first, second):
             weight = self.weights[matmul.path]
-            gathered = self.volume(weight.elements * self.itemsize(matmul.weight), weight.storage, weight.compute)
+            gathered = self.volume(weight.elements * matmul.weight.itemsize, weight.storage, weight.compute)
             self.add(gathered, 1, "weights", matmul.node.trip_count > 1)
             rank_axes = mesh_axes_except(weight.compute, "layers", *stream)
             if weight.trained:
                 row_axes = mesh_axes(stream, "batch", "seq")
                 summed_over, times = row_axes | inner_axes, matmul.node.trip_count
-                self.transfer(
-                    self.bytes(matmul.weight), weight.compute, weight.gradient, summed_over, times, "gradients"
-                )
+                self.transfer(matmul.weight.bytes, weight.compute, weight.gradient, summed_over, times, "gradients")
             if matmul is first:
                 inner_axes = rank_axes
-            elif rank_axes and self.trains:
-                self.transfer(self.bytes(matmul.input), stream, stream, rank_axes, matmul.node.trip_count)
+            elif rank_axes:
+                self.transfer(matmul.input.bytes, stream, stream, rank_axes, matmul.node.trip_count)
 
     def add_partial_sums(
         self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None]
@@ -292,9 +285,7 @@ class DecoderTransfers(Transfers):
             elif inner_end:
                 partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
         for partial in partials:
-            self.transfer(
-                self.bytes(written), self.sharding(written), self.sharding(stream), partial, written.trip_count
-            )
+            self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, written.trip_count)
 
     # Before and after the layers
 
@@ -303,9 +294,9 @@ class DecoderTransfers(Transfers):
 
         A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
         """
-        tied, size_bytes = table.path in self.graph.multiplied, self.bytes(self.block_input)
+        tied, size_bytes = table.path in self.graph.multiplied, self.block_input.bytes
         ids, width = table.sizes
-        itemsize = self.itemsize(self.block_input)
+        itemsize = self.block_input.itemsize
         residual, block_input = self.sharding(self.residual), self.sharding(self.block_input)
         row_axes, token_axes, column_axes = (
             table.compute[ids],
@@ -317,7 +308,7 @@ class DecoderTransfers(Transfers):
             self.transfer(size_bytes, block_input, residual, row_axes)
             if table.trained:
                 self.transfer(size_bytes, residual, block_input)
-        elif not (tied and self.trains):
+        elif not tied:
             # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
             # table is gathered.
             looked_up_where_stored = self.volume(size_bytes, {width: tuple(column_axes)}, residual)
@@ -360,28 +351,20 @@ class DecoderTransfers(Transfers):
             self.inner_axes(head, head.input),
         )
         summed_over = mesh_axes(logits, *vocab_axes)
-        self.transfer(self.bytes(head.input), stream, x)
-        self.gather(table, self.itemsize(head.weight))
+        self.transfer(head.input.bytes, stream, x)
+        self.gather(table, head.weight.itemsize)
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
             self.transfer(math.prod(head.input.shape[:2]) * FLOAT32_BYTES, by_token, by_token, summed_over)
-        self.transfer(self.bytes(head.input), x, stream, summed_over)
+        self.transfer(head.input.bytes, x, stream, summed_over)
         if table.trained:
             local_gradient = {axis: table.compute[axis] for axis in vocab_axes}
             token_axes = mesh_axes(x, "batch", "seq")
             self.transfer(table.elements * FLOAT32_BYTES, local_gradient, table.gradient, token_axes, kind="gradients")
 
-    def add_logits(self, head: Matmul) -> None:
-        """Adds the logits of one token per row, which every device holds whole to choose the next token."""
-        assert head.output
-        self.gather(self.weights[head.path], self.itemsize(head.weight))
-        logits = self.sharding(head.output)
-        computed = {axis: names for axis, names in logits.items() if axis != "seq"}
-        self.transfer(head.output.shape[0] * head.output.shape[-1] * FLOAT32_BYTES, computed, {})
-
     def add_small(self, weight: Parameter) -> None:
         """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed."""
-        itemsize = self.itemsize(self.graph.used[weight.path][0])
+        itemsize = self.graph.used[weight.path][0].itemsize
         self.gather(weight, itemsize)
         applied = self.graph.applied_to(weight.path)
         if weight.path in self.graph.looked_up or not weight.trained or not applied:
