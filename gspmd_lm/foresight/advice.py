@@ -100,19 +100,31 @@ def _above_floor(report: Report) -> Iterator[Finding]:
         or (ratio and ratio <= ABOVE_FLOOR)
     ):
         return
-    moved, sent = report.collectives, collections.Counter[str]()
-    for one in moved:
-        sent["+".join(one.mesh_axes)] += one.bytes_per_device_per_step
     width = total / ratio / floor.communication_bytes if ratio else 1  # of what is sent, over that of the floor
-    excess = {axes: round(size - width * floor.communication_by_axis.get(axes, 0)) for axes, size in sent.items()}
-    axes = max(excess, key=excess.__getitem__)
-    largest = next(one for one in moved if "+".join(one.mesh_axes) == axes)  # the largest traffic comes first
+    excess = collections.Counter[tuple[str, str]]()
+    for one in report.collectives:
+        excess["+".join(one.mesh_axes), one.phase] += one.bytes_per_device_per_step
+    for one in floor.by_array:
+        excess[one.mesh_axes, one.phase] -= round(width * one.bytes_per_device_per_step)
+    axes, phase = max(excess, key=excess.__getitem__)
+    moved = [one for one in report.collectives if ("+".join(one.mesh_axes), one.phase) == (axes, phase)]
+    needed = [one for one in floor.by_array if (one.mesh_axes, one.phase) == (axes, phase)]
+    least, times = collections.Counter[str](), collections.Counter[str]()
+    for one in needed:
+        least[one.array] += one.times_per_step
+    for one in moved:
+        times[one.op] += one.times_per_step
+    # The largest of those that are sent more often than they must be; else the largest.
+    largest = next((one for one in moved if times[one.op] > least[one.op] > 0), moved[0])
+    often = times[largest.op], least[largest.op]
+    repeated = f": {often[0]:,} times in a step, where {often[1]:,} would do" if often[0] > often[1] > 0 else ""
     because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
     above = f"{ratio:.2f}x the necessary communication" if ratio else "communication that nothing makes necessary"
+    too_much = f"{human_bytes(excess[axes, phase])} too much over {axes} ({phase})"
     yield Finding(
         "above-floor",
-        f"{above}: {human_bytes(total)} per device and step; {human_bytes(excess[axes])} too much over {axes}",
-        f"look at the {largest.kind} at {largest.op or largest.source}{because}",
+        f"{above}: {human_bytes(total)} per device and step; {too_much}",
+        f"look at the {largest.kind} at {largest.op or largest.source}{repeated}{because}",
     )
 
 

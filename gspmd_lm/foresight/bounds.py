@@ -9,6 +9,7 @@ from typing import Any
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.foresight.propagation import Reading
+from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
@@ -31,6 +32,7 @@ class LowerBounds:
     dtype: str  # in which activations, and weights in use, are counted to be sent
     float32_bytes: int = 0  # what one device must send if all that is sent is as wide as float32
     estimated_because: str = ""  # why communication is an estimate; '' where it is a bound
+    by_array: tuple[ArrayTransfers, ...] = ()  # what communication is made of, the largest first
 
 
 def of_training(
@@ -94,6 +96,7 @@ def _bounds(chip: Chip | None, reading: Reading, dtype: str, flops: float, moved
         dtype=dtype,
         float32_bytes=round(reading.bytes_if_wider(FLOAT32_BYTES)),
         estimated_because=reading.estimated_because,
+        by_array=reading.by_array,
     )
 
 

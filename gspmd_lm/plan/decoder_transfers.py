@@ -216,11 +216,9 @@ class DecoderTransfers(Transfers):
             )
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
-            # are summed, either as those of the keys or as those of the weight.
+            # are summed as those of the keys.
             split = {inner_axes[0]: (*inner[inner_axes[0]], *head_axes)}
-            of_weight = [self.volume(matrix_bytes, {**weight.gradient, **split}, weight.gradient)]
-            of_keys = [self.volume(inner_bytes, {**inner, **split}, inner)]
-            self.add_cheapest(of_keys, *([of_weight] if weight.trained else []), times=times)
+            self.transfer(inner_bytes, {**inner, **split}, inner, times=times)
 
     def inner_axes(self, matmul: Matmul, stream_end: Node) -> list[str]:
         """The axes of a weight that the array at the residual stream lacks."""

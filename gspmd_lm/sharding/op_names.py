@@ -51,6 +51,15 @@ class OpName:
         """Whether it says where in the model it stands."""
         return bool(self.owners or self.summed_axes or self.array or self.modules)
 
+    @property
+    def path(self) -> str:
+        """What it belongs to: layers.attention.wq, layers.attention.wq+wk+wv, layers.attention_norm, loss; or ''."""
+        paths = list(self.owners[:1])
+        for before, path in zip(self.owners, self.owners[1:], strict=False):
+            same_module = before.rpartition(".")[0] == path.rpartition(".")[0]
+            paths.append(path.rpartition(".")[2] if same_module else path)
+        return "+".join(paths) or ".".join(self.modules) or self.array
+
 
 def scope(role: str, *names: str) -> Any:
     """A context that writes `names` into the names of its operations.

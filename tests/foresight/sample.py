@@ -5,6 +5,7 @@ import dataclasses
 from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory, Temporary
+from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import Prediction, Span
@@ -210,7 +211,8 @@ LLAMA = Report(
     ),
     collectives=COLLECTIVES, prediction=PREDICTION, no_prediction="",
     floor=LowerBounds(compute_s=7.79, memory_s=0.21, communication_bytes=420 * GB,
-                communication_by_axis={"fsdp": 10 * GB, "tensor": 410 * GB}, flops=3.576e15, dtype="bfloat16"),
+                communication_by_axis={"fsdp": 10 * GB, "tensor": 410 * GB}, flops=3.576e15, dtype="bfloat16",
+                by_array=(ArrayTransfers("residual", "forward", "tensor", "all-gather", 64, 410 * GB),)),
     warnings=WARNINGS, compile_s=41.3,
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1",
               "xla_tpu_enable_async_collective_fusion": "true"},

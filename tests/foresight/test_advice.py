@@ -10,6 +10,7 @@ from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
+from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT
 from gspmd_lm.hardware.chips import Processor
@@ -18,7 +19,8 @@ from gspmd_lm.sharding.rules import Problem
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
-FLOOR = LowerBounds(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB)
+WQ = ArrayTransfers("layers.attention.wq", "forward", "fsdp", "all-gather", 32, 10 * GB)
+FLOOR = LowerBounds(1.0, 0.1, 10 * GB, {"fsdp": 10 * GB}, 1e15, "bfloat16", 20 * GB, by_array=(WQ,))
 MEMORY = Memory(
     weights_bytes=4 * GB, optimizer_bytes=8 * GB, batch_bytes=1000, temporaries_bytes=GB, peak_bytes=13 * GB,
     limit_bytes=16 * GB, host_bytes=0, fits=True, largest=(),
@@ -61,7 +63,8 @@ def test_more_communication_than_is_needed():
     third = dataclasses.replace(GATHER, phase="recomputation", bytes_per_device_per_step=GB)
     warning = only(warned(moved=[GATHER, third]), "above-floor")
     assert "1.10x the necessary communication" in warning.message and "1.0 GB too much over fsdp" in warning.message
-    assert "weights.embed" in warning.fix
+    assert "(recomputation)" in warning.message and "weights.embed" in warning.fix
+    assert "where" not in warning.fix  # the floor has nothing of it in this phase
     assert warned(moved=[GATHER, dataclasses.replace(third, bytes_per_device_per_step=GB // 3)]) == ()
 
 
@@ -148,13 +151,14 @@ def test_what_simulated_devices_widen_is_compared_with_a_floor_of_the_same_width
     more = dataclasses.replace(double, bytes_per_device_per_step=24 * GB)
     warning = only(warned(moved=[more], chip=""), "above-floor")
     assert "1.20x the necessary communication" in warning.message and "4.0 GB too much over fsdp" in warning.message
-    only(warned(moved=[double]), "above-floor")
+    assert "64 times in a step, where 32 would do" in only(warned(moved=[double]), "above-floor").fix
 
 
 def test_what_a_tpu_narrows_is_compared_with_a_floor_of_the_same_width():
     floor = dataclasses.replace(
-        FLOOR, dtype="float32", communication_bytes=20 * GB, communication_by_axis={"fsdp": 20 * GB}
-    )
+        FLOOR, dtype="float32", communication_bytes=20 * GB, communication_by_axis={"fsdp": 20 * GB},
+        by_array=(dataclasses.replace(WQ, bytes_per_device_per_step=20 * GB),),
+    )  # fmt: skip
     assert warned(floor=floor) == ()
     twice = dataclasses.replace(GATHER, bytes_per_device_per_step=20 * GB)
     warning = only(warned(moved=[twice], floor=floor), "above-floor")

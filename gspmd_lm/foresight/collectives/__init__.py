@@ -213,22 +213,7 @@ def _caused(
         rows = attribution.gather(name, mesh_axes, weight, new=bool(origin.new_weight))
     else:
         rows = attribution.resharding(name, mesh_axes, weight)
-    return _path_of(name, weight), attribution.complete(rows | attribution.look_up(name), name, mesh_axes)
-
-
-def _path_of(name: OpName, weight: str) -> str:
-    """'layers.attention.wq', 'layers.attention.wq+wk+wv', 'layers.attention_norm', 'loss', 'gradient_norm'."""
-    if weight:
-        return weight
-    if name.owners:
-        paths = [name.owners[0]]
-        for before, path in zip(name.owners, name.owners[1:], strict=False):
-            same_module = before.rpartition(".")[0] == path.rpartition(".")[0]
-            paths.append(path.rpartition(".")[2] if same_module else path)
-        return "+".join(paths)
-    if name.modules:
-        return ".".join(name.modules)
-    return name.array or "step"
+    return weight or name.path or "step", attribution.complete(rows | attribution.look_up(name), name, mesh_axes)
 
 
 def _source(instruction: Instruction) -> str:

@@ -82,8 +82,7 @@ class Operation:
     @property
     def label(self) -> str:
         """Where in the model the operation stands."""
-        name = self.name
-        return "+".join(name.owners) or name.array or ".".join(name.modules) or self.primitive
+        return self.name.path or self.primitive
 
     @property
     def phase(self) -> str:

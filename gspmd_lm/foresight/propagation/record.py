@@ -35,6 +35,18 @@ class Transfer(NamedTuple):
         return self.bytes * self.times_per_step
 
 
+@dataclasses.dataclass(frozen=True)
+class ArrayTransfers:
+    """What one device sends of one array, or for several together, in one phase of a step."""
+
+    array: str  # where in the model, as `Collective.op` has it: layers.attention.wq+wk+wv, residual, loss
+    phase: str
+    mesh_axes: str
+    kind: str
+    times_per_step: int
+    bytes_per_device_per_step: int
+
+
 @dataclasses.dataclass
 class Record:
     """What was noted so far."""
@@ -100,6 +112,18 @@ class Reading:
         for transfer in self.transfers:
             total[transfer.mesh_axes] += transfer.bytes_per_step
         return dict(total)
+
+    @functools.cached_property
+    def by_array(self) -> tuple[ArrayTransfers, ...]:
+        """The transfers that agree in all but size, added up, those that send most first."""
+        alike: dict[tuple[str, ...], list[Transfer]] = collections.defaultdict(list)
+        for one in self.transfers:
+            alike[one.array, one.phase, one.mesh_axes, one.kind].append(one)
+        totals = [
+            ArrayTransfers(*key, sum(one.times_per_step for one in all_), round(sum(o.bytes_per_step for o in all_)))
+            for key, all_ in alike.items()
+        ]
+        return tuple(sorted(totals, key=lambda one: -one.bytes_per_device_per_step))
 
     @property
     def communication_bytes(self) -> float:
