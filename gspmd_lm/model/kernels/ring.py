@@ -57,7 +57,6 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
         turns = _Turns(over, segments)
         kv = turns.passed((k, v))
         part = _Part(*blocks.forward(q, k, v, turns.segments(0), causal=True))
-        q_late = _late(q)
 
         def add(turn, part, kv):
             """The part of the keys so far, with what those of a turn contribute."""
@@ -67,7 +66,7 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
                 return part.merged(_Part(*blocks.forward(q, *early_keys, causal=False)))
 
             def late_queries():
-                new = _Part(*blocks.forward(q_late, *kv, turns.segments(turn, queries=_late), causal=False))
+                new = _Part(*blocks.forward(_late(q), *kv, turns.segments(turn, queries=_late), causal=False))
                 late = _Part(*map(_late, part)).merged(new)
                 return _Part(*map(_with_late, part, late))
 
@@ -85,7 +84,6 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
         kv = turns.passed((k, v))
         dq, *local_dkv = blocks.backward(q, k, v, turns.segments(0), out, lse, dout, causal=True)
         dq = dq.astype(jnp.float32)
-        q_late, *of_late = map(_late, (q, out, lse, dout))
 
         def add(turn, carried, kv):
             dq, travelling = carried
@@ -100,7 +98,7 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
 
             def late_queries():
                 segments = turns.segments(turn, queries=_late)
-                more, *dkv = blocks.backward(q_late, *kv, segments, *of_late, causal=False)
+                more, *dkv = blocks.backward(_late(q), *kv, segments, *map(_late, (out, lse, dout)), causal=False)
                 return _with_late(dq, _late(dq) + more), tuple(dkv)
 
             dq, new = jax.lax.cond(turns.before(turn), all_queries, late_queries)
