@@ -249,7 +249,7 @@ class Estimator:
             kernels_s, beside_s = self._attention_s(chip, rules, attention_op, shard_counts)
             forward_s, backward_s = (launch_s + seconds for seconds in kernels_s)
             yield _TimedOp("attention", forward_s, backward_s, attention_op.trip_count, attention_op)
-            yield _TimedOp("other", *beside_s, attention_op.trip_count, attention_op)
+            yield _TimedOp("other", beside_s[0], beside_s[1], attention_op.trip_count, attention_op)
 
     def _tile_share(self, chip: Chip, elements: float, flops: float, op: Op) -> float:
         """The share of a GPU that a matmul uses whose result has so many elements."""

@@ -62,11 +62,12 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
             """The part of the keys so far, with what those of a turn contribute."""
 
             def all_queries():
-                early_keys = _early(kv[0]), _early(kv[1]), turns.segments(turn, keys=_early)
-                return part.merged(_Part(*blocks.forward(q, *early_keys, causal=False)))
+                (k, v), segments = map(_early, kv), turns.segments(turn, keys=_early)
+                return part.merged(_Part(*blocks.forward(q, k, v, segments, causal=False)))
 
             def late_queries():
-                new = _Part(*blocks.forward(_late(q), *kv, turns.segments(turn, queries=_late), causal=False))
+                (k, v), segments = kv, turns.segments(turn, queries=_late)
+                new = _Part(*blocks.forward(_late(q), k, v, segments, causal=False))
                 late = _Part(*map(_late, part)).merged(new)
                 return _Part(*map(_with_late, part, late))
 
@@ -91,14 +92,15 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
             travelling = None if travelling is None else turns.passed(travelling)
 
             def all_queries():
-                early_keys = _early(kv[0]), _early(kv[1]), turns.segments(turn, keys=_early)
-                more, *dkv = blocks.backward(q, *early_keys, out, lse, dout, causal=False)
-                without_late = ((0, 0), (0, k.shape[1] // 2), (0, 0), (0, 0))
+                (k, v), segments = map(_early, kv), turns.segments(turn, keys=_early)
+                more, *dkv = blocks.backward(q, k, v, segments, out, lse, dout, causal=False)
+                without_late = ((0, 0), (0, k.shape[1]), (0, 0), (0, 0))
                 return dq + more, tuple(jnp.pad(x, without_late) for x in dkv)
 
             def late_queries():
-                segments = turns.segments(turn, queries=_late)
-                more, *dkv = blocks.backward(_late(q), *kv, segments, *map(_late, (out, lse, dout)), causal=False)
+                (k, v), segments = kv, turns.segments(turn, queries=_late)
+                late = [_late(x) for x in (q, out, lse, dout)]
+                more, *dkv = blocks.backward(late[0], k, v, segments, late[1], late[2], late[3], causal=False)
                 return _with_late(dq, _late(dq) + more), tuple(dkv)
 
             dq, new = jax.lax.cond(turns.before(turn), all_queries, late_queries)
@@ -131,12 +133,16 @@ class _Turns:
         return jax.tree.map(lambda x: permuted(x, self.over, {i: (i + 1) % n for i in range(n)}), arrays)
 
     def loop(self, turn, carried: Any, kv: Any) -> tuple[Any, Any]:
-        """`carried` after turns 1 to n - 1, of which the last one passes nothing on. `kv` are the keys of turn 1."""
+        """`carried` after turns 1 to n - 1, of which the last one passes nothing on. `kv` are the keys of turn 1.
+
+        Keys are passed on once the turn before is computed. Without barriers, XLA gathers all of them first on GPUs.
+        """
         n = self.over.pieces
+        carried, kv = jax.lax.optimization_barrier((carried, kv))
         if n > 2:
             # The first turn stands before the loop: it may give what it carries another form.
             following = self.passed(kv)
-            carried, kv = turn(1, carried, kv), following
+            carried, kv = jax.lax.optimization_barrier((turn(1, carried, kv), following))
         if n > 3:
 
             def body(state, number):
