@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.hlo.instruction import (
@@ -171,12 +172,23 @@ class Module:
         known = loop.config.get("known_trip_count", {}).get("n")
         return int(known) if known is not None else Loops(self).trip_count(loop)
 
-    def steps(self) -> Iterator[Executed]:
-        """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
-        return self._steps(self.entry, 1, (), True)
+    def steps(
+        self, computation: Computation | None = None, branches: Mapping[str, int] = MappingProxyType({})
+    ) -> Iterator[Executed]:
+        """All instructions that run in a computation, by default the whole program, in order.
+
+        Loops, calls and asynchronous computations are entered. Of a conditional that `branches` names, so is the branch
+        with this number, and of others all branches.
+        """
+        return self._steps(computation or self.entry, 1, (), True, branches)
 
     def _steps(
-        self, computation: Computation, executions: int, loops: tuple[Instruction, ...], trip_counts_known: bool
+        self,
+        computation: Computation,
+        executions: int,
+        loops: tuple[Instruction, ...],
+        trip_counts_known: bool,
+        branches: Mapping[str, int],
     ) -> Iterator[Executed]:
         for instruction in computation.instructions.values():
             yield Executed(instruction, computation, executions, loops, trip_counts_known)
@@ -188,8 +200,11 @@ class Module:
                     (*loops, instruction),
                     trip_counts_known and trip_count is not None,
                 )
-            for body in self.bodies(instruction):
-                yield from self._steps(body, *inside)
+            bodies = self.bodies(instruction)
+            if instruction.name in branches:
+                bodies = (bodies[branches[instruction.name]],)
+            for body in bodies:
+                yield from self._steps(body, *inside, branches)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """All instructions of the computations that a fusion calls, also of nested ones."""

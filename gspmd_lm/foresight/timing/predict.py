@@ -89,7 +89,7 @@ def predict(
         timeline=_timeline(module, simulation),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
-        missing_flops_share=max(0.0, 1 - _flops(module) / least_flops) if least_flops else 0.0,
+        missing_flops_share=max(0.0, 1 - _flops(module, simulation) / least_flops) if least_flops else 0.0,
         fusions=_costliest(module, simulation),
     )
 
@@ -123,10 +123,10 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}
 
 
-def _flops(module: Module) -> float:
+def _flops(module: Module, simulation: Simulation) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
-    for step in module.steps():
+    for step in module.steps(branches=simulation.branches):
         if parse(step.instruction.op_name).phase == "recomputation":
             continue
         done = flops.flops_of(module, step.instruction)
@@ -142,7 +142,7 @@ _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast
 def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for step in module.steps():
+    for step in module.steps(branches=simulation.branches):
         time = simulation.op_time(step.instruction)
         if time.seconds:
             seconds[f"{_label(step.instruction)} ({time.kind})"] += step.executions * time.seconds

@@ -57,6 +57,7 @@ class Simulation:
         self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
         self.iterations: dict[str, Iteration] = {}
+        self.branches: dict[str, int] = {}  # conditional -> the number of its branch that runs
         self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
         self._events: list[Event] = []
         self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
@@ -218,10 +219,15 @@ class Simulation:
 
     def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         """Runs the branch that computes longest."""
-        branches = self.module.bodies(instruction)
-        costs = [math.fsum(self.op_time(i).seconds for i in branch.instructions.values()) for branch in branches]
-        chosen = max(range(len(branches)), key=lambda n: costs[n])
-        return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
+        bodies = self.module.bodies(instruction)
+        if instruction.name not in self.branches:
+            costs = [
+                math.fsum(step.executions * self.op_time(step.instruction).seconds for step in self.module.steps(body))
+                for body in bodies
+            ]
+            self.branches[instruction.name] = costs.index(max(costs))
+        chosen = self.branches[instruction.name]
+        return self.run(bodies[chosen], operands[1 + chosen : 2 + chosen])
 
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Simulates iterations of a loop until two take equally long, then adds the others at once."""
