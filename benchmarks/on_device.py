@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks import layouts, measure
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware import target
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
@@ -165,12 +166,15 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     built = step.build_step(cfg, layout, arrays, [device])
     options = compiler.options(device.platform, layout.compiler_options, layout.path, device.device_kind)
     began = time.perf_counter()
-    lowered = built.lower_train()
-    traced = time.perf_counter()
+    traced = built.trace_train()
+    lowered = traced.lower()
+    lowered_at = time.perf_counter()
     compiled = compiler.compile(lowered, options, device.platform, layout.path)
+    reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
     here = target.from_devices([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
-    program = compile.described(built, compiled, options, here, traced - began, time.perf_counter() - traced)
+    compile_s = time.perf_counter() - lowered_at
+    program = compile.described(built, compiled, reading, options, here, lowered_at - began, compile_s)
     found = explain.report(cfg, built.rules, here, arrays, problems, program)
     predicted_s = found.prediction.step_time_s if found.prediction else None
     measured_s, used = _run(ready, device) if found.memory.fits else (None, None)

@@ -277,10 +277,10 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
     took = {}
 
     def timed(name: str, function: Callable[[], Any], times: int = 10) -> Any:
-        function()
+        result = function()
         began = time.process_time()
         for _ in range(times):
-            result = function()
+            function()
         took[name] = round(1000 * (time.process_time() - began) / times, 1)
         return result
 

@@ -26,6 +26,7 @@ from gspmd_lm.data import loader, trained
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.runtime import compile_cache as compile_caches
@@ -257,9 +258,12 @@ def _fresh_workdir(name: str) -> epath.Path:
 def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
-    def report_step(compiled: Any, options: Mapping[str, Any], trace_s: float, compile_s: float) -> PreRunReport:
+    def report_step(
+        compiled: Any, traced: Any, options: Mapping[str, Any], trace_s: float, compile_s: float
+    ) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat))
-        program = compile.described(built, compiled, options, devices, trace_s, compile_s)
+        reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
+        program = compile.described(built, compiled, reading, options, devices, trace_s, compile_s)
         report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = io.StringIO()

@@ -21,9 +21,9 @@ class PreRunReport:
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
 
 
-# (compiled step, or the compiler's refusal for memory; its options; seconds to trace and to compile) -> PreRunReport.
-# Raises InputError where the step does not fit into memory.
-ReportStep = Callable[[Any, Mapping[str, Any], float, float], PreRunReport]
+# (compiled step, or the compiler's refusal for memory; the traced step; compiler options; seconds to trace and to
+# compile) -> PreRunReport. Raises InputError where the step does not fit into memory.
+ReportStep = Callable[[Any, Any, Mapping[str, Any], float, float], PreRunReport]
 
 
 @dataclasses.dataclass
@@ -90,19 +90,22 @@ class TrainPrograms:
     def _train_step(self) -> Any:
         """The compiled train step, which fits into memory."""
         options = self._options(*self.step.rules.compiled_for)
-        began = traced = time.perf_counter()
+        began = time.perf_counter()
         compiled, report_step = self.executable, self.report_step
+        traced = self.step.trace_train()
+        lowered_at = time.perf_counter()
         if not compiled:
-            lowered, traced = self.step.lower_train(), time.perf_counter()
+            lowered, lowered_at = traced.lower(), time.perf_counter()
             try:
                 compiled = self._compile(lowered, options)
             except jax.errors.JaxRuntimeError as error:
                 if report_step and "RESOURCE_EXHAUSTED" in str(error):
-                    report_step(str(error), options, traced - began, time.perf_counter() - traced)
+                    report_step(str(error), traced, options, lowered_at - began, time.perf_counter() - lowered_at)
                 raise
         if self.machine.simulated:
             fix = "a smaller data.batch, remat: block, or a smaller model"
             compiler.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
         if report_step:
-            self.report = report_step(compiled, options, traced - began, time.perf_counter() - traced)
+            compile_s = time.perf_counter() - lowered_at
+            self.report = report_step(compiled, traced, options, lowered_at - began, compile_s)
         return compiled

@@ -116,12 +116,14 @@ class Reading:
     @functools.cached_property
     def by_array(self) -> tuple[ArrayTransfers, ...]:
         """The transfers that agree in all but size, added up, those that send most first."""
-        alike: dict[tuple[str, ...], list[Transfer]] = collections.defaultdict(list)
+        alike: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
         for one in self.transfers:
             alike[one.array, one.phase, one.mesh_axes, one.kind].append(one)
         totals = [
-            ArrayTransfers(*key, sum(one.times_per_step for one in all_), round(sum(o.bytes_per_step for o in all_)))
-            for key, all_ in alike.items()
+            ArrayTransfers(
+                *key, sum(one.times_per_step for one in group), round(sum(one.bytes_per_step for one in group))
+            )
+            for key, group in alike.items()
         ]
         return tuple(sorted(totals, key=lambda one: -one.bytes_per_device_per_step))
 
