@@ -1,5 +1,6 @@
 """The families whose tensors have other names than Llama's: GPT-2, and those that came between."""
 
+from gspmd_lm.convert import names
 from gspmd_lm.convert.family import (
     GELU_NEW,
     GPT2_SIZES,
@@ -26,7 +27,7 @@ from gspmd_lm.convert.fields import (
     RotaryDim,
 )
 from gspmd_lm.convert.layer_fields import LocalLayers
-from gspmd_lm.convert.names import BLOOM, CHATGLM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
+from gspmd_lm.convert.names import INV_FREQ, MASKS
 from gspmd_lm.convert.rope import ChatRope, Rope
 
 GPT_FAMILIES = (
@@ -41,7 +42,7 @@ GPT_FAMILIES = (
             Fixed("scale_attn_by_inverse_layer_idx", False, "scales attention by layer, which is not supported"),
             Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
         ),
-        GPT2, MASKS,
+        names.GPT2, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
             "reorder_and_upcast_attn",
@@ -57,7 +58,7 @@ GPT_FAMILIES = (
             TIED, DefaultsTo("word_embed_proj_dim", "embedding_width", "embed"), OptNorms(),
             Fixed("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),
         ),
-        OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT
+        names.OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT
     ),
     Family(
         "BLOOM", "bloom", "BloomForCausalLM", "transformer.",
@@ -72,7 +73,7 @@ GPT_FAMILIES = (
             Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
             Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
-        BLOOM,
+        names.BLOOM,
         irrelevant=(
             "slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
             "skip_bias_add_qkv",
@@ -91,7 +92,7 @@ GPT_FAMILIES = (
             Flag("alibi", ("positions",), False, "alibi_bf16", "rope"),
             Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
-        FALCON,
+        names.FALCON,
         INV_FREQ, ("ff_factor",),
     ),
     Family(
@@ -102,7 +103,7 @@ GPT_FAMILIES = (
             Constant("mlp_bias", True), Constant("unembedding_bias", True), UNTIED,
             Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
         ),
-        GPTJ, MASKS,
+        names.GPTJ, MASKS,
         ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "rotary"),
     ),
     Family(
@@ -117,7 +118,7 @@ GPT_FAMILIES = (
             Constant("shared_norm", lambda values: values["block"] == "sequential"),
             Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True), Constant("mlp_bias", True), UNTIED,
         ),
-        NEOX,
+        names.NEOX,
         (*INV_FREQ, *MASKS),
     ),
     Family(
@@ -138,7 +139,7 @@ GPT_FAMILIES = (
             Fixed("original_rope", True, "rotates otherwise, which is not supported"),
             Fixed("fp32_residual_connection", False, "adds up in float32, which is not supported"),
         ),
-        CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
+        names.CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
     ),
     Family(
         "StarCoder", "gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.",
@@ -152,7 +153,7 @@ GPT_FAMILIES = (
             Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
             Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
         ),
-        GPT_BIGCODE, MASKS,
+        names.GPT_BIGCODE, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
             "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
@@ -172,7 +173,7 @@ GPT_FAMILIES = (
             Constant("query_scale", 1.0), LocalLayers(), Activation("activation_function", "gelu_new", GELU_NEW),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
         ),
-        GPT_NEO, MASKS,
+        names.GPT_NEO, MASKS,
         ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     ),
 )  # fmt: skip
