@@ -82,7 +82,7 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert dataclasses.replace(planned, tokens=0.0).in_time is None
     assert "2.65 times the 14 days" in shown.answer(planned)
     assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
-    assert outcome.hourly_usd("v5e", {}) == outcome.RENTS["v5e"].usd_per_chip_hour
+    assert outcome.hourly_usd("v5e", {}) == 1.2
     assert outcome.hourly_usd("tpu7x", {}) is None
 
 
