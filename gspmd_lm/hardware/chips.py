@@ -12,7 +12,7 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
   schedules: cycles in libtpu 0.0.42.1's compiled schedules, which `python -m benchmarks.kernel_schedules` reads
   google, lambda, nebius: prices on demand in skypilot-org/skypilot-catalog, catalogs/v8/{gcp,lambda,nebius}/vms.csv at
     006059e0f, 0f4070387 and 0082b0435, which carry no date; looked up on 2026-11-21. "book" of 2025-02 has the same of
-    v5e and v5p. GPUs cost up to four times as much elsewhere: an H100 is 10.98 at Google Cloud (a3-highgpu-8g, us-east4)
+    v5e and v5p. GPUs cost up to four times as much elsewhere: an H100 10.98 at Google Cloud (a3-highgpu-8g, us-east4)
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class Chip:
     host_bytes: int  # memory of the host, the share of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
     usd_per_hour: float | None = (
-        None  # the lowest public price of a chip and its share of the host; None: there is none
+        None  # the lowest public price, with the share of the host; None: no public one
     )
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
