@@ -74,9 +74,7 @@ class Chip:
     host_link_bytes_per_s: float  # PCIe of each chip
     host_bytes: int  # memory of the host, the share of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
-    usd_per_hour: float | None = (
-        None  # the lowest public price, with the share of the host; None: no public one
-    )
+    usd_per_hour: float | None = None  # the lowest public price, with the share of the host; None: no public one
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
     tensor_cores: int = 1  # the cores of one jax device, which share its work

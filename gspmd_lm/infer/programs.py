@@ -25,7 +25,7 @@ from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays, arrays
+from gspmd_lm.sharding.shapes import Arrays, arrays
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
 
@@ -316,12 +316,8 @@ def build_programs(
     return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
-def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
-    """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: one.arrays for phase, one in recorded(config, arrays, sizes, rules).items()}
-
-
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+    """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, state.start_B, state.number_B)

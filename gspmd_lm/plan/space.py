@@ -233,13 +233,6 @@ class Space:
         return remats.Names.from_trace(self.trace, self.fused, self.task.vocabulary.kept)
 
 
-def candidates(
-    task_or_config: Config | Task, target: Target, *, traces: TraceCache | None = None
-) -> Iterator[dict[str, Any]]:
-    """The plain values of every sensible rules file for `target`, as YAML would hold them."""
-    return iter(Space(task_or_config, target, traces))
-
-
 def _plain(remat: Remat) -> dict[str, Any]:
     """A policy as a rules file says it."""
     if remat.policy == "none":
