@@ -1,16 +1,7 @@
 """The families with experts. Their attention is that of families without."""
 
 from gspmd_lm.convert import names
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    EPS,
-    HEAD_DIM,
-    LLAMA_SIZES,
-    NO_HEAD_DIM,
-    SILU,
-    UNTIED,
-    Family,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, SILU, UNTIED, Family
 from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, Renamed, Temperature
 from gspmd_lm.convert.layer_fields import (
     ChunkedLayers,

@@ -45,16 +45,7 @@ from gspmd_lm.sharding.annotate import (
     use,
 )
 from gspmd_lm.sharding.op_names import einsum_equation, scope
-from gspmd_lm.sharding.partial_sums import (
-    PartialSums,
-    Sum,
-    Unreduced,
-    copied,
-    gradient,
-    reduced,
-    tokens_of,
-    unreduced,
-)
+from gspmd_lm.sharding.partial_sums import PartialSums, Sum, Unreduced, copied, gradient, reduced, tokens_of, unreduced
 
 LOW_RANK = "low_rank: batch seq rank"
 
