@@ -125,7 +125,7 @@ def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
     return total.astype(weight.array.dtype)
 
 
-class Tokens(NamedTuple):
+class TokenSharding(NamedTuple):
     """How the tokens are split that weights are multiplied with."""
 
     batch: Split
@@ -151,12 +151,12 @@ class Tokens(NamedTuple):
         return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.pieces, t=self.seq.pieces)
 
 
-def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Tokens:
+def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:
     """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()
-    return Tokens(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
+    return TokenSharding(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
 
 
 def _place() -> Placement:
