@@ -85,9 +85,7 @@ _OLMO2 = (
 LLAMA_FAMILIES = (
     Family(
         "Llama", "llama", "LlamaForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED,
-        ),
+        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED),
         names.LLAMA, INV_FREQ,
     ),
     Family(
@@ -102,10 +100,7 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "Qwen3", "qwen3", "Qwen3ForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS,
-            _QWEN_LAYERS, UNTIED,
-        ),
+        (*LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, _QWEN_LAYERS, UNTIED),
         names.LLAMA_QK, INV_FREQ,
     ),
     Family(
@@ -128,9 +123,8 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, 
-            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Constant("qk_norm", True),
-            LayerTypes(4096, _all_but_every(6), older=_pattern_length),
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+            Constant("qk_norm", True), LayerTypes(4096, _all_but_every(6), older=_pattern_length),
             Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
@@ -179,10 +173,7 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "GLM-4", "glm", "GlmForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU,
-            Flag("attention_bias", ("qkv_bias",), True), UNTIED,
-        ),
+        (*LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), True), UNTIED),
         names.GLM, INV_FREQ,
     ),
     Family(
@@ -220,8 +211,7 @@ LLAMA_FAMILIES = (
         "OLMo", "olmo", "OlmoForCausalLM", "model.",
         (
             *LLAMA_SIZES, Constant("norm", "layernorm"), Constant("norm_scale", False), Constant("norm_eps", 1e-5),
-            HEAD_DIM,
-            Rope(), SILU, ATTENTION_BIAS, UNTIED,
+            HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED,
             Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
         ),
         names.LLAMA, INV_FREQ,
@@ -231,10 +221,7 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "OLMo 3", "olmo3", "Olmo3ForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, *_OLMO2, Rope(5e5, sliding_theta=5e5),
-            LayerTypes(4096, _all_but_every(4, name="")),
-        ),
+        (*LLAMA_SIZES, *_OLMO2, Rope(5e5, sliding_theta=5e5), LayerTypes(4096, _all_but_every(4, name=""))),
         names.OLMO2, INV_FREQ,
     ),
     Family(
@@ -267,8 +254,7 @@ LLAMA_FAMILIES = (
         "Nemotron", "nemotron", "NemotronForCausalLM", "model.",
         (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Constant("norm_offset", 1.0), Renamed("norm_eps", "norm_eps", 1e-5),
-            HEAD_DIM,
-            Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+            HEAD_DIM, Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
         names.LLAMA, INV_FREQ,
     ),
@@ -303,8 +289,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
             Activation("hidden_act", "gelu_new", GELU_NEW), Constant("block", "parallel"), Constant("qkv_bias", True),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), Constant("unembedding_bias", True),
-            UNTIED,
-            Flag("qk_layernorm", ("qk_norm",), False),
+            UNTIED, Flag("qk_layernorm", ("qk_norm",), False),
         ),
         names.PHI, INV_FREQ,
     ),

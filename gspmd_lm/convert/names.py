@@ -22,6 +22,15 @@ def _norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) 
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
 
+def _qkv(prefix: str, **options) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each with a linear layer of its own."""
+    return (
+        *_linear(f"{prefix}.q_proj", "(N H) D", "attention.wq", **options),
+        *_linear(f"{prefix}.k_proj", "(K H) D", "attention.wk", **options),
+        *_linear(f"{prefix}.v_proj", "(K H) D", "attention.wv", **options),
+    )
+
+
 def _llama(
     *,
     mlp_norm: str = "post_attention_layernorm",
@@ -40,11 +49,7 @@ def _llama(
     """
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
-    separate_qkv = (
-        *_linear(f"{attention}.q_proj", "(N H) D", "attention.wq", interleaved_rope=interleaved_rope),
-        *_linear(f"{attention}.k_proj", "(K H) D", "attention.wk", interleaved_rope=interleaved_rope),
-        *_linear(f"{attention}.v_proj", "(K H) D", "attention.wv"),
-    )
+    separate_qkv = _qkv(attention, interleaved_rope=interleaved_rope)
     one_qkv = _linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
     separate_mlp = (
         *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
@@ -203,9 +208,7 @@ GPT_BIGCODE = _gpt(
     *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
 )
 GPT_NEO = _gpt(
-    *_linear(f"{_BLOCK}.attn.attention.q_proj", "(N H) D", "attention.wq", bias=False),
-    *_linear(f"{_BLOCK}.attn.attention.k_proj", "(K H) D", "attention.wk", bias=False),
-    *_linear(f"{_BLOCK}.attn.attention.v_proj", "(K H) D", "attention.wv", bias=False),
+    *_qkv(f"{_BLOCK}.attn.attention", bias=False),
     *_linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
     *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
     *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
@@ -213,9 +216,7 @@ GPT_NEO = _gpt(
 GPTJ = (
     Tensor("transformer.wte.weight", "V D", ("embedding",)),
     *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
-    *_linear(f"{_BLOCK}.attn.q_proj", "(N H) D", "attention.wq", bias=False, interleaved_rope=True),
-    *_linear(f"{_BLOCK}.attn.k_proj", "(K H) D", "attention.wk", bias=False, interleaved_rope=True),
-    *_linear(f"{_BLOCK}.attn.v_proj", "(K H) D", "attention.wv", bias=False),
+    *_qkv(f"{_BLOCK}.attn", bias=False, interleaved_rope=True),
     *_linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
     *_linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
     *_linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
@@ -232,9 +233,7 @@ OPT = (
     Tensor("model.decoder.embed_positions.weight", "P D", ("position_embedding",)),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
-    *_linear(f"{_OPT}.self_attn.q_proj", "(N H) D", "attention.wq"),
-    *_linear(f"{_OPT}.self_attn.k_proj", "(K H) D", "attention.wk"),
-    *_linear(f"{_OPT}.self_attn.v_proj", "(K H) D", "attention.wv"),
+    *_qkv(f"{_OPT}.self_attn"),
     *_linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
     *_norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
     *_norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),
