@@ -2,7 +2,7 @@
 
 The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while the chunk's
 share of the gradients is computed. The table is put in use once, before the loop. Its gradient is accumulated as one
-partial sum per piece of the batch, and reduced once, after the loop.
+partial sum per shard of the batch, and reduced once, after the loop.
 """
 
 from typing import Any, NamedTuple

@@ -316,19 +316,19 @@ _product.defvjp(_forward, _backward)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the piece and N within it.
+    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the shard and N within it.
 
-    If the equation's result has z, so has the array: for partial sums, or for the pieces of N. If the result has N but
-    not z, the pieces become one axis again. Without z in the equation nothing is cut. A split of one piece has no z.
+    If the equation's result has z, so has the array: for partial sums, or for the shards of N. If the result has N but
+    not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
     """
     (a, b), out = _letters(equation)
-    cuts = {piece: cut for piece, cut in cuts.items() if piece in equation}
-    for piece, (letter, over) in cuts.items():
+    cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
+    for shards, (letter, over) in cuts.items():
         if over.pieces == 1:
-            a, b, out = (letters.replace(piece, "") for letters in (a, b, out))
+            a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
         elif letter:
-            (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
-            out = f"{piece}{out}" if letter in out else out
+            (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
+            out = f"{shards}{out}" if letter in out else out
     if platform() == "cpu" and "B" not in out and x.size > y.size:
         # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
         # compiler would not turn the result but the product.
@@ -337,28 +337,28 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         result = jnp.einsum(f"{turned}->{out}", product)
     else:
         result = jnp.einsum(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
-    for piece, (letter, over) in cuts.items():
+    for shards, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
-            at, out = out.index(piece), out.replace(piece, "")
+            at, out = out.index(shards), out.replace(shards, "")
             to = out.index(letter)
             result = jnp.moveaxis(result, at, to)
             result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
-    if out.startswith("rt"):  # one partial sum for each piece of the tokens
+    if out.startswith("rt"):  # one partial sum for each shard of the tokens
         result = result.reshape(-1, *result.shape[2:])
     return result
 
 
-def _cut(x: jax.Array, letters: str, letter: str, over: Split, piece: str) -> tuple[jax.Array, str]:
+def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> tuple[jax.Array, str]:
     """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
     if letter not in letters:
         return x, letters
     at = letters.index(letter)
     shape = (*x.shape[:at], over.pieces, x.shape[at] // over.pieces, *x.shape[at + 1 :])
-    return x.reshape(shape), letters.replace(letter, f"{piece}{letter}")
+    return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
 def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
-    """The first letter of `among` along which the weight is split in use, and the sum over its pieces."""
+    """The first letter of `among` along which the weight is split in use, and the sum over its shards."""
     of = () if w.used else (w.path,)
     for letter, axis in zip(letters, w.axes, strict=True):
         over = split(w.path, axis)

@@ -133,7 +133,7 @@ class TokenSharding(NamedTuple):
 
     @property
     def sum(self) -> Sum:
-        """The sum over all tokens: over the pieces of the batch, and in each over those of the sequence."""
+        """The sum over all tokens: over the shards of the batch, and in each over those of the sequence."""
         over = Split(self.batch.over + self.seq.over, self.batch.pieces * self.seq.pieces)
         return Sum(over, (f"{TOKENS}.batch", *([f"{TOKENS}.seq"] if self.seq.pieces > 1 else [])))
 
@@ -143,11 +143,11 @@ class TokenSharding(NamedTuple):
         return {"r": ("B", self.batch), "t": ("T", self.seq)}
 
     def apart(self, x_BT: jax.Array) -> jax.Array:
-        """[pieces, B, T]: each piece of the tokens by itself."""
+        """[shards, B, T]: each shard of the tokens by itself."""
         return rearrange(x_BT, "(r B) (t T) -> (r t) B T", r=self.batch.pieces, t=self.seq.pieces)
 
     def together(self, x_rBTD: jax.Array) -> jax.Array:
-        """[B, T, D] of the pieces."""
+        """[B, T, D] of the shards."""
         return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.pieces, t=self.seq.pieces)
 
 
