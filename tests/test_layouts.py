@@ -170,8 +170,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
         seen |= set(state.activations(cfg, arrays, 1, one))
-        for named in programs.activations(cfg, arrays, programs.whole_context(cfg), one).values():
-            seen |= set(named)
+        for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
+            seen |= set(recorder.arrays)
     assert seen == set(axes.ARRAYS)
 
 

@@ -37,7 +37,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class KeyGroup:
     """The keys of one mapping of a config."""
 
     name: str  # model.rope_scaling; "" for the whole config
@@ -45,7 +45,7 @@ class Section:
     keys: tuple[Key, ...]
 
 
-def sections(kind: type = Config, name: str = "") -> Iterator[Section]:
+def sections(kind: type = Config, name: str = "") -> Iterator[KeyGroup]:
     """The mappings of a config, each before those that it contains."""
     hints, comments = get_type_hints(kind, include_extras=True), _comments(kind)
     keys, inner = [], []
@@ -57,7 +57,7 @@ def sections(kind: type = Config, name: str = "") -> Iterator[Section]:
             meaning = _first_sentence(mappings[0][0])
         keys.append(Key(path, _kind(hints[field.name]), _default(field), _sentence(meaning)))
         inner += mappings
-    yield Section(name, " ".join((inspect.getdoc(kind) or "").split()), tuple(keys))
+    yield KeyGroup(name, " ".join((inspect.getdoc(kind) or "").split()), tuple(keys))
     for mapping, path in inner:
         yield from sections(mapping, path)
 

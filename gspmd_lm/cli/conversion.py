@@ -30,7 +30,7 @@ from gspmd_lm.workdir.layout import IGNORED, IMPORTED
 def run(values: flags.FlagValues, rules: Rules) -> int:
     """Imports a folder or exports a workdir, and returns the exit code."""
     example = "convert --from=DIR --workdir=W, or convert --workdir=W --to=DIR"
-    workdir = inputs.needs(values, "workdir", example)
+    workdir = inputs.needs_workdir(values, example)
     source: str | None = values["from"].value  # `from` is a keyword of Python
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")

@@ -132,7 +132,7 @@ def _text(name: str, field: str) -> tuple[bytes, str]:
     path = Path(name).expanduser()
     if path.is_file() and formats.format_of(path) is None:
         return read_text(path).encode(), ""
-    notes = corpus.Notes()
+    notes = corpus.FileNotes()
     paths = corpus.files([name], "--text", notes)
     return b"\n".join(formats.whole(path, field) for path in paths), str(notes)
 

@@ -3,11 +3,9 @@
 import functools
 import json
 import sys
-from pathlib import Path
 
 from absl import flags
 
-from gspmd_lm import files
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError
@@ -67,16 +65,14 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
         reports = [api.explain(program, target=values.target)]
     else:
         reports = api.compare(config, layouts, values.target, values.phase, values.export)
-    from rich.console import Console
-
     from gspmd_lm.foresight import report
     from gspmd_lm.show import comparison
 
-    comparison.show(reports, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
+    comparison.show(reports, outputs.console(120))
     if values.json:
-        files.replace(Path(values.json), json.dumps(report.to_json(reports), indent=1) + "\n")
+        outputs.write(values.json, json.dumps(report.to_json(reports), indent=1) + "\n")
     if values.html:
-        files.replace(Path(values.html), comparison.page(reports, outputs.command_line(sys.argv[1:])))
+        outputs.write(values.html, comparison.page(reports, outputs.command_line(sys.argv[1:])))
     return 0
 
 

@@ -103,8 +103,12 @@ def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer")
 
     chats = chat.Chat(name) if values.chat else None
     if values.prompts:
-        render = chats.prompt_of if chats else None if name == "bytes" else _late_chat(name)
-        return lines.read_prompts(values.prompts, tokens, render, chat=values.chat)
+        read_template = functools.cache(chat.Chat)  # at the first line with messages
+
+        def render(line: "lines.Fields") -> Any:
+            return (chats or read_template(name)).prompt_of(line)
+
+        return lines.read_prompts(values.prompts, tokens, None if name == "bytes" else render, chat=values.chat)
     prompts = []
     for number, text in enumerate(values.prompt, 1):
         if _NO_CHARACTER.search(text):
@@ -112,20 +116,6 @@ def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer")
         ids = chats.prompt([{"role": "user", "content": text}]) if chats else tokens.encode_prompt(text)
         prompts.append(lines.PromptLine(f"--prompt {number}", {}, ids.tolist()))
     return prompts
-
-
-def _late_chat(name: str) -> Any:
-    """A function that renders a line's messages. It reads the template at the first such line."""
-    from gspmd_lm.data import chat
-
-    loaded: list[chat.Chat] = []
-
-    def render(line: "lines.Fields") -> Any:
-        if not loaded:
-            loaded.append(chat.Chat(name))
-        return loaded[0].prompt_of(line)
-
-    return render
 
 
 def _stream(count: int, pieces: "Iterable[generate.TextChunk]", out: TextIO) -> None:

@@ -82,17 +82,16 @@ def layouts(values: flags.FlagValues, more: Sequence[str]) -> list[Rules]:
     return [rules_file.load(name, values.mesh, overrides=rules_sets(values)) for name in names]
 
 
-def needs(values: flags.FlagValues, flag: str, example: str) -> str:
-    """The value of a flag that a verb needs. Raises InputError if it is missing."""
-    value = getattr(values, flag)
-    if value is None:
-        raise InputError(f"--{flag} is missing\n  fix   {example}")
-    return value
+def needs_workdir(values: flags.FlagValues, example: str) -> str:
+    """--workdir. Raises InputError if it is missing."""
+    if values.workdir is None:
+        raise InputError(f"--workdir is missing\n  fix   {example}")
+    return values.workdir
 
 
 def needs_weights(values: flags.FlagValues, example: str) -> str:
     """--workdir, if it is remote or a folder with checkpoints. Raises InputError if it is not."""
-    workdir = needs(values, "workdir", example)
+    workdir = needs_workdir(values, example)
     if not files.is_remote(workdir) and not (layout.path_of(workdir) / layout.CHECKPOINTS).is_dir():
         from gspmd_lm import session
 
@@ -217,7 +216,7 @@ def folder_with_weights(values: flags.FlagValues, example: str) -> str:
     """--workdir, if it has checkpoints or is a published folder. Raises InputError if it is not."""
     from gspmd_lm import session
 
-    folder = needs(values, "workdir", example)
+    folder = needs_workdir(values, example)
     return folder if session.holds_published(folder) else needs_weights(values, example)
 
 

@@ -5,10 +5,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def check_writable(names: Iterable[str | None]) -> None:
@@ -34,6 +37,18 @@ def say(line: str) -> None:
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(line, soft_wrap=True, markup=False)
+
+
+def console(width: int) -> "Console":
+    """The terminal, as wide as it is. Where results go elsewhere, they have `width` columns."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+
+
+def write(name: str, text: str) -> None:
+    """Writes the file of a flag."""
+    files.replace(Path(name), text)
 
 
 def deliver(is_main: bool, results: Iterator[Any], output: str | None, write: Callable[[Any, TextIO], None]) -> None:

@@ -6,12 +6,10 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
 
-from gspmd_lm import files
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError, RunFailed
@@ -59,12 +57,10 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     _check(values, cases)
     inputs.log_to_stderr()
     inputs.on_the_cpu()
-    from rich.console import Console
-
     from gspmd_lm.plan import advice, candidate, outcome
     from gspmd_lm.show import plan as shown
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = outputs.console(140)
     command = outputs.command_line(sys.argv[1:])
     outcomes: list[outcome.Outcome] = []
     began = time.monotonic()
@@ -83,13 +79,13 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         advised = shown.fixes(advice.larger(asked, best.plan, outputs.say), advice.savings(asked, best.plan))
     shown.show(outcomes, console, advised)
     if values.json:
-        _write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
+        outputs.write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
     if values.html:
-        _write(values.html, shown.page(outcomes, advised, command))
+        outputs.write(values.html, shown.page(outcomes, advised, command))
     if best.plan.best is None:
         raise RunFailed("no layout fits, and no rules file was written")
     if values.out:
-        _write(values.out, candidate.rules_file(best.plan, best.plan.best, command))
+        outputs.write(values.out, candidate.rules_file(best.plan, best.plan.best, command))
         console.print(f"wrote {values.out}", soft_wrap=True)
     if best.in_time is False:
         raise RunFailed(f"{shown.answer(best)}\n  fix   more chips, more --days, or fewer --tokens")
@@ -148,10 +144,6 @@ def _check(values: flags.FlagValues, cases: "Sequence[tuple[Target, Config]]") -
         raise InputError("--target=cpu:N has no times to compare with others\n  fix   plan for it alone")
     if values.tokens and any(place.chip is None for place, _ in cases):
         raise InputError("--tokens: simulated devices have no times\n  fix   a --target such as v5e:4x8 or h100:8")
-
-
-def _write(name: str, text: str) -> None:
-    files.replace(Path(name), text)
 
 
 PLAN = Verb(

@@ -24,8 +24,6 @@ def _define(flags: Flags) -> None:
 
 def run(values: flags.FlagValues, folders: list[str]) -> int:
     """Prints a row for each run, writes the page, and returns the exit code."""
-    from rich.console import Console
-
     from gspmd_lm.show import run as shown
     from gspmd_lm.workdir import history
 
@@ -35,9 +33,10 @@ def run(values: flags.FlagValues, folders: list[str]) -> int:
     runs = history.read_runs(folders)
     where = values.html or _default_page(folders)
     outputs.check_writable((where,))
-    shown.show(runs, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
-    files.replace(Path(where), shown.page(runs, outputs.command_line(sys.argv[1:])))
-    Console(highlight=False).print(f"wrote {where}", soft_wrap=True, markup=False)
+    console = outputs.console(120)
+    shown.show(runs, console)
+    outputs.write(where, shown.page(runs, outputs.command_line(sys.argv[1:])))
+    console.print(f"wrote {where}", soft_wrap=True, markup=False)
     return 0
 
 

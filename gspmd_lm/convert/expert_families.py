@@ -1,15 +1,7 @@
 """The families with experts. Their attention is that of families without."""
 
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    EPS,
-    HEAD_DIM,
-    LLAMA_SIZES,
-    NO_HEAD_DIM,
-    SILU,
-    UNTIED,
-    Family,
-)
+from gspmd_lm.convert import names
+from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, SILU, UNTIED, Family
 from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, Renamed, Temperature
 from gspmd_lm.convert.layer_fields import (
     ChunkedLayers,
@@ -22,19 +14,7 @@ from gspmd_lm.convert.layer_fields import (
     Window,
     every_second,
 )
-from gspmd_lm.convert.names import (
-    GLM4_MOE,
-    GPT_OSS,
-    GRANITE_MOE,
-    INV_FREQ,
-    LLAMA4,
-    MIXTRAL,
-    OLMOE,
-    PHIMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-)
+from gspmd_lm.convert.names import INV_FREQ
 from gspmd_lm.convert.rope import Rope
 
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
@@ -68,20 +48,19 @@ EXPERT_FAMILIES = (
             Renamed("num_local_experts num_experts", "experts", 8),
             Renamed("num_experts_per_tok", "experts_per_token", 2),
         ),
-        MIXTRAL, INV_FREQ, _TRAINING,
+        names.MIXTRAL, INV_FREQ, _TRAINING,
     ),
     Family(
         "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
         (
             *LLAMA_SIZES, _EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
-            Window(None),
-            Rope(1e6, mscales=True), ATTENTION_BIAS, Flag("lm_head_bias", ("unembedding_bias",), False), UNTIED,
-            Renamed("num_local_experts num_experts", "experts", 16), Constant("experts_per_token", 2),
+            Window(None), Rope(1e6, mscales=True), ATTENTION_BIAS, Flag("lm_head_bias", ("unembedding_bias",), False),
+            UNTIED, Renamed("num_local_experts num_experts", "experts", 16), Constant("experts_per_token", 2),
             Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
             Constant("routing", "sparsemixer"), Constant("normalized_weights", False),
             Renamed("router_jitter_noise", "router_jitter", 0.01, may_be_zero=True),
         ),
-        PHIMOE, INV_FREQ, ("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
+        names.MIXTRAL, INV_FREQ, ("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
     ),
     Family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",
@@ -94,18 +73,17 @@ EXPERT_FAMILIES = (
             Renamed("shared_expert_intermediate_size", "shared_mlp", 5632), Constant("shared_gate", True), _SUM_TO_ONE,
             DenseLayers(),
         ),
-        QWEN2_MOE, INV_FREQ, _TRAINING,
+        names.QWEN2_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
         (
             *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, UNTIED,
-            Window(4096, "use_sliding_window"),
-            Renamed("num_experts num_local_experts", "experts", 128),
-            Renamed("num_experts_per_tok", "experts_per_token", 8),
-            Renamed("moe_intermediate_size", "expert_mlp", 768), _SUM_TO_ONE, DenseLayers(),
+            Window(4096, "use_sliding_window"), Renamed("num_experts num_local_experts", "experts", 128),
+            Renamed("num_experts_per_tok", "experts_per_token", 8), Renamed("moe_intermediate_size", "expert_mlp", 768),
+            _SUM_TO_ONE, DenseLayers(),
         ),
-        QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
+        names.QWEN3_MOE, INV_FREQ, (*_TRAINING, "max_window_layers"),
     ),
     Family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
@@ -117,7 +95,7 @@ EXPERT_FAMILIES = (
             Renamed("moe_intermediate_size", "expert_mlp", 1408),
             Renamed("first_k_dense_replace", "dense_layers", 1, may_be_zero=True), SharedExperts(), LaterTokens(),
         ),
-        GLM4_MOE, INV_FREQ, _TRAINING,
+        names.GLM4_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",
@@ -127,14 +105,15 @@ EXPERT_FAMILIES = (
             Renamed("num_experts_per_tok", "experts_per_token", 8), _SUM_TO_ONE,
             Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
         ),
-        OLMOE, INV_FREQ, _TRAINING,
+        names.OLMOE, INV_FREQ, _TRAINING,
     ),
     Family(
-        "Granite-MoE", "granitemoe", "GraniteMoeForCausalLM", "model.", _GRANITE, GRANITE_MOE, INV_FREQ, _TRAINING,
+        "Granite-MoE", "granitemoe", "GraniteMoeForCausalLM", "model.",
+        _GRANITE, names.GRANITE_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "Granite-MoE, shared", "granitemoeshared", "GraniteMoeSharedForCausalLM", "model.",
-        (*_GRANITE, Renamed("shared_intermediate_size", "shared_mlp", 0)), GRANITE_MOE, INV_FREQ, _TRAINING,
+        (*_GRANITE, Renamed("shared_intermediate_size", "shared_mlp", 0)), names.GRANITE_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
@@ -151,7 +130,7 @@ EXPERT_FAMILIES = (
             Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
         ),
         # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
-        GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
+        names.GPT_OSS, INV_FREQ, (*_TRAINING, "hidden_act", "initial_context_length"),
     ),
     Family(
         "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", "model.",
@@ -165,21 +144,20 @@ EXPERT_FAMILIES = (
             Renamed("shared_expert_intermediate_size", "shared_mlp", 512), Constant("shared_gate", True), DenseLayers(),
         ),
         # mtp: layers that predict later tokens
-        QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), (*_TRAINING, "use_sliding_window"),
+        names.QWEN3_NEXT, (*INV_FREQ, r"^mtp\."), (*_TRAINING, "use_sliding_window"),
     ),
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
         (
             *LLAMA_SIZES[:5], Renamed("max_position_embeddings", "context", 131072), _EPS_5,
             Renamed("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(),
-            Temperature(),
-            Flag("use_qk_norm", ("qk_norm",), True), Constant("qk_norm_kind", "unscaled"),
+            Temperature(), Flag("use_qk_norm", ("qk_norm",), True), Constant("qk_norm_kind", "unscaled"),
             Renamed("num_local_experts num_experts", "experts", 16),
-            Renamed("num_experts_per_tok", "experts_per_token", 1),
-            Renamed("intermediate_size_mlp", "mlp", 16384), Renamed("intermediate_size", "expert_mlp", 8192),
+            Renamed("num_experts_per_tok", "experts_per_token", 1), Renamed("intermediate_size_mlp", "mlp", 16384),
+            Renamed("intermediate_size", "expert_mlp", 8192),
             Constant("shared_mlp", lambda values: values["expert_mlp"]), SparseLayers(), Constant("routing", "sigmoid"),
             Constant("normalized_weights", False), Constant("weighted_input", True),
         ),
-        LLAMA4, INV_FREQ, (*_TRAINING, "for_llm_compressor"),
+        names.LLAMA4, INV_FREQ, (*_TRAINING, "for_llm_compressor"),
     ),
 )  # fmt: skip

@@ -75,9 +75,8 @@ def write_folder(
                 count = sum(math.prod(shape) for shape in shapes.values())
                 (made / CARD).write_text(card(row.name, count, fields["torch_dtype"]), encoding="utf-8")
             if len(plan) > 1:
-                (made / safetensors.INDEX).write_text(
-                    safetensors.index_text(plan, sum(sizes.values())), encoding="utf-8"
-                )
+                index = safetensors.index_text(plan, sum(sizes.values()))
+                (made / safetensors.INDEX).write_text(index, encoding="utf-8")
         for file_name, names in plan.items():
             head = safetensors.header_bytes({name: (kinds[name], shapes[name]) for name in names})
             held = [(*tensors[name], numbers[name]) for name in names]
@@ -87,9 +86,9 @@ def write_folder(
 
 
 def family_and_config(
-    folder: Path, model: config.Model, like: Mapping[str, Any] | None = None, dtype: str | None = None
+    folder: Path, model: config.Model, like: Mapping[str, Any] | None, dtype: str | None
 ) -> tuple[Family, dict[str, Any]]:
-    """The family and the config.json that `write` writes. Raises InputError as `write` does. No weights are needed."""
+    """The family and the config.json that `write_folder` writes. Raises InputError as it does."""
     safetensors.check_new(folder)
     row, fields = architecture.describe(model, like)
     dtype = dtype or fields.get("torch_dtype") or fields.get("dtype") or model.weight_dtype
@@ -102,18 +101,13 @@ def family_and_config(
 
 def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:
     """The tensors to write, and the origin of each."""
-    paired = jax.tree.leaves(jax.tree.map(lambda location, array: (location, array), tree, params), is_leaf=_is_pair)
     tensors: dict[str, tuple[Tensor, Held]] = {}
-    for location, array in paired:
+    for location, array in zip(jax.tree.leaves(tree), jax.tree.leaves(params), strict=True):
         assert array.shape == location.shape, (location.path, array.shape, location.shape)
         for i, name in enumerate(location.names()):
             entry = tuple(map(int, np.unravel_index(i, location.lead))) if location.lead else ()
             tensors.setdefault(name, (location.tensor, []))[1].append((location, array, entry))
     return tensors
-
-
-def _is_pair(node: Any) -> bool:
-    return isinstance(node, tuple)
 
 
 def _write_file(

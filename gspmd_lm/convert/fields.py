@@ -19,8 +19,8 @@ class FieldCodec(Protocol):
         ...
 
     def write(self, model: config.Model) -> dict[str, Any]:
-        """The fields of config.json that express these settings of a model."""
-        ...
+        """The fields of config.json that express these settings of a model. By default there are none."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Renamed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(FieldCodec):
     """A setting that all models of the family have: a value, or a function of the settings so far."""
 
     setting: str
@@ -53,9 +53,6 @@ class Constant:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         values[self.setting] = self.value(values) if callable(self.value) else self.value
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
+class Fixed(FieldCodec):
     """A field that must have one value, because models with another value are not supported. null means false."""
 
     name: str
@@ -92,9 +89,6 @@ class Fixed:
         value = reader.raw.get(self.name, self.value)
         if (False if value is None else value) != self.value:
             reader.refuse(self.name, value, self.why)
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +118,7 @@ class Activation:
 
 
 @dataclasses.dataclass(frozen=True)
-class MustAgree:
+class MustAgree(FieldCodec):
     """A field of other families that says what settings of this family say too. If no codec reads it, it must agree.
 
     It agrees if it is null or equal to the settings, or if it is true or empty and they are set or not set.
@@ -143,9 +137,6 @@ class MustAgree:
             if stated != value and not (stated is True and is_set) and (stated or value != default):
                 reader.refuse(self.name, stated, f"contradicts this family, where model.{setting} is {value}")
                 return
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {}
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.Model)}
@@ -277,7 +268,7 @@ class Temperature:
 
 
 @dataclasses.dataclass(frozen=True)
-class DualChunks:
+class DualChunks(FieldCodec):
     """dual_chunk_attention_config: attention (arXiv 2402.17463) that is plain for a context that is not too long.
 
     Positions are those of plain attention as long as no row is longer than a chunk, than twice the part of a chunk that
@@ -302,9 +293,6 @@ class DualChunks:
                 f"{name} is attention within chunks, which is not supported. For up to {plain:,} tokens it is plain "
                 f"attention, so model.context is {plain}, not {context}"
             )
-
-    def write(self, model: config.Model) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)

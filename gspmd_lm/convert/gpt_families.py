@@ -1,5 +1,6 @@
 """The families whose tensors have other names than Llama's: GPT-2, and those that came between."""
 
+from gspmd_lm.convert import names
 from gspmd_lm.convert.family import (
     GELU_NEW,
     GPT2_SIZES,
@@ -26,7 +27,7 @@ from gspmd_lm.convert.fields import (
     RotaryDim,
 )
 from gspmd_lm.convert.layer_fields import LocalLayers
-from gspmd_lm.convert.names import BLOOM, CHATGLM, FALCON, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, INV_FREQ, MASKS, NEOX, OPT
+from gspmd_lm.convert.names import INV_FREQ, MASKS
 from gspmd_lm.convert.rope import ChatRope, Rope
 
 GPT_FAMILIES = (
@@ -35,13 +36,12 @@ GPT_FAMILIES = (
         (
             *GPT2_SIZES, *PLAIN_LAYERNORM, Activation("activation_function", "gelu_new", GELU_NEW),
             Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("positions", "learned"),
-            Constant("mlp_bias", True),
-            Constant("qkv_bias", True), Constant("attention_out_bias", True), TIED,
+            Constant("mlp_bias", True), Constant("qkv_bias", True), Constant("attention_out_bias", True), TIED,
             Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
             Fixed("scale_attn_by_inverse_layer_idx", False, "scales attention by layer, which is not supported"),
             Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
         ),
-        GPT2, MASKS,
+        names.GPT2, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
             "reorder_and_upcast_attn",
@@ -57,22 +57,21 @@ GPT_FAMILIES = (
             TIED, DefaultsTo("word_embed_proj_dim", "embedding_width", "embed"), OptNorms(),
             Fixed("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),
         ),
-        OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT
+        names.OPT, irrelevant=("learned_embeddings",),  # a field of Galactica; true, as in OPT
     ),
     Family(
         "BLOOM", "bloom", "BloomForCausalLM", "transformer.",
         (
             Renamed("vocab_size", "vocab"), Renamed("hidden_size n_embed", "embed"),
             Renamed("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
-            Renamed("n_head num_attention_heads", "heads"),
-            Renamed("seq_length", "context", 2048), *PLAIN_LAYERNORM,
+            Renamed("n_head num_attention_heads", "heads"), Renamed("seq_length", "context", 2048), *PLAIN_LAYERNORM,
             Constant("mlp", four_times), Constant("kv_heads", heads), Constant("head_dim", head_dim),
             Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("activation", "gelu_tanh"),
             Constant("positions", "alibi"), Constant("embedding_norm", True), Constant("qkv_bias", True),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
             Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
-        BLOOM,
+        names.BLOOM,
         irrelevant=(
             "slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion", "offset_alibi", "skip_bias_add",
             "skip_bias_add_qkv",
@@ -91,7 +90,7 @@ GPT_FAMILIES = (
             Flag("alibi", ("positions",), False, "alibi_bf16", "rope"),
             Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
         ),
-        FALCON,
+        names.FALCON,
         INV_FREQ, ("ff_factor",),
     ),
     Family(
@@ -102,22 +101,21 @@ GPT_FAMILIES = (
             Constant("mlp_bias", True), Constant("unembedding_bias", True), UNTIED,
             Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
         ),
-        GPTJ, MASKS,
+        names.GPTJ, MASKS,
         ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "rotary"),
     ),
     Family(
         "GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
         (
             *SIZES, *PLAIN_LAYERNORM, Renamed("intermediate_size", "mlp"),
-            Renamed("max_position_embeddings", "context"),
-            Constant("kv_heads", heads), Constant("head_dim", head_dim), Renamed("layer_norm_eps", "norm_eps", 1e-5),
-            Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}),
+            Renamed("max_position_embeddings", "context"), Constant("kv_heads", heads), Constant("head_dim", head_dim),
+            Renamed("layer_norm_eps", "norm_eps", 1e-5), Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}),
             Rope(theta_name="rotary_emb_base", part=0.25, part_name="rotary_pct"),
             Flag("use_parallel_residual", ("block",), True, "parallel", "sequential"),
             Constant("shared_norm", lambda values: values["block"] == "sequential"),
             Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True), Constant("mlp_bias", True), UNTIED,
         ),
-        NEOX,
+        names.NEOX,
         (*INV_FREQ, *MASKS),
     ),
     Family(
@@ -138,21 +136,20 @@ GPT_FAMILIES = (
             Fixed("original_rope", True, "rotates otherwise, which is not supported"),
             Fixed("fp32_residual_connection", False, "adds up in float32, which is not supported"),
         ),
-        CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
+        names.CHATGLM, INV_FREQ, ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "prefix_projection"),
     ),
     Family(
         "StarCoder", "gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.",
         (
             *(codec for codec in GPT2_SIZES if codec != Constant("kv_heads", heads)), *PLAIN_LAYERNORM,
             Activation("activation_function", "gelu_pytorch_tanh", TANH),
-            Flag("multi_query", ("kv_heads",), True, on=1, off=heads),
-            Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("positions", "learned"),
-            Constant("mlp_bias", True),
-            Constant("qkv_bias", True), Constant("attention_out_bias", True), TIED,
+            Flag("multi_query", ("kv_heads",), True, on=1, off=heads), Renamed("layer_norm_epsilon", "norm_eps", 1e-5),
+            Constant("positions", "learned"), Constant("mlp_bias", True), Constant("qkv_bias", True),
+            Constant("attention_out_bias", True), TIED,
             Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
             Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
         ),
-        GPT_BIGCODE, MASKS,
+        names.GPT_BIGCODE, MASKS,
         (
             "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
             "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
@@ -172,7 +169,7 @@ GPT_FAMILIES = (
             Constant("query_scale", 1.0), LocalLayers(), Activation("activation_function", "gelu_new", GELU_NEW),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
         ),
-        GPT_NEO, MASKS,
+        names.GPT_NEO, MASKS,
         ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     ),
 )  # fmt: skip

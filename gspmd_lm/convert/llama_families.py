@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from gspmd_lm.convert import names
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
@@ -23,22 +24,7 @@ from gspmd_lm.convert.family import (
 )
 from gspmd_lm.convert.fields import Activation, Cap, Constant, Divisor, Fixed, Flag, MustEqual, QueryScale, Renamed
 from gspmd_lm.convert.layer_fields import EachLayer, LayerTypes, NoRopeLayers, SparseActivation, Window, every_second
-from gspmd_lm.convert.names import (
-    COHERE,
-    ERNIE,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3N,
-    GLM,
-    GLM4,
-    INV_FREQ,
-    LLAMA,
-    LLAMA_QK,
-    OLMO2,
-    PHI,
-    PHI3,
-    STARCODER2,
-)
+from gspmd_lm.convert.names import INV_FREQ
 from gspmd_lm.convert.rope import BETA, Rope
 
 
@@ -99,28 +85,23 @@ _OLMO2 = (
 LLAMA_FAMILIES = (
     Family(
         "Llama", "llama", "LlamaForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED,
-        ),
-        LLAMA, INV_FREQ,
+        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, _MLP_BIAS, UNTIED),
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Mistral", "mistral", "MistralForCausalLM", "model.",
         (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Window(4096), UNTIED),
-        LLAMA, INV_FREQ, ("document_attention",),  # it matters only in training on rows of several documents
+        names.LLAMA, INV_FREQ, ("document_attention",),  # it matters only in training on rows of several documents
     ),
     Family(
         "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
         (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qkv_bias", True), _QWEN_LAYERS, UNTIED),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Qwen3", "qwen3", "Qwen3ForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS,
-            _QWEN_LAYERS, UNTIED,
-        ),
-        LLAMA_QK, INV_FREQ,
+        (*LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, _QWEN_LAYERS, UNTIED),
+        names.LLAMA_QK, INV_FREQ,
     ),
     Family(
         "Gemma", "gemma", "GemmaForCausalLM", "model.",
@@ -128,7 +109,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, EPS, *_GEMMA, Constant("norm_offset", 1.0), Rope(),
             Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM", "model.",
@@ -137,18 +118,17 @@ LLAMA_FAMILIES = (
             Cap("attn_logit_softcapping", "attention_softcap", 50.0),
             Cap("final_logit_softcapping", "logit_softcap", 30.0),
         ),
-        GEMMA2, INV_FREQ, ("sliding_window_size",),
+        names.GEMMA2, INV_FREQ, ("sliding_window_size",),
     ),
     Family(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, 
-            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), Constant("qk_norm", True),
-            LayerTypes(4096, _all_but_every(6), older=_pattern_length),
+            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+            Constant("qk_norm", True), LayerTypes(4096, _all_but_every(6), older=_pattern_length),
             Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
         ),
-        GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
+        names.GEMMA3, INV_FREQ, ("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
     ),
     Family(
         "Gemma 3n", "gemma3n_text", "Gemma3nForCausalLM", "model.",
@@ -168,7 +148,7 @@ LLAMA_FAMILIES = (
         ),
         # altup_coef_clip is of training: transformers cuts off coefficients above it, which no published model reaches.
         # transformers does not read the others.
-        GEMMA3N, INV_FREQ, ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"),
+        names.GEMMA3N, INV_FREQ, ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"),
     ),
     Family(
         "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
@@ -179,7 +159,7 @@ LLAMA_FAMILIES = (
                 "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
             }),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
@@ -189,15 +169,12 @@ LLAMA_FAMILIES = (
             Fixed("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
             Fixed("interpolate_factor", 1, "stretches positions, which is not supported"),
         ),
-        PHI3, INV_FREQ,
+        names.PHI3, INV_FREQ,
     ),
     Family(
         "GLM-4", "glm", "GlmForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU,
-            Flag("attention_bias", ("qkv_bias",), True), UNTIED,
-        ),
-        GLM, INV_FREQ,
+        (*LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), True), UNTIED),
+        names.GLM, INV_FREQ,
     ),
     Family(
         "GLM-4-0414", "glm4", "Glm4ForCausalLM", "model.",
@@ -205,7 +182,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Constant("post_norms", True),
             Flag("attention_bias", ("qkv_bias",), True), UNTIED,
         ),
-        GLM4, INV_FREQ,
+        names.GLM4, INV_FREQ,
     ),
     Family(
         "Granite", "granite", "GraniteForCausalLM", "model.",
@@ -214,17 +191,17 @@ LLAMA_FAMILIES = (
             Renamed("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
             Renamed("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Cohere", "cohere", "CohereForCausalLM", "model.",
         (*LLAMA_SIZES, *_COHERE, Rope(5e5), Flag("use_qk_norm", ("qk_norm",), False)),
-        COHERE, INV_FREQ,
+        names.COHERE, INV_FREQ,
     ),
     Family(
         "Cohere 2", "cohere2", "Cohere2ForCausalLM", "model.",
         (*LLAMA_SIZES, *_COHERE, Rope(), LayerTypes(4096, _all_but_every(4), older=_pattern_length, full="nope")),
-        COHERE, INV_FREQ,
+        names.COHERE, INV_FREQ,
         # Cohere's own code has them; transformers does not.
         ("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
          "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
@@ -234,22 +211,18 @@ LLAMA_FAMILIES = (
         "OLMo", "olmo", "OlmoForCausalLM", "model.",
         (
             *LLAMA_SIZES, Constant("norm", "layernorm"), Constant("norm_scale", False), Constant("norm_eps", 1e-5),
-            HEAD_DIM,
-            Rope(), SILU, ATTENTION_BIAS, UNTIED,
+            HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED,
             Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
-        "OLMo 2", "olmo2", "Olmo2ForCausalLM", "model.", (*LLAMA_SIZES, *_OLMO2, Rope()), OLMO2, INV_FREQ,
+        "OLMo 2", "olmo2", "Olmo2ForCausalLM", "model.", (*LLAMA_SIZES, *_OLMO2, Rope()), names.OLMO2, INV_FREQ,
     ),
     Family(
         "OLMo 3", "olmo3", "Olmo3ForCausalLM", "model.",
-        (
-            *LLAMA_SIZES, *_OLMO2, Rope(5e5, sliding_theta=5e5),
-            LayerTypes(4096, _all_but_every(4, name="")),
-        ),
-        OLMO2, INV_FREQ,
+        (*LLAMA_SIZES, *_OLMO2, Rope(5e5, sliding_theta=5e5), LayerTypes(4096, _all_but_every(4, name=""))),
+        names.OLMO2, INV_FREQ,
     ),
     Family(
         "SmolLM3", "smollm3", "SmolLM3ForCausalLM", "model.",
@@ -257,7 +230,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES[:4], Renamed("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
             SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
         ),
-        LLAMA, INV_FREQ, ("max_window_layers",),
+        names.LLAMA, INV_FREQ, ("max_window_layers",),
     ),
     Family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",
@@ -265,7 +238,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
             Activation("hidden_act", "gelu_pytorch_tanh", TANH), Flag("use_bias", _ALL_BIASES, True), TIED,
         ),
-        STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
+        names.STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
     ),
     Family(
         "StableLM", "stablelm", "StableLmForCausalLM", "model.",
@@ -275,16 +248,15 @@ LLAMA_FAMILIES = (
             Flag("use_parallel_residual", ("block",), False, "parallel", "sequential"), UNTIED,
             Fixed("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Nemotron", "nemotron", "NemotronForCausalLM", "model.",
         (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Constant("norm_offset", 1.0), Renamed("norm_eps", "norm_eps", 1e-5),
-            HEAD_DIM,
-            Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
+            HEAD_DIM, Rope(part=0.5), Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM", "model.",
@@ -293,7 +265,7 @@ LLAMA_FAMILIES = (
             SILU, Flag("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
             Flag("attention_out_bias", ("attention_out_bias",), False),
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",
@@ -301,7 +273,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, Rope(5e5), SILU,
             Flag("use_bias", _ALL_BIASES, False), TIED,
         ),
-        ERNIE, INV_FREQ,
+        names.ERNIE, INV_FREQ,
     ),
     Family(
         "Arcee", "arcee", "ArceeForCausalLM", "model.",
@@ -309,7 +281,7 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), Constant("mlp_kind", "plain"), HEAD_DIM, Rope(),
             Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
-        LLAMA, INV_FREQ,
+        names.LLAMA, INV_FREQ,
     ),
     Family(
         "Phi", "phi", "PhiForCausalLM", "model.",
@@ -317,9 +289,8 @@ LLAMA_FAMILIES = (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
             Activation("hidden_act", "gelu_new", GELU_NEW), Constant("block", "parallel"), Constant("qkv_bias", True),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), Constant("unembedding_bias", True),
-            UNTIED,
-            Flag("qk_layernorm", ("qk_norm",), False),
+            UNTIED, Flag("qk_layernorm", ("qk_norm",), False),
         ),
-        PHI, INV_FREQ,
+        names.PHI, INV_FREQ,
     ),
 )  # fmt: skip

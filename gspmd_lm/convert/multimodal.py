@@ -82,23 +82,18 @@ def text_tensors(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     return {name: stored[original] for name, original in names.items()}
 
 
-def without_later_tokens(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors without those of layers behind the last one that predict later tokens."""
-    return _without(stored, raw, LATER_TOKENS, _LAYER, behind=True)
+def without_unused(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors without those of layers behind the last one, which predict later tokens, and without the keys and
+    values of the last layers, if they read those of another layer."""
+    layers, later, sharing = (raw.get(name) for name in ("num_hidden_layers", LATER_TOKENS, "num_kv_shared_layers"))
+    kept = dict(stored)
+    if isinstance(layers, int) and isinstance(later, int):
+        kept = _without(kept, _LAYER, range(layers, layers + later))
+    if isinstance(layers, int) and isinstance(sharing, int):
+        kept = _without(kept, _KEYS, range(layers - sharing, layers))
+    return kept
 
 
-def without_shared_keys(stored: Mapping[str, Stored], raw: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors without those of keys and values in layers that read the keys and values of another layer."""
-    return _without(stored, raw, "num_kv_shared_layers", _KEYS, behind=False)
-
-
-def _without(
-    stored: Mapping[str, Stored], raw: Mapping[str, Any], field: str, pattern: re.Pattern[str], behind: bool
-) -> dict[str, Stored]:
-    """The tensors without those of a pattern in as many layers as a field says: those behind the last, or the last."""
-    layers, count = (raw.get(name) for name in ("num_hidden_layers", field))
-    if not isinstance(layers, int) or not isinstance(count, int):
-        return dict(stored)
-    left_out = range(layers, layers + count) if behind else range(layers - count, layers)
+def _without(stored: Mapping[str, Stored], pattern: re.Pattern[str], layers: range) -> dict[str, Stored]:
     numbers = {name: int(match[1]) for name in stored if (match := pattern.match(name))}
-    return {name: where for name, where in stored.items() if numbers.get(name) not in left_out}
+    return {name: where for name, where in stored.items() if numbers.get(name) not in layers}

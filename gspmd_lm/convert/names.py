@@ -22,6 +22,15 @@ def _norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) 
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
 
+def _qkv(prefix: str, **options) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each with a linear layer of its own."""
+    return (
+        *_linear(f"{prefix}.q_proj", "(N H) D", "attention.wq", **options),
+        *_linear(f"{prefix}.k_proj", "(K H) D", "attention.wk", **options),
+        *_linear(f"{prefix}.v_proj", "(K H) D", "attention.wv", **options),
+    )
+
+
 def _llama(
     *,
     mlp_norm: str = "post_attention_layernorm",
@@ -40,11 +49,7 @@ def _llama(
     """
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
-    separate_qkv = (
-        *_linear(f"{attention}.q_proj", "(N H) D", "attention.wq", interleaved_rope=interleaved_rope),
-        *_linear(f"{attention}.k_proj", "(K H) D", "attention.wk", interleaved_rope=interleaved_rope),
-        *_linear(f"{attention}.v_proj", "(K H) D", "attention.wv"),
-    )
+    separate_qkv = _qkv(attention, interleaved_rope=interleaved_rope)
     one_qkv = _linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
     separate_mlp = (
         *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
@@ -170,61 +175,48 @@ def _megatron(prefix: str, layers: str, attention: str, table: str, last_norm: s
 
 
 _BLOCK = "transformer.h.{}"
-GPT2 = (
-    Tensor("transformer.wte.weight", "V D", ("embedding",)),
-    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
-    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+
+
+def _gpt(*of_layer: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with GPT-2's names, of which `of_layer` are those of a layer without its norms."""
+    return (
+        Tensor("transformer.wte.weight", "V D", ("embedding",)),
+        Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
+        *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+        *of_layer,
+        *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
+        *_norm("transformer.ln_f", "final_norm", bias=True),
+        Tensor("lm_head.weight", "V D", ("unembedding",)),
+    )
+
+
+GPT2 = _gpt(
     # Conv1D: a linear layer whose weight is not transposed.
     Tensor(f"{_BLOCK}.attn.c_attn.weight", "D (R H)", _QKV),
     Tensor(f"{_BLOCK}.attn.c_attn.bias", "(R H)", ("attention.bq", "attention.bk", "attention.bv")),
     Tensor(f"{_BLOCK}.attn.c_proj.weight", "(N H) D", ("attention.wo",)),
     Tensor(f"{_BLOCK}.attn.c_proj.bias", "D", ("attention.bo",)),
-    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
     Tensor(f"{_BLOCK}.mlp.c_fc.weight", "D F", ("mlp.w_up",)),
     Tensor(f"{_BLOCK}.mlp.c_fc.bias", "F", ("mlp.b_up",)),
     Tensor(f"{_BLOCK}.mlp.c_proj.weight", "F D", ("mlp.w_down",)),
     Tensor(f"{_BLOCK}.mlp.c_proj.bias", "D", ("mlp.b_down",)),
-    *_norm("transformer.ln_f", "final_norm", bias=True),
-    Tensor("lm_head.weight", "V D", ("unembedding",)),
 )
-
-
-GPT_BIGCODE = (
-    Tensor("transformer.wte.weight", "V D", ("embedding",)),
-    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
-    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+GPT_BIGCODE = _gpt(
     *_linear(f"{_BLOCK}.attn.c_attn", "(R H) D", *_QKV, order="grouped"),
     *_linear(f"{_BLOCK}.attn.c_proj", "D (N H)", "attention.wo"),
-    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
     *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
     *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
-    *_norm("transformer.ln_f", "final_norm", bias=True),
-    Tensor("lm_head.weight", "V D", ("unembedding",)),
 )
-
-
-GPT_NEO = (
-    Tensor("transformer.wte.weight", "V D", ("embedding",)),
-    Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
-    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
-    *_linear(f"{_BLOCK}.attn.attention.q_proj", "(N H) D", "attention.wq", bias=False),
-    *_linear(f"{_BLOCK}.attn.attention.k_proj", "(K H) D", "attention.wk", bias=False),
-    *_linear(f"{_BLOCK}.attn.attention.v_proj", "(K H) D", "attention.wv", bias=False),
+GPT_NEO = _gpt(
+    *_qkv(f"{_BLOCK}.attn.attention", bias=False),
     *_linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
-    *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
     *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
     *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
-    *_norm("transformer.ln_f", "final_norm", bias=True),
-    Tensor("lm_head.weight", "V D", ("unembedding",)),
 )
-
-
 GPTJ = (
     Tensor("transformer.wte.weight", "V D", ("embedding",)),
     *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
-    *_linear(f"{_BLOCK}.attn.q_proj", "(N H) D", "attention.wq", bias=False, interleaved_rope=True),
-    *_linear(f"{_BLOCK}.attn.k_proj", "(K H) D", "attention.wk", bias=False, interleaved_rope=True),
-    *_linear(f"{_BLOCK}.attn.v_proj", "(K H) D", "attention.wv", bias=False),
+    *_qkv(f"{_BLOCK}.attn", bias=False, interleaved_rope=True),
     *_linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
     *_linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
     *_linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
@@ -232,8 +224,6 @@ GPTJ = (
     Tensor("lm_head.weight", "V D", ("unembedding",)),
     Tensor("lm_head.bias", "V", ("unembedding_bias",)),
 )
-
-
 _OPT = "model.decoder.layers.{}"
 OPT = (
     Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",), is_of=lambda model: not model.embedding_width),
@@ -243,9 +233,7 @@ OPT = (
     Tensor("model.decoder.embed_positions.weight", "P D", ("position_embedding",)),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
-    *_linear(f"{_OPT}.self_attn.q_proj", "(N H) D", "attention.wq"),
-    *_linear(f"{_OPT}.self_attn.k_proj", "(K H) D", "attention.wk"),
-    *_linear(f"{_OPT}.self_attn.v_proj", "(K H) D", "attention.wv"),
+    *_qkv(f"{_OPT}.self_attn"),
     *_linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
     *_norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
     *_norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),
@@ -254,8 +242,6 @@ OPT = (
     *_norm("model.decoder.final_layer_norm", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
 )
-
-
 BLOOM = (
     *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
     *_norm("transformer.word_embeddings_layernorm", "embedding_norm", bias=True),
@@ -289,7 +275,6 @@ CHATGLM = (
 _MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _SINKS = Tensor("model.layers.{}.self_attn.sinks", "N", ("attention.sinks",))
 MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
-PHIMOE = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
 QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
 QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
                          Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip

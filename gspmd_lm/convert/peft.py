@@ -21,9 +21,8 @@ from gspmd_lm.model import lora
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the prefix of PEFT's names: the adapted model, and in it the original one
 
-Member = tuple[
-    ArrayLocation, np.ndarray, np.ndarray
-]  # where a weight is, and the two matrices of its adapter in one layer
+# Where a weight is, and the two matrices of its adapter in one layer.
+Member = tuple[ArrayLocation, np.ndarray, np.ndarray]
 
 
 def write_adapter(

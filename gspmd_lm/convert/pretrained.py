@@ -214,8 +214,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     left_out = len(every) - len(stored)
     if quantised:
         stored = dequantise.dequantised(stored, quantised, str(folder))
-    with_shared, stored = len(stored), multimodal.without_shared_keys(stored, raw)
-    with_later, stored = len(stored), multimodal.without_later_tokens(stored, raw)
+    with_unused, stored = len(stored), multimodal.without_unused(stored, raw)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
@@ -234,9 +233,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     like["torch_dtype"] = source_dtype
     if text is not whole:
         like["architectures"] = [row.architecture]
-    if len(stored) < with_later:
+    if raw.get(multimodal.LATER_TOKENS):
         like[multimodal.LATER_TOKENS] = 0
-    left_out += with_shared - len(stored)
+    left_out += with_unused - len(stored)
     return Pretrained(run_config, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 

@@ -75,27 +75,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if single.is_file():  # if there is an index too, transformers reads this file
         return read_header(single)
     if not index.is_file():
-        raise InputError(_no_weights(folder))
+        raise _no_weights(folder)
     places = parse_object(read_text(index), index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise InputError(
-            f"{index}: has no weight_map of tensor names to file names\n  fix   fetch the whole folder again"
-        )
+        raise _incomplete(f"{index}: has no weight_map of tensor names to file names")
     outside = sorted({name for name in places.values() if Path(name).name != name})
     missing = sorted({name for name in places.values() if not (folder / name).is_file()})
     if outside or missing:
-        raise InputError(
-            f"{index}: {_few(outside or missing)} {'is not a file name' if outside else 'is not in the folder'}\n"
-            "  fix   fetch the whole folder again"
-        )
+        problem = "is not a file name" if outside else "is not in the folder"
+        raise _incomplete(f"{index}: {_few(outside or missing)} {problem}")
     tensors: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         for tensor, where in read_header(folder / name).items():
             if tensor in tensors:
-                raise InputError(
-                    f"{folder}: {tensor} is both in {tensors[tensor].path.name} and in {name}\n"
-                    "  fix   fetch the whole folder again"
-                )
+                raise _incomplete(f"{folder}: {tensor} is both in {tensors[tensor].path.name} and in {name}")
             tensors[tensor] = where
     lacking = sorted(
         tensor for tensor, name in places.items() if tensor not in tensors or tensors[tensor].path.name != name
@@ -104,9 +97,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if lacking or unlisted:
         lines = [f"  not in the file that the index names: {_few(lacking)}"] * bool(lacking)
         lines += [f"  in a file, but not in the index: {_few(unlisted)}"] * bool(unlisted)
-        raise InputError(
-            "\n".join([f"{index}: does not fit its files", *lines, "  fix   fetch the whole folder again"])
-        )
+        raise _incomplete("\n".join([f"{index}: does not fit its files", *lines]))
     return tensors
 
 
@@ -123,17 +114,17 @@ def read_header(path: Path) -> dict[str, Stored]:
                 pass
         except SafetensorError as error:
             size = path.stat().st_size
-            raise InputError(damaged(path, f"safetensors cannot read its {size} bytes: {error}")) from error
+            raise damaged(path, f"safetensors cannot read its {size} bytes: {error}") from error
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length)
     if not text.startswith(b"{"):
-        raise InputError(damaged(path, "its header does not begin with {"))
+        raise damaged(path, "its header does not begin with {")
     entries = parse_object(text.decode("utf-8"), path)
     if not isinstance(entries.pop("__metadata__", {}), dict):
-        raise InputError(damaged(path, "__metadata__ of the header is not an object"))
+        raise damaged(path, "__metadata__ of the header is not an object")
     for name, entry in entries.items():
         if not isinstance(entry, dict) or entry.keys() != _ENTRY or not isinstance(entry["dtype"], str):
-            raise InputError(damaged(path, f"the header's entry of {name} is not valid: {shown(entry)}"))
+            raise damaged(path, f"the header's entry of {name} is not valid: {shown(entry)}")
     data = 8 + length  # where it begins
     return {
         name: Stored(path, data + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
@@ -184,14 +175,19 @@ def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _no_weights(folder: Path) -> str:
+def _incomplete(problem: str) -> InputError:
+    return InputError(f"{problem}\n  fix   fetch the whole folder again")
+
+
+def _no_weights(folder: Path) -> InputError:
     if not folder.is_dir():
-        return f"{folder}: no such folder\n  fix   give a folder with config.json and {SINGLE}; nothing is fetched"
+        fix = f"give a folder with config.json and {SINGLE}; nothing is fetched"
+        return InputError(f"{folder}: no such folder\n  fix   {fix}")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
     if others:
         fix = "load it with transformers and call save_pretrained, which writes safetensors"
-        return f"{folder}: no {SINGLE}; it has {_few(others)}, which are not read\n  fix   {fix}"
-    return f"{folder}: no weights: neither {SINGLE} nor {INDEX}\n  fix   fetch the whole folder"
+        return InputError(f"{folder}: no {SINGLE}; it has {_few(others)}, which are not read\n  fix   {fix}")
+    return _incomplete(f"{folder}: no weights: neither {SINGLE} nor {INDEX}")
 
 
 def _few(names: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from gspmd_lm import config
 from gspmd_lm.config import paths
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.files import json_object
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
@@ -63,7 +62,7 @@ def written_anew(
     if original and (name == "bytes" or moved or imported["tokenizer.json"].parent.samefile(original)):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]
-    settings = _settings(imported[GENERATION]) if GENERATION in imported else {}
+    settings = tokenizer.read_object(imported[GENERATION]) if GENERATION in imported else {}
     known = settings.get("eos_token_id")
     written = {}
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
@@ -73,10 +72,6 @@ def written_anew(
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
         written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return json_object(paths.read_text(path), path, "correct or remove it")
 
 
 def as_json(value: Any) -> bytes:

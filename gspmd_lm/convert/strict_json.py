@@ -24,15 +24,15 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     hooks = {"object_pairs_hook": _once_each, "parse_constant": _no_number, "parse_int": _whole, "parse_float": _finite}
     value = json_value(text, path, _FIX, DEEPEST, **hooks)
     if has_half_characters(text, value):
-        raise InputError(damaged(path, "not valid JSON: half of a character, such as \\ud800"))
+        raise damaged(path, "not valid JSON: half of a character, such as \\ud800")
     if not isinstance(value, dict):
-        raise InputError(damaged(path, f"not a JSON object but a {type(value).__name__}"))
+        raise damaged(path, f"not a JSON object but a {type(value).__name__}")
     return value
 
 
-def damaged(path: Path, what: str) -> str:
+def damaged(path: Path, what: str) -> InputError:
     """The error for a file that is not what it should be."""
-    return f"{path}: {what}\n  fix   {_FIX}"
+    return InputError(f"{path}: {what}\n  fix   {_FIX}")
 
 
 def shown(value: Any) -> str:

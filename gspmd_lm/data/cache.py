@@ -59,7 +59,7 @@ class Progressed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class CachedSplit:
     """The tokens of one side of a source: conversations, or documents that end with the tokenizer's end token."""
 
     stream: np.ndarray  # [tokens], memory-mapped; those of conversations carry the bits of data/packing.py
@@ -71,8 +71,8 @@ class TokenCache:
     """The splits of a source and the folder they lie in."""
 
     folder: Path
-    train: tuple[Split, ...]  # of each part
-    held_out: Split
+    train: tuple[CachedSplit, ...]  # of each part
+    held_out: CachedSplit
     replaced_bytes: int  # bytes that were not UTF-8 and have no token
     left_out: int  # documents that are not used for training because they are in the files for evaluation
 
@@ -132,7 +132,7 @@ def _read(folder: Path, splits: Sequence[str], say: Callable[[str], None] = lamb
     for name in splits:
         count, path = noted.tokens[name], folder / f"{name}.tokens"
         stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
-        streams.append(Split(stream, noted.ends[name]))
+        streams.append(CachedSplit(stream, noted.ends[name]))
     return TokenCache(folder, tuple(streams[:-1]), streams[-1], noted.replaced_bytes, noted.left_out)
 
 

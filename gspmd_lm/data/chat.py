@@ -21,7 +21,6 @@ from gspmd_lm.config.paths import read_text
 from gspmd_lm.data import tokenizer
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.files import json_object
 
 Message = Mapping[str, Any]  # role, content, and other fields of a message that the template reads
 Span = tuple[int, int]  # characters: start, stop
@@ -250,7 +249,7 @@ def stop_ids(name: str) -> tuple[int, ...]:
     ids = [tokenizer.load_tokenizer(name).end]
     if name != "bytes":
         path = tokenizer.tokenizer_path(name).with_name("generation_config.json")
-        named = _read_object(path).get("eos_token_id")
+        named = tokenizer.read_object(path).get("eos_token_id")
         named = named if isinstance(named, list) else [] if named is None else [named]
         if not all(type(i) is int for i in named):
             raise InputError(f"{path}: eos_token_id={named} are not ids\n  fix   correct or remove it")
@@ -289,10 +288,9 @@ def _malformed(message: Any) -> str:
 def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
     """The chat templates beside a tokenizer.json by name, and the texts of which they were made."""
     config_path, alone = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
-    settings = _read_object(config_path)
-    special = {
-        name: text for name, value in settings.items() if name.endswith("_token") and _is_text(text := _content(value))
-    }
+    settings = tokenizer.read_object(config_path)
+    tokens = {name: tokenizer.text_of_token(value) for name, value in settings.items() if name.endswith("_token")}
+    special = {name: text for name, text in tokens.items() if _is_text(text)}
     texts: dict[str, tuple[str, str]] = {}  # name -> text, place
     named = settings.get("chat_template") or []
     for entry in named if isinstance(named, list) else [{"name": "default", "template": named}]:
@@ -318,17 +316,8 @@ def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
     return templates, {"special": special} | {name: text for name, (text, _) in used.items()}
 
 
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
-
-
 def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty if there is no file. Raises InputError if it is not a JSON object."""
-    return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

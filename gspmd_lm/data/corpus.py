@@ -20,7 +20,7 @@ _SHOWN = 3  # names of skipped files
 
 
 @dataclasses.dataclass
-class Notes:
+class FileNotes:
     """What a user should know of some files: those that are skipped, and those that are odd."""
 
     files: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
@@ -36,7 +36,7 @@ class Notes:
         return "\n".join(f"{what}: {listed(paths)}" for what, paths in self.files.items())
 
 
-def files(names: Sequence[str], place: str, notes: Notes, progress: Progress | None = None) -> list[Path]:
+def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress | None = None) -> list[Path]:
     """The files of known formats that the names stand for, each once, in a fixed order. `notes` is told the others.
 
     A name is a folder, a file, a glob, an address, or stdlib. A name that matches nothing may be several with spaces
@@ -85,7 +85,7 @@ def _matching(name: str) -> list[Path]:
     return [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
 
 
-def _local(name: str, whole_name: str, place: str, notes: Notes) -> Iterator[Path]:
+def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator[Path]:
     matching = _matching(name)
     if not matching:
         hint = did_you_mean(name, [STDLIB, "random:64"])
@@ -104,7 +104,7 @@ def _local(name: str, whole_name: str, place: str, notes: Notes) -> Iterator[Pat
             yield from _readable(path, notes)
 
 
-def _readable(path: Path, notes: Notes) -> Iterator[Path]:
+def _readable(path: Path, notes: FileNotes) -> Iterator[Path]:
     """The path, unless it cannot hold documents."""
     if not path.is_file():
         notes.skipped("no file, or a link to nothing", path)
@@ -114,7 +114,7 @@ def _readable(path: Path, notes: Notes) -> Iterator[Path]:
         yield path
 
 
-def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
+def _walk(folder: Path, place: str, notes: FileNotes) -> Iterator[Path]:
     """The files below a folder, in the order of their names."""
 
     def refuse(error: OSError) -> None:
@@ -148,7 +148,7 @@ def _walk(folder: Path, place: str, notes: Notes) -> Iterator[Path]:
                 yield from _readable(directory / name, notes)
 
 
-def _saved(folder: Path, names: Sequence[str], place: str, notes: Notes) -> list[Path]:
+def _saved(folder: Path, names: Sequence[str], place: str, notes: FileNotes) -> list[Path]:
     """The files of a folder that `save_to_disk` of the package datasets wrote; of several splits, those of train."""
     if "dataset_dict.json" in names:
         splits = _member(folder / "dataset_dict.json", "splits")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspmd_lm.data import readers
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.errors import InputError
 
 
 class Format(NamedTuple):
@@ -139,25 +139,17 @@ def _refused(path: Path, error: Exception) -> str:
 def _field(place: str, record: dict[str, Any], field: str) -> bytes:
     """The text of a record. Raises an InputError that lists its fields if it has none."""
     if field not in record:
-        raise InputError(
-            f"{place}: no field {field}{did_you_mean(field, record)}\n"
-            f"  fix   set data.text_field to one of {', '.join(map(str, record)) or 'its fields'}"
-            + (", or for conversations data.messages_field" if any(map(_is_a_list, record.values())) else "")
-            + readers.OR_LEAVE_OUT
-        )
+        conversations = any(isinstance(value, list) for value in record.values())
+        raise readers.no_text(f"{place}: no field", field, record, conversations)
     text = record[field]
     if not isinstance(text, str):
         texts = ", ".join(name for name, value in record.items() if isinstance(value, str))
         fix = (
             f"for conversations set data.messages_field={field}"
-            if _is_a_list(text)
+            if isinstance(text, list)
             else f"set data.text_field to one of {texts}"
             if texts
             else "set data.text_field, or leave the file out"
         )
         raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
     return readers.encoded(text)
-
-
-def _is_a_list(value: Any) -> bool:
-    return isinstance(value, list)

@@ -51,7 +51,7 @@ class Loader:
     def indices_at(self, step: int, batch_rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """The source rows of the rows `batch_rows` of a step's batch; -1 for padding."""
         if self.shares:
-            return np.asarray([self._mixed(step * self.batch + int(row)) for row in batch_rows], np.int64)
+            return np.asarray([self._row_of_mixture(step * self.batch + int(row)) for row in batch_rows], np.int64)
         count = len(self.rows)
         indices = []
         for row in batch_rows:
@@ -63,7 +63,7 @@ class Loader:
                 indices.append(index_shuffle(i, max_index=count - 1, seed=seed, rounds=4))
         return np.asarray(indices, np.int64)
 
-    def _mixed(self, number: int) -> int:
+    def _row_of_mixture(self, number: int) -> int:
         """The source row that is row `number` of the endless sequence that is drawn from several parts."""
         assert isinstance(self.rows, packing.Joined)
         block, at = divmod(number, BLOCK)
@@ -129,7 +129,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
-    def rows_of(split: cache.Split, training: bool, place: str) -> tuple[packing.Rows, int, int]:
+    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[packing.Rows, int, int]:
         """The rows of a split, how many targets they have, and how many conversations were cut."""
         targets, cut = len(split.stream) - split.ends, 0
         if isinstance(tokens, chat.Chat):
@@ -150,7 +150,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
             )
         return rows, targets, cut
 
-    def loader_of(use: str, splits: Sequence[cache.Split], parts: Sequence[sources.SourcePart]) -> Loader:
+    def loader_of(use: str, splits: Sequence[cache.CachedSplit], parts: Sequence[sources.SourcePart]) -> Loader:
         training = use == "training"
         key = "data.source" if training or not source.held_out else "data.held_out"
         counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]

@@ -10,14 +10,13 @@ import io
 import lzma
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.files import json_object, json_value
 
-OR_LEAVE_OUT = "\n        or leave the file out: data.source may be a list of files and globs"
 _CHARSET = re.compile(rb"""<meta[^>]*charset\s*=\s*["']?([\w.:-]+)""", re.IGNORECASE)
 # Elements that begin a new line.
 _BLOCKS = set(
@@ -255,12 +254,7 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
 
     with _table(path) as (schema, batches):
         if field not in schema.names:
-            raise InputError(
-                f"{path}: no column {field}{did_you_mean(field, schema.names)}\n"
-                f"  fix   set data.text_field to one of {', '.join(schema.names)}"
-                + (", or for conversations data.messages_field" if _any_list(schema) else "")
-                + OR_LEAVE_OUT
-            )
+            raise no_text(f"{path}: no column", field, schema.names, any(map(_is_list, schema.types)))
         kind = schema.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
@@ -280,8 +274,17 @@ def table_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 yield f"{path}: row {number}", record
 
 
-def _any_list(schema: Any) -> bool:
-    return any(_is_list(kind) for kind in schema.types)
+def no_text(place: str, field: str, names: Collection[str], conversations: bool) -> InputError:
+    """The error for a file with fields or columns of these `names`, of which none is `field`.
+
+    conversations: whether any of them holds lists.
+    """
+    other = ", or for conversations data.messages_field" if conversations else ""
+    return InputError(
+        f"{place} {field}{did_you_mean(field, names)}\n"
+        f"  fix   set data.text_field to one of {', '.join(map(str, names)) or 'its fields'}{other}\n"
+        "        or leave the file out: data.source may be a list of files and globs"
+    )
 
 
 def _is_list(kind: Any) -> bool:

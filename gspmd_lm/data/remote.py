@@ -31,10 +31,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def copies(
-    address: str,
-    place: str,
-    skip: Callable[[str, Path], None] = lambda *_: None,
-    progress: Progress | None = None,
+    address: str, place: str, skip: Callable[[str, Path], None] = lambda *_: None, progress: Progress | None = None
 ) -> list[Path]:
     """Local copies of the files of known formats at an address: a file, a folder or a glob.
 

@@ -117,7 +117,7 @@ def open_source(
     for one in (*data.sources, *data.held_out_sources):
         if random_rows(one.path) is not None:
             raise InputError(f"data.source: {one.path} has no documents\n  fix   give stdlib or a folder of texts")
-    notes = corpus.Notes()
+    notes = corpus.FileNotes()
     held_out = _files_of(data.held_out_sources, "data.held_out", notes, progress)
     kept_out = {path.resolve() for path, _ in held_out}
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
@@ -173,7 +173,7 @@ def random_rows(source: object) -> int | None:
 
 
 def _files_of(
-    sources: Sequence[config_data.Source], place: str, notes: corpus.Notes, progress: Progress | None
+    sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
 ) -> list[tuple[Path, str]]:
     """The files of sources and the field of each. A file that two sources name is read as the first of them says."""
     fields: dict[Path, str] = {}
@@ -194,7 +194,7 @@ def _check_conversations(data: Data, paths: Sequence[Path]) -> None:
 
 
 def _hash(
-    files: Sequence[tuple[Path, str]], notes: corpus.Notes, progress: Progress | None
+    files: Sequence[tuple[Path, str]], notes: corpus.FileNotes, progress: Progress | None
 ) -> Iterator[SourceFile | None]:
     """Each file with its sha256; None for one that is empty or binary. Raises InputError for an unreadable one."""
 
@@ -226,5 +226,5 @@ def _hash(
             yield None if odd in ("empty", formats.BINARY) else file
 
 
-def _indented(notes: corpus.Notes) -> str:
+def _indented(notes: corpus.FileNotes) -> str:
     return str(notes).replace("\n", "\n  ")

@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -22,61 +22,24 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜e
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer. The id `end` is appended to every document."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """The id that closes a document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that is equal for two tokenizers only if they give equal ids."""
-        ...
-
-    @property
-    def replaced_bytes(self) -> int:
-        """How many bytes were replaced by U+FFFD so far: they were not UTF-8 and had no token of their own."""
-        ...
-
-    def encode(self, document: bytes) -> np.ndarray:
-        """The int32 ids of one document, `end` not included."""
-        ...
-
-    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The int32 ids of each document, as by `encode` but faster."""
-        ...
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a text to continue, as transformers' tokenizers give them."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
-        """The text of the ids, with special tokens spelled out or left out."""
-        ...
-
-
 class Bytes:
     """The 256 bytes and one end token."""
 
-    vocab_size = 257
-    end = 256
-    fingerprint = "bytes"
-    replaced_bytes = 0
+    vocab_size = 257  # the largest id plus one
+    end = 256  # the id that closes a document
+    fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
+    replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
 
     def encode(self, document: bytes) -> np.ndarray:
+        """The int32 ids of one document, `end` not included."""
         return np.frombuffer(document, np.uint8).astype(np.int32)
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The int32 ids of each document, as by `encode`."""
         return [self.encode(document) for document in documents]
 
     def encode_prompt(self, text: str) -> np.ndarray:
+        """The int32 ids of a text to continue."""
         return self.encode(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
@@ -117,6 +80,7 @@ class HuggingFace:
         return self.encode_all([document])[0]
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The int32 ids of each document, as by `encode` but faster."""
         ids: list[np.ndarray | None] = []
         texts = []
         for document in documents:
@@ -145,7 +109,10 @@ class HuggingFace:
             self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
-        """The text of the ids as UTF-8. A character that is cut in half becomes U+FFFD."""
+        """The text of the ids as UTF-8, with special tokens spelled out or left out.
+
+        A character that is cut in half becomes U+FFFD.
+        """
         known = [int(i) for i in ids if i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=not special).encode()
 
@@ -180,11 +147,8 @@ class HuggingFace:
 
     def _find_end(self, path: Path) -> int:
         names = list(_END_NAMES)
-        config_path = path.with_name("tokenizer_config.json")
-        if config_path.is_file():
-            named = json_object(read_text(config_path), config_path, "correct or remove it").get("eos_token")
-            named = named.get("content") if isinstance(named, dict) else named
-            names = [str(named), *names] if named else names
+        if named := text_of_token(read_object(path.with_name("tokenizer_config.json")).get("eos_token")):
+            names = [str(named), *names]
         for name in names:
             if name in self.special:
                 return self.special[name]
@@ -193,6 +157,9 @@ class HuggingFace:
             f"  fix   add a special token named {END_OF_TEXT} to its added_tokens, or name one of its special tokens\n"
             '        as "eos_token" in a tokenizer_config.json beside it'
         )
+
+
+Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
 
 
 @functools.lru_cache(maxsize=1)
@@ -232,6 +199,16 @@ def tokenizer_path(name: str) -> Path:
         fix = download(name, "give the path of a tokenizer.json, or bytes")
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file beside a tokenizer; empty if there is no file. Raises InputError for another value."""
+    return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
+
+
+def text_of_token(token: Any) -> Any:
+    """The text of a special token, which tokenizer_config.json writes alone or as the content of an object."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def trained_size(name: str) -> int | None:

@@ -10,6 +10,9 @@ Rates and memory are those of one jax device. Links are those of one chip. The s
   sheet: NVIDIA's data sheet of the SXM module, without sparsity
   xla: openxla/xla, xla/backends/gpu/target_config/specs
   schedules: cycles in libtpu 0.0.42.1's compiled schedules, which `python -m benchmarks.kernel_schedules` reads
+  google, lambda, nebius: prices on demand in skypilot-org/skypilot-catalog, catalogs/v8/{gcp,lambda,nebius}/vms.csv at
+    006059e0f, 0f4070387 and 0082b0435, which carry no date; looked up on 2026-11-21. "book" of 2025-02 has the same of
+    v5e and v5p. GPUs cost up to four times as much elsewhere: an H100 10.98 at Google Cloud (a3-highgpu-8g, us-east4)
 """
 
 import dataclasses
@@ -71,6 +74,7 @@ class Chip:
     host_link_bytes_per_s: float  # PCIe of each chip
     host_bytes: int  # memory of the host, the share of each chip
     network_bytes_per_s: float  # between slices or hosts, the share of each chip
+    usd_per_hour: float | None = None  # the lowest public price, with the share of the host; None: no public one
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
     tensor_cores: int = 1  # the cores of one jax device, which share its work
@@ -151,6 +155,7 @@ _TPUS = (
         host_link_bytes_per_s=15e9,  # book: PCIe, typically
         host_bytes=48 * 10**9,  # cloud: machine ct5lp-hightpu-8t, 384 GB
         network_bytes_per_s=25e9 / 8,  # cloud: 2 x 100 Gbit/s per host; 6.4 Tbit/s per pod of 256
+        usd_per_hour=1.20,  # google: US regions
         fuses_collectives=True,  # libtpu
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
@@ -175,6 +180,7 @@ _TPUS = (
         host_link_bytes_per_s=15e9,  # book: PCIe, typically
         host_bytes=112 * 10**9,  # cloud: machine ct5p-hightpu-4t, 448 GB
         network_bytes_per_s=50e9 / 8,  # cloud: 50 Gbit/s per chip
+        usd_per_hour=4.20,  # google: us-central1, us-east1 and us-east5
         torus_dimensions=3,  # cloud
         wraps_multiples_of=4,  # book
         ici_link_bytes_per_s=100e9,  # cloud: 1200 GB/s per chip, 6 links, both directions
@@ -194,6 +200,7 @@ _TPUS = (
         host_link_bytes_per_s=64e9,  # fitted to published steps (book: 32); it would be PCIe Gen5, 16 lanes
         host_bytes=180 * 10**9,  # cloud: machine ct6e-standard-8t, 1440 GB
         network_bytes_per_s=100e9 / 8,  # cloud: 100 Gbit/s per chip
+        usd_per_hour=2.70,  # google: US regions
         kernel_memory_bytes=2 * KERNEL_MEMORY_BYTES,  # libtpu
         torus_dimensions=2,  # cloud
         wraps_multiples_of=16,  # book: only a dimension of 16
@@ -264,6 +271,7 @@ _H100 = Chip(
     host_link_bytes_per_s=64e9,  # sheet: PCIe Gen5, 128 GB/s both ways
     host_bytes=256 * 10**9,  # DGX H100: 2 TB
     network_bytes_per_s=400e9 / 8,  # DGX H100: one 400 Gbit/s port per GPU
+    usd_per_hour=2.95,  # nebius
     nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
     # The clock under a limit of 700 W. Fitted to two published steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on
     # h200:32x8, for both chips.
@@ -285,6 +293,7 @@ _GPUS = (
         host_link_bytes_per_s=32e9,  # sheet: PCIe Gen4, 64 GB/s both ways
         host_bytes=256 * 10**9,  # DGX A100: 2 TB
         network_bytes_per_s=200e9 / 8,  # DGX A100: one 200 Gbit/s port per GPU
+        usd_per_hour=2.79,  # lambda: hosts of 8
         nvlink_bytes_per_s=300e9,  # sheet: 600 GB/s both ways
         gpu=Gpu(
             description="NVIDIA A100-SXM4-80GB",
@@ -304,6 +313,7 @@ _GPUS = (
         hbm_bytes=151_397_597_184,  # xla
         usable_hbm_bytes=int(GPU_MEMORY_SHARE * 151_397_597_184),
         hbm_bytes_per_s=4800e9,  # xla; sheet: 4.8 TB/s
+        usd_per_hour=3.50,  # nebius
         gpu=dataclasses.replace(_HOPPER, description="NVIDIA H200 141GB HBM3e"),
     ),
     Chip(
@@ -320,6 +330,7 @@ _GPUS = (
         host_link_bytes_per_s=64e9,  # DGX B200: PCIe Gen5
         host_bytes=256 * 10**9,  # DGX B200: 2 TB, or 4
         network_bytes_per_s=400e9 / 8,  # DGX B200: one 400 Gbit/s port per GPU
+        usd_per_hour=5.50,  # nebius: us-central1
         nvlink_bytes_per_s=900e9,  # sheet: 1800 GB/s both ways
         gpu=Gpu(
             description="NVIDIA B200",

@@ -14,13 +14,13 @@ from gspmd_lm.sharding.rules import Rules
 ROWS = 8  # prompts that are continued at a time
 
 
-class Text(str):
+class Continuation(str):
     """What a model wrote after a prompt."""
 
     prompt: str
 
     @classmethod
-    def after(cls, prompt: str, text: str) -> "Text":
+    def after(cls, prompt: str, text: str) -> "Continuation":
         continuation = cls(text)
         continuation.prompt = prompt
         return continuation
@@ -29,7 +29,7 @@ class Text(str):
         return f'<p style="white-space:pre-wrap"><i>{html.escape(self.prompt)}</i>{html.escape(self)}</p>'
 
 
-class Texts(list[Text]):
+class Continuations(list[Continuation]):
     """What a model wrote after several prompts, in their order."""
 
     def _repr_html_(self) -> str:
@@ -67,7 +67,7 @@ class Model:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         chat_template: bool = False,
-    ) -> Text | Texts:
+    ) -> Continuation | Continuations:
         """The text after a prompt, or the texts after several. Both are strings.
 
         The first call compiles and reads the weights. Later ones do so if they need more room.
@@ -88,7 +88,7 @@ class Model:
         """
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         if not several:
-            return Texts()
+            return Continuations()
         stops = [stop] if isinstance(stop, str) else list(stop)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name = self.config.data.tokenizer
@@ -101,7 +101,8 @@ class Model:
         results = generator.results(
             ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)
         )
-        texts = Texts(Text.after(one, result.text) for one, result in zip(several, results, strict=True))
+        answered = zip(several, results, strict=True)
+        texts = Continuations(Continuation.after(prompt, result.text) for prompt, result in answered)
         return texts[0] if isinstance(prompts, str) else texts
 
     def _ready(self, ids: Sequence[Sequence[int]], new_tokens: int) -> generation.Generator:

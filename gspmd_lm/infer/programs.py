@@ -12,7 +12,7 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
-from gspmd_lm.infer.sampling import Choice, Settings, abstract_settings, choose
+from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, choose
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
@@ -25,7 +25,7 @@ from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays, arrays
+from gspmd_lm.sharding.shapes import Arrays, arrays
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
 
@@ -246,8 +246,8 @@ class GenerationPrograms(Forward):
         return DecodeState(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
 
     @property
-    def abstract_settings(self) -> Settings:
-        """The shapes and shardings of Settings."""
+    def abstract_settings(self) -> SamplingSettings:
+        """The shapes and shardings of SamplingSettings."""
         return jax.tree.map(lambda like: placed(like, self.whole), abstract_settings())
 
     @property
@@ -265,12 +265,12 @@ class GenerationPrograms(Forward):
         return {"weights": self.abstract_params, "optimizer": (), "batch": batch, "cache": cache}
 
     def trace_prefill(self) -> jax.stages.Traced:
-        """(params, Prompts, Settings) -> (DecodeState, Choice)."""
+        """(params, Prompts, SamplingSettings) -> (DecodeState, Choice)."""
         jitted = jax.jit(self._prefill, out_shardings=self._out)
         return jitted.trace(self.abstract_unstacked, self.abstract_prompts, self.abstract_settings)
 
     def trace_decode(self) -> jax.stages.Traced:
-        """(params, DecodeState, Settings) -> (DecodeState, Choice). The donated cache changes in place."""
+        """(params, DecodeState, SamplingSettings) -> (DecodeState, Choice). The donated cache changes in place."""
         jitted = jax.jit(self._decode, out_shardings=self._out, donate_argnums=1)
         return jitted.trace(self.abstract_unstacked, self.abstract_decode_state, self.abstract_settings)
 
@@ -288,21 +288,23 @@ class GenerationPrograms(Forward):
         prefill, decode = (self.compile(one.lower(), what, fix) for one in traced)
         return prefill, decode
 
-    def _prefill(self, params: Any, prompts: Prompts, settings: Settings) -> tuple[DecodeState, Choice]:
+    def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
         return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
-    def _decode(self, params: Any, state: DecodeState, settings: Settings) -> tuple[DecodeState, Choice]:
+    def _decode(self, params: Any, state: DecodeState, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = decode(self.model, params, state)
         slot = state.slot + 1
         choice = self._choose(logits_BV, settings, state.number_B, slot - state.start_B)
         return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
 
-    def _choose(self, logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
+    def _choose(
+        self, logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array
+    ) -> Choice:
         with scope("of", "sampling"):
             logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)
             return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
@@ -316,12 +318,8 @@ def build_programs(
     return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
 
 
-def activations(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Activations]:
-    """The activations that the model names in "prefill" and in "decode" under `rules`."""
-    return {phase: one.arrays for phase, one in recorded(config, arrays, sizes, rules).items()}
-
-
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+    """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
     tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
     prompts = Prompts(tokens, state.start_B, state.number_B)

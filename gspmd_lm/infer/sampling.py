@@ -13,7 +13,7 @@ import numpy as np
 from gspmd_lm.errors import InputError
 
 
-class Settings(NamedTuple):
+class SamplingSettings(NamedTuple):
     """The scalars that a compiled program takes: arrays, shapes or shardings."""
 
     seed: Any  # uint32
@@ -63,9 +63,9 @@ class Sampling:
             )
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> SamplingSettings:
         """The settings as a compiled program takes them."""
-        return Settings(
+        return SamplingSettings(
             np.uint32(self.seed),
             np.float32(self.temperature),
             np.int32(self.top_k),
@@ -74,13 +74,13 @@ class Sampling:
         )
 
 
-def abstract_settings() -> Settings:
-    """The shapes of Settings."""
-    dtypes = Settings(jnp.uint32, jnp.float32, jnp.int32, jnp.float32, jnp.float32)
-    return Settings(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+def abstract_settings() -> SamplingSettings:
+    """The shapes of SamplingSettings."""
+    dtypes = SamplingSettings(jnp.uint32, jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    return SamplingSettings(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
 
-def choose(logits_BV: jax.Array, settings: Settings, number_B: jax.Array, position_B: jax.Array) -> Choice:
+def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
     """The next token of each row. logits_BV: float32, not padded, whole on every device.
 
     The noise depends on nothing but the seed, the number of the row's prompt and the position that the token will
@@ -104,7 +104,7 @@ def best(scores_BV: jax.Array) -> Choice:
     return Choice(tokens_B, highest_B - others_BV.max(-1))
 
 
-def filtered(scores_BV: jax.Array, settings: Settings) -> jax.Array:
+def filtered(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
     """The scores that top-k, top-p and min-p leave, -inf elsewhere. Of equal scores at a border, all are kept."""
     V = scores_BV.shape[-1]
 

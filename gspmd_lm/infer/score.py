@@ -86,15 +86,11 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
         reduced_spec, gathered_spec = table_specs(cfg)
         x_CBTD = chunks.split(shard(like(x_BTD, reduced_spec), gathered_spec), count)
         table_VD, bias_V = use(table), None if bias is None else use(bias)
-        vocab_V = jnp.arange(cfg.vocab_rows)
 
         def chunk(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Scores]:
             x_BTD, targets_BT = inputs
             logits_BTV = loss.logits_of(x_BTD, table_VD, bias_V, cfg)
-            highest_BT = logits_BTV.max(-1)
-            log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
-            # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
-            target_BT = jnp.where(vocab_V == targets_BT[..., None], logits_BTV, 0).sum(-1)
+            target_BT, highest_BT, log_z_BT = loss.of_targets(logits_BTV, targets_BT)
             scored_BT = targets_BT >= 0
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))

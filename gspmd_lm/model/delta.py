@@ -77,12 +77,12 @@ class GatedDeltaNet(nn.Module):
         before = cache.linear.of(layer) if cache and cache.linear and v.shape[1] == 1 else None
         if before:
             windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, qkv, strict=False)]
-            mixed = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
+            convolved = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
             last = [x_BANH[:, 1:] for x_BANH in windows]
         else:
-            mixed = [_convolved(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
+            convolved = [_convolved(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
             last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(qkv, taps, strict=True)]
-        q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in mixed)
+        q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in convolved)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))
         q *= q.shape[-1] ** -0.5

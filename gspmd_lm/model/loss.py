@@ -2,7 +2,7 @@
 
 The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while the chunk's
 share of the gradients is computed. The table is put in use once, before the loop. Its gradient is accumulated as one
-partial sum per piece of the batch, and reduced once, after the loop.
+partial sum per shard of the batch, and reduced once, after the loop.
 """
 
 from typing import Any, NamedTuple
@@ -109,16 +109,21 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
 
 def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple[jax.Array, Sums]:
     """The loss and all sums of one chunk, from its raw logits."""
-    logits_BTV = _finished(raw_BTV, cfg)
     has_target_BT = targets_BT >= 0
-    highest_BT = jax.lax.stop_gradient(logits_BTV.max(-1))
-    log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
-    # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
-    target_BT = jnp.where(jnp.arange(cfg.vocab_rows) == targets_BT[..., None], logits_BTV, 0).sum(-1)
+    target_BT, highest_BT, log_z_BT = of_targets(_finished(raw_BTV, cfg), targets_BT)
     cross_entropy_BT = jnp.where(has_target_BT, log_z_BT - target_BT, 0)
     loss = (cross_entropy_BT + jnp.where(has_target_BT, cfg.z_loss * log_z_BT**2, 0)).sum()
     correct = (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32)
     return loss, Sums(loss, cross_entropy_BT.sum(), correct)
+
+
+def of_targets(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The logit of each target, the highest logit, and the logarithm of the sum of all exp(logits), each [B, T]."""
+    highest_BT = jax.lax.stop_gradient(logits_BTV.max(-1))
+    log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
+    # Comparing with an iota keeps the vocabulary split; take_along_axis would gather it.
+    target_BT = jnp.where(jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None], logits_BTV, 0).sum(-1)
+    return target_BT, highest_BT, log_z_BT
 
 
 def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:

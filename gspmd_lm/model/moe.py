@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import Mlp, activated
-from gspmd_lm.model.moe_dispatch import mixed, per_token
+from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
@@ -22,7 +22,7 @@ from gspmd_lm.sharding.partial_sums import Unreduced
 ROUTING = "routing: batch seq scores"
 
 
-class Routed(NamedTuple):
+class RouterOutput(NamedTuple):
     """What the router of a layer did; with a first dimension, those of several layers."""
 
     load_C: jax.Array  # float32: how many tokens of the batch each expert was chosen for
@@ -59,7 +59,7 @@ class Experts(nn.Module):
         if cfg.shared_gate:
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, Routed]:
+    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, RouterOutput]:
         """What the experts add to the residual stream, and what the router did. `x_BTD` is gathered."""
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
@@ -75,21 +75,21 @@ class Experts(nn.Module):
         weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
-        routed = self._routed(logits_BTC, scores_BTC, at_BTkC)
+        router_output = self._router_output(logits_BTC, scores_BTC, at_BTkC)
         most = self.capacity(chosen_BTk.shape[1])
         if most:
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
         hidden = functools.partial(activated, cfg)
         weights_BTk *= cfg.expert_scale
-        y = mixed(x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input)
+        y = mixture_of_experts(x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input)
         if cfg.shared_mlp:
             shared, _ = self.shared(x_BTD)
             if cfg.shared_gate:
                 gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
                 shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
             y += shared
-        return y, routed
+        return y, router_output
 
     def capacity(self, length: int) -> int:
         """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
@@ -101,7 +101,7 @@ class Experts(nn.Module):
         scores_BTC = jax.lax.stop_gradient(scores_BTC)
         if self.cfg.balance == "bias":
             scores_BTC += jax.lax.stop_gradient(self.balance_bias)
-        return per_token(self._highest, scores_BTC)
+        return map_local_tokens(self._highest, scores_BTC)
 
     def _highest(self, scores_BTC: jax.Array) -> jax.Array:
         """The highest scores of each token, in the groups that it may use."""
@@ -114,7 +114,7 @@ class Experts(nn.Module):
             scores_BTC = jnp.where(used[..., None], in_groups, -jnp.inf).reshape(scores_BTC.shape)
         return jax.lax.top_k(scores_BTC, cfg.experts_per_token)[1]
 
-    def _routed(self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array) -> Routed:
+    def _router_output(self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array) -> RouterOutput:
         """Loads and penalties. Every token of the batch counts, whether it has a target or not."""
         cfg = self.cfg
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         if cfg.router_z_loss:
             log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
             penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
-        return Routed(load_BC.sum(0), penalty_B)
+        return RouterOutput(load_BC.sum(0), penalty_B)
 
 
 def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:

@@ -28,7 +28,7 @@ WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
 
 
-def mixed(
+def mixture_of_experts(
     x_BTD: jax.Array,
     chosen_BTk: jax.Array,
     weights_BTk: jax.Array,
@@ -45,13 +45,13 @@ def mixed(
     weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
-    how = _how(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
-    how = how._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
-    y_zBTD: Any = _mixed(how, copies(x_BTD, how.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
-    return unreduced(y_zBTD if how.inner.pieces > 1 else y_zBTD[0], how.sum)
+    layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
+    layout = layout._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
+    y_zBTD: Any = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
+    return unreduced(y_zBTD if layout.inner.pieces > 1 else y_zBTD[0], layout.sum)
 
 
-def per_token(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
+def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
     """`function`, which treats tokens alike and gives [B, T, ...] of the same rank, run by each device on its tokens.
 
     Partitioners gather the operand of a sort, although each row of it is sorted by itself.
@@ -65,7 +65,7 @@ def _tokens(length: int) -> tuple[Split, Split]:
     return split(TOKENS, "batch"), split(TOKENS, "seq") if length > 1 else Split()
 
 
-class _How(NamedTuple):
+class _MoeLayout(NamedTuple):
     """How a mixture is computed under the rules."""
 
     weights: tuple[Weight, ...]  # without their arrays
@@ -123,7 +123,7 @@ def _down(weights: tuple[Weight, ...], tree: Any) -> str:
     return jax.tree.unflatten(tree, weights)[0][-1].weight.path
 
 
-def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How:
+def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _MoeLayout:
     """How the tokens of an input of this shape are computed."""
     batch, seq = _tokens(shape[1])
     down = _down(weights, tree)
@@ -133,45 +133,45 @@ def _how(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _How
         mlp = Split()
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
     inner = split_over(mlp.over + (() if all_to_all else expert.over))
-    return _How(weights, tree, batch, seq, expert, mlp, all_to_all, inner)
+    return _MoeLayout(weights, tree, batch, seq, expert, mlp, all_to_all, inner)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
-    """Partial sums, [shards of `how.inner`, B, T, D]."""
-    return _forward(how, x_zBTD, weights_BTk, chosen_BTk, *arrays)[0]
+def _mixture(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
+    """Partial sums, [shards of `layout.inner`, B, T, D]."""
+    return _forward(layout, x_zBTD, weights_BTk, chosen_BTk, *arrays)[0]
 
 
-def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
-    used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
-    experts = used[0].shape[0] // how.expert.pieces
+def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
+    used = [use(w.holding(array)) for w, array in zip(layout.weights, arrays, strict=True)]
+    experts = used[0].shape[0] // layout.expert.pieces
 
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
-        routing = route(chosen_BTk, experts, how.expert, how.all_to_all, how.capacity)
-        before = weights_BTk if how.weighted_input else None
+        routing = route(chosen_BTk, experts, layout.expert, layout.all_to_all, layout.capacity)
+        before = weights_BTk if layout.weighted_input else None
         return routing.dispatch(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before), routing
 
     def compute(rows_MD, routing, weights_BTk, *used: jax.Array):
         B, T, _ = weights_BTk.shape
-        after, sizes_E = None if how.weighted_input else weights_BTk, routing.sizes_E
-        (*inward, down), (*b_in, b_down) = how.holding(used)
+        after, sizes_E = None if layout.weighted_input else weights_BTk, routing.sizes_E
+        (*inward, down), (*b_in, b_down) = layout.holding(used)
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
             x_MF, *low = _product(matrix, rows_MD, sizes_E)
             with scope("of", matrix.weight.path):
                 in_MF.append(x_MF if b is None else x_MF + _of_rows(b.array, sizes_E, len(x_MF)))
             low_MR.append(low)
-        y_MD, *low = _product(down, how.activated(*in_MF), sizes_E)
+        y_MD, *low = _product(down, layout.activated(*in_MF), sizes_E)
         if b_down is not None:
             with scope("of", down.weight.path):
-                y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+                y_MD += (_first(layout) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
         return routing.combine(y_MD, after).reshape(1, B, T, -1), (in_MF, [*low_MR, low])
 
-    partial, rows, each, x = (how.inner.over, *_x(how)), (how.local, ()), (how.local,), _x(how)
+    partial, rows, each, x = (layout.inner.over, *_x(layout)), (layout.local, ()), (layout.local,), _x(layout)
     # Two functions, so that the products can be computed again from rows that were kept.
     rows_MD, routing = per_device(dispatch, [partial, x, x], [rows, each])(x_zBTD, weights_BTk, chosen_BTk)
     rows_MD = checkpoint_name(rows_MD, "dispatched")
-    run = per_device(compute, [rows, each, x, *(how.place(w.axes) for w in how.weights)], [partial, rows])
+    run = per_device(compute, [rows, each, x, *(layout.place(w.axes) for w in layout.weights)], [partial, rows])
     y, kept = run(rows_MD, routing, weights_BTk, *used)
     names = ("hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
@@ -180,17 +180,17 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
 
-def _backward(how: _How, saved: Any, dy: jax.Array):
+def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
     kept, weights_BTk, chosen_BTk, arrays, used = saved
-    used = used or [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+    used = used or [use(w.holding(array)) for w, array in zip(layout.weights, arrays, strict=True)]
 
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
         rows_MD, in_MF, low_MR = kept
-        routing = route(chosen_BTk, len(used[0]), how.expert, how.all_to_all, how.capacity)
-        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
+        routing = route(chosen_BTk, len(used[0]), layout.expert, layout.all_to_all, layout.capacity)
+        before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
         dy_MD = routing.dispatch(dy.reshape(-1, dy.shape[-1]), after)
-        sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, how.holding(used)
-        hidden_MF, back = jax.vjp(how.activated, *in_MF)
+        sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, layout.holding(used)
+        hidden_MF, back = jax.vjp(layout.activated, *in_MF)
         dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
         din_MF = back(dhidden_MF)
         drows, dused = [], []
@@ -201,43 +201,43 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
         dused += ddown
         drows_MD = sum(drows[1:], drows[0])
         # What is weighted, times its weighted gradient: the output, or what experts read.
-        weighted, gradient_ = (rows_MD, drows_MD) if how.weighted_input else (hidden_MF, dhidden_MF)
+        weighted, gradient_ = (rows_MD, drows_MD) if layout.weighted_input else (hidden_MF, dhidden_MF)
         weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
         if b_down is not None:
-            if not how.weighted_input:
+            if not layout.weighted_input:
                 b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
-                weighted_M1 += _first(how) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
+                weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
         dx = routing.combine(drows_MD, before).reshape(dy.shape)
         weighted = routing.returned(weighted_M1).reshape(1, *weights_BTk.shape)
-        return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(how.weights, dused, strict=True))
+        return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(layout.weights, dused, strict=True))
 
-    rows = [how.rows(w) for w in how.weights]
-    places = [how.place(w.axes) for w in how.weights]
-    out = (how.inner.over, *_x(how))
-    inputs = [out, _x(how), _x(how), (how.local, ()), *places]
+    rows = [layout.rows(w) for w in layout.weights]
+    places = [layout.place(w.axes) for w in layout.weights]
+    out = (layout.inner.over, *_x(layout))
+    inputs = [out, _x(layout), _x(layout), (layout.local, ()), *places]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
-                           for w, over, place in zip(how.weights, rows, places, strict=True))]  # fmt: skip
+                           for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
-    weighted_BTk = how.sum.made(weighted, WEIGHTED) if how.inner.pieces > 1 else weighted[0]
+    weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.pieces > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
     gradients: Any = [
-        None if d is None else _reduced(w.holding(array), how.down, over, d)
-        for w, array, over, d in zip(how.weights, arrays, rows, dused, strict=True)
+        None if d is None else _reduced(w.holding(array), layout.down, over, d)
+        for w, array, over, d in zip(layout.weights, arrays, rows, dused, strict=True)
     ]
-    if not how.weights[0].scanned:
+    if not layout.weights[0].scanned:
         gradients = jax.lax.optimization_barrier(gradients)
     return dx, dweights_BTk, None, *gradients
 
 
-_mixed.defvjp(_forward, _backward)
+_mixture.defvjp(_forward, _backward)
 
 
 def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
-    """The reduced gradient of a weight. `down`: see `_How`."""
+    """The reduced gradient of a weight. `down`: see `_MoeLayout`."""
     with scope("of", weight.path):
         if over.pieces == 1:
             return gradient(Unreduced((), (partials[0],)), weight)
@@ -246,14 +246,14 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
         return gradient(unreduced(partials, Sum(over, tuple(axes))), weight)
 
 
-def _x(how: _How) -> tuple[tuple[str, ...], ...]:
+def _x(layout: _MoeLayout) -> tuple[tuple[str, ...], ...]:
     """How tokens are split."""
-    return how.batch.over, how.seq.over, ()
+    return layout.batch.over, layout.seq.over, ()
 
 
-def _first(how: _How) -> jax.Array | float:
+def _first(layout: _MoeLayout) -> jax.Array | float:
     """1 on one of the devices that compute parts of the same outputs, 0 on the others."""
-    return 1.0 if how.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(how.mlp.over) == 0, 1.0, 0.0)
+    return 1.0 if layout.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(layout.mlp.over) == 0, 1.0, 0.0)
 
 
 def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:

@@ -31,14 +31,14 @@ def attention_lacks(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    over, seq, piece = split_sequence(rules), asked.seq, asked.seq
+    over, seq, local_seq = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
     if over and rules.context != "ulysses":
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
-        pieces = rules.piece_count(over)
-        piece = seq // pieces // (2 if deals(seq, pieces, rules.context) else 1)
+        num_shards = rules.piece_count(over)
+        local_seq = seq // num_shards // (2 if deals(seq, num_shards, rules.context) else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
         for kind in config.model.layer_kinds
@@ -46,15 +46,15 @@ def attention_lacks(
     ]
 
     def lacking(segments: bool) -> str | None:
-        known: Any = {"seq": piece, "segments": segments, "capability": capability}
+        known: Any = {"seq": local_seq, "segments": segments, "capability": capability}
         reasons = (unsupported(kernel, kind, **known) for kind in kinds)
         return next(filter(None, reasons), None)
 
     reason = lacking(asked.segments)
     if not reason and asked.padded and lacking(True):
         return "prompts that are padded on the left"
-    if reason and piece != seq:
-        reason = reason.replace(f"data.seq: {piece}", f"pieces of {piece} tokens of data.seq: {seq}")
+    if reason and local_seq != seq:
+        reason = reason.replace(f"data.seq: {local_seq}", f"pieces of {local_seq} tokens of data.seq: {seq}")
     return reason
 
 
@@ -161,7 +161,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
                 f"do not split seq over {', '.join(over)}",
             )
         )  # fmt: skip
-    pieces = rules.piece_count(over)
+    num_shards = rules.piece_count(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
         key_heads = model.kv_head_rows
@@ -169,12 +169,12 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
         if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
             key_heads = model.head_rows
         each = key_heads // rules.piece_count(heads)
-        if key_heads % rules.piece_count(heads) == 0 and each % pieces:
+        if key_heads % rules.piece_count(heads) == 0 and each % num_shards:
             most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
             wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                   f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
-    elif dealt and seq % (2 * pieces) and seq % pieces == 0:
-        fix = f"make data.seq a multiple of {2 * pieces}"
+    elif dealt and seq % (2 * num_shards) and seq % num_shards == 0:
+        fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
         else:

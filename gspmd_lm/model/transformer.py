@@ -13,7 +13,7 @@ from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
 from gspmd_lm.model.delta import GatedDeltaNet
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
-from gspmd_lm.model.moe import Experts, Routed
+from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
 from gspmd_lm.sharding.matmuls import gathered, look_up, project
@@ -36,7 +36,7 @@ class Block(nn.Module):
         input_BTY: jax.Array | None,
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
-    ) -> tuple[Carried, Routed | None]:
+    ) -> tuple[Carried, RouterOutput | None]:
         cfg = self.cfg
         x_BTD, cache, kept = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
@@ -55,7 +55,7 @@ class Block(nn.Module):
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
             return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
 
-        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, Routed | None]:
+        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, RouterOutput | None]:
             with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
                 return mlp(in_BTD)
 
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
-    ) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array] | None, Routed | None]:
+    ) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array] | None, RouterOutput | None]:
         """Hidden states, [B, T, D], the table that turns them into logits, its bias, the cache, and what the routers
         did, [L, ...] for the layers with experts.
 
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
             x_BTD = shard(x_BTD, RESIDUAL)
         if cfg.shared_kv_layers:
             kept = no_keys(cfg, *batch["tokens"].shape)
-        routed: list[Routed] = []
+        routed: list[RouterOutput] = []
         for stack in cfg.stacks:
             if stack.kinds[0].shared_kv_layers and kept:
                 shared = {
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         inputs_LBTY: jax.Array | None,
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
-    ) -> tuple[Carried, list[Routed]]:
+    ) -> tuple[Carried, list[RouterOutput]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
         kinds, length = stack.kinds, len(stack.kinds)
         turns = stack.scanned // length
@@ -245,7 +245,7 @@ def decode(
 
 def decode_routed(
     cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
-) -> tuple[jax.Array, Weight, Weight | None, Routed | None]:
+) -> tuple[jax.Array, Weight, Weight | None, RouterOutput | None]:
     """What `decode` returns, and what the routers did."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
     hidden, table, bias, _, routed = decoded

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -108,27 +108,22 @@ def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
     nearest, config = plan.nearest, decoder.task(computed).config
     if nearest is None or config is None:
         return []
-    data, model, optimizer = config.data, config.model, config.optimizer
-    tried = {
-        f"data.batch={data.batch // 2}": dataclasses.replace(
-            config, data=dataclasses.replace(data, batch=data.batch // 2)
-        ),
-        f"data.seq={data.seq // 2}": dataclasses.replace(config, data=dataclasses.replace(data, seq=data.seq // 2)),
-        "model.weight_dtype=bfloat16": dataclasses.replace(
-            config, model=dataclasses.replace(model, weight_dtype="bfloat16")
-        ),
-        "optimizer.name=adafactor": dataclasses.replace(
-            config, optimizer=dataclasses.replace(optimizer, name="adafactor")
-        ),
-    }
+    tried: list[tuple[str, str, Any]] = [
+        ("data", "batch", config.data.batch // 2), ("data", "seq", config.data.seq // 2),
+        ("model", "weight_dtype", "bfloat16"), ("optimizer", "name", "adafactor"),
+    ]  # fmt: skip
     before, savings = nearest.estimate.peak_bytes, []
-    for setting, changed in tried.items():
+    for section, key, value in tried:
+        if not value:  # half of a single row, or token
+            continue
+        changed = {section: dataclasses.replace(getattr(config, section), **{key: value})}
         try:
-            after = Estimator(changed, plan.target).estimate(nearest.rules).peak_bytes
+            estimator = Estimator(dataclasses.replace(config, **changed), plan.target)
+            after = estimator.estimate(nearest.rules).peak_bytes
         except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
             continue
         if after < before:
-            savings.append((setting, before - after))
+            savings.append((f"{section}.{key}={value}", before - after))
     return sorted(savings, key=lambda pair: -pair[1])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.foresight.parts import Parts, differences, parts_s
-from gspmd_lm.hardware.rent import RENTS
+from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan.candidate import Candidate, Plan
 
 HOURS, DAYS = 3600, 86400
@@ -132,9 +132,7 @@ def front(lines: Sequence[Line]) -> list[Line]:
 
 def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:
     """What a chip costs for an hour: as the user says, else the lowest public price, else None."""
-    if chip in usd_of:
-        return usd_of[chip]
-    return RENTS[chip].usd_per_chip_hour if chip in RENTS else None
+    return usd_of.get(chip, CHIPS[chip].usd_per_hour)
 
 
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:

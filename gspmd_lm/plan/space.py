@@ -52,10 +52,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {  # platform, or chip -> optio
         {"xla_gpu_memory_limit_slop_factor": 130},
     ),
 }
-MOST_TENSOR = 16  # pieces of a matrix: beyond that, matmuls are thin on every chip
+MOST_TENSOR = 16  # shards of a matrix: beyond that, matmuls are thin on every chip
 MOST_MICROBATCHES = 16
 LONG = 32768  # positions of a sequence from which on a split of it is tried ...
-LEAST_POSITIONS = 4096  # ... into pieces of so many
+LEAST_POSITIONS = 4096  # ... into shards of so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Roles:
     sequence: tuple[str, ...]
     sizes: Mapping[str, tuple[int, ...]]  # axis, or array.axis -> its sizes in weights and activations
 
-    def divides(self, axis: str, pieces: int) -> bool:
-        return all(size % pieces == 0 for size in self.sizes.get(axis, ()))
+    def divides(self, axis: str, num_shards: int) -> bool:
+        return all(size % num_shards == 0 for size in self.sizes.get(axis, ()))
 
 
 class Space:
@@ -170,14 +170,14 @@ class Space:
 
     @functools.cached_property
     def _contexts(self) -> list[int]:
-        """Into how many pieces a sequence may be split."""
+        """The numbers of shards that a sequence may be split into."""
         positions = max((size for axis in self.roles.sequence for size in self.roles.sizes[axis]), default=0)
         most = positions // LEAST_POSITIONS if positions >= LONG else 1
         return [n for n in _divisors(self.target.devices) if n <= most and positions % (2 * n) == 0] or [1]
 
     @functools.cached_property
     def _experts(self) -> list[int]:
-        """Into how many pieces the groups may be split."""
+        """The numbers of shards that the groups may be split into."""
         groups, devices = self.roles.groups, self.target.devices
         return [n for n in _divisors(devices) if n == 1 or (groups and all(self.roles.divides(g, n) for g in groups))]
 
@@ -231,13 +231,6 @@ class Space:
     def names(self) -> remats.Names:
         """What a remat policy has a choice about."""
         return remats.Names.from_trace(self.trace, self.fused, self.task.vocabulary.kept)
-
-
-def candidates(
-    task_or_config: Config | Task, target: Target, *, traces: TraceCache | None = None
-) -> Iterator[dict[str, Any]]:
-    """The plain values of every sensible rules file for `target`, as YAML would hold them."""
-    return iter(Space(task_or_config, target, traces))
 
 
 def _plain(remat: Remat) -> dict[str, Any]:

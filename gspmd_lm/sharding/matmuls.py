@@ -45,16 +45,7 @@ from gspmd_lm.sharding.annotate import (
     use,
 )
 from gspmd_lm.sharding.op_names import einsum_equation, scope
-from gspmd_lm.sharding.partial_sums import (
-    PartialSums,
-    Sum,
-    Unreduced,
-    copied,
-    gradient,
-    reduced,
-    tokens_of,
-    unreduced,
-)
+from gspmd_lm.sharding.partial_sums import PartialSums, Sum, Unreduced, copied, gradient, reduced, tokens_of, unreduced
 
 LOW_RANK = "low_rank: batch seq rank"
 
@@ -126,7 +117,7 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     (a, b), out = _letters(equation)
     if isinstance(w, Weight):
         letter, sum_ = _summed(w, b, a)
-        return unreduced(_product(_how(w, b, a, f"z{out}", a, letter, sum_), x, None, w.array), sum_)
+        return unreduced(_product(_matmul(w, b, a, f"z{out}", a, letter, sum_), x, None, w.array), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
         return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
@@ -206,8 +197,8 @@ class _Gathered:
         (a, b), out = _letters(equation)
         letter, sum_ = _summed(w, b, out)
         if not letter:
-            return _product(_how(w, b, a, out, a, "", sum_), self.x, None, w.array)
-        return _product(_how(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
+            return _product(_matmul(w, b, a, out, a, "", sum_), self.x, None, w.array)
+        return _product(_matmul(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
 
     def copies(self, sum_: Sum) -> jax.Array:
         if sum_.over.pieces == 1:
@@ -256,12 +247,12 @@ def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
-        how = _how(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
-        parts.append(PartialSums(_product(how, part.array, None, w.array), part.sum | sum_))
+        matmul = _matmul(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
+        parts.append(PartialSums(_product(matmul, part.array, None, w.array), part.sum | sum_))
     return Unreduced(tuple(parts))
 
 
-class _How(NamedTuple):
+class _Matmul(NamedTuple):
     """The letters of a matmul with a weight. A z before them stands for partial sums."""
 
     weight: Weight  # without its array
@@ -274,47 +265,48 @@ class _How(NamedTuple):
     precision: Any  # of the matmul and, as in jax's own, of those of its derivative
 
 
-def _how(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Sum) -> _How:
+def _matmul(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Sum) -> _Matmul:
     settings: Any = jax.config
-    return _How(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
+    return _Matmul(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
+def _product(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
     """The product of `x` and a stored weight. With a slot, the gradient of `x` is returned as that of the slot.
 
     Its derivatives are written here. For autodiff to give them as partial sums, the forward pass would have to cut the
     same axis, which adds copies in attention to TPU programs: 4% of a step under fsdp2_tp4 on v5p.
     """
-    return _forward(how, x, slot, w)[0]
+    return _forward(matmul, x, slot, w)[0]
 
 
-def _forward(how: _How, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
-    weight = how.weight.holding(w)
+def _forward(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
+    weight = matmul.weight.holding(w)
     used = w if weight.used else use(weight)
-    names = scope("of", *how.sum.of), scope("sum", *how.sum.axes if "z" in how.y else ())
-    with names[0], names[1], jax.default_matmul_precision(how.precision):
-        y = _einsum(f"{how.x},{how.w}->{how.y}", x, used, z=(how.letter, how.sum.over))
+    names = scope("of", *matmul.sum.of), scope("sum", *matmul.sum.axes if "z" in matmul.y else ())
+    with names[0], names[1], jax.default_matmul_precision(matmul.precision):
+        y = _einsum(f"{matmul.x},{matmul.w}->{matmul.y}", x, used, z=(matmul.letter, matmul.sum.over))
     # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
     # backward pass gathers it again, so that no gathered weight outlives its product.
     return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
 
 
-def _backward(how: _How, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
-    weight = how.weight.holding(at_rest)
-    tokens = tokens_of(x, how.x, without=how.sum.over.over)  # a mesh axis splits only one dimension of an array
-    with scope("of", weight.path), jax.default_matmul_precision(how.precision):
+    weight = matmul.weight.holding(at_rest)
+    tokens = tokens_of(x, matmul.x, without=matmul.sum.over.over)  # a mesh axis splits only one dimension of an array
+    with scope("of", weight.path), jax.default_matmul_precision(matmul.precision):
         w = w if remat() else use(weight.holding(w))
-        with scope("sum", *how.sum.axes):
-            dx = _einsum(f"{how.y},{how.w}->{how.dx}", dy, w, z=(how.letter, how.sum.over)).astype(x.dtype)
+        with scope("sum", *matmul.sum.axes):
+            equation = f"{matmul.y},{matmul.w}->{matmul.dx}"
+            dx = _einsum(equation, dy, w, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
         dw = None
         if not weight.frozen:
             with scope("optimizer", weight.path):
-                cuts = {"z": (how.letter, how.sum.over), **tokens.cuts}
-                partials = _einsum(f"{how.x},{how.y}->rt{how.w}", x, dy, **cuts)
+                cuts = {"z": (matmul.letter, matmul.sum.over), **tokens.cuts}
+                partials = _einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", x, dy, **cuts)
             dw = gradient(unreduced(partials, tokens.sum), weight)
-        gradients = (dx, None, dw) if how.dx == how.x else (None, dx, dw)
+        gradients = (dx, None, dw) if matmul.dx == matmul.x else (None, dx, dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
         # gradient only when the optimizer asks for it, and to hold the partials while the other layers are computed.
         return gradients if weight.scanned else jax.lax.optimization_barrier(gradients)
@@ -324,19 +316,19 @@ _product.defvjp(_forward, _backward)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the piece and N within it.
+    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the shard and N within it.
 
-    If the equation's result has z, so has the array: for partial sums, or for the pieces of N. If the result has N but
-    not z, the pieces become one axis again. Without z in the equation nothing is cut. A split of one piece has no z.
+    If the equation's result has z, so has the array: for partial sums, or for the shards of N. If the result has N but
+    not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
     """
     (a, b), out = _letters(equation)
-    cuts = {piece: cut for piece, cut in cuts.items() if piece in equation}
-    for piece, (letter, over) in cuts.items():
+    cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
+    for shards, (letter, over) in cuts.items():
         if over.pieces == 1:
-            a, b, out = (letters.replace(piece, "") for letters in (a, b, out))
+            a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
         elif letter:
-            (x, a), (y, b) = _cut(x, a, letter, over, piece), _cut(y, b, letter, over, piece)
-            out = f"{piece}{out}" if letter in out else out
+            (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
+            out = f"{shards}{out}" if letter in out else out
     if platform() == "cpu" and "B" not in out and x.size > y.size:
         # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
         # compiler would not turn the result but the product.
@@ -345,28 +337,28 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
         result = jnp.einsum(f"{turned}->{out}", product)
     else:
         result = jnp.einsum(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
-    for piece, (letter, over) in cuts.items():
+    for shards, (letter, over) in cuts.items():
         if over.pieces > 1 and letter and letter in out:
-            at, out = out.index(piece), out.replace(piece, "")
+            at, out = out.index(shards), out.replace(shards, "")
             to = out.index(letter)
             result = jnp.moveaxis(result, at, to)
             result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
-    if out.startswith("rt"):  # one partial sum for each piece of the tokens
+    if out.startswith("rt"):  # one partial sum for each shard of the tokens
         result = result.reshape(-1, *result.shape[2:])
     return result
 
 
-def _cut(x: jax.Array, letters: str, letter: str, over: Split, piece: str) -> tuple[jax.Array, str]:
+def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> tuple[jax.Array, str]:
     """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
     if letter not in letters:
         return x, letters
     at = letters.index(letter)
     shape = (*x.shape[:at], over.pieces, x.shape[at] // over.pieces, *x.shape[at + 1 :])
-    return x.reshape(shape), letters.replace(letter, f"{piece}{letter}")
+    return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
 def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
-    """The first letter of `among` along which the weight is split in use, and the sum over its pieces."""
+    """The first letter of `among` along which the weight is split in use, and the sum over its shards."""
     of = () if w.used else (w.path,)
     for letter, axis in zip(letters, w.axes, strict=True):
         over = split(w.path, axis)

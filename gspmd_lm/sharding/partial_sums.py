@@ -125,7 +125,7 @@ def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
     return total.astype(weight.array.dtype)
 
 
-class Tokens(NamedTuple):
+class TokenSharding(NamedTuple):
     """How the tokens are split that weights are multiplied with."""
 
     batch: Split
@@ -133,7 +133,7 @@ class Tokens(NamedTuple):
 
     @property
     def sum(self) -> Sum:
-        """The sum over all tokens: over the pieces of the batch, and in each over those of the sequence."""
+        """The sum over all tokens: over the shards of the batch, and in each over those of the sequence."""
         over = Split(self.batch.over + self.seq.over, self.batch.pieces * self.seq.pieces)
         return Sum(over, (f"{TOKENS}.batch", *([f"{TOKENS}.seq"] if self.seq.pieces > 1 else [])))
 
@@ -143,20 +143,20 @@ class Tokens(NamedTuple):
         return {"r": ("B", self.batch), "t": ("T", self.seq)}
 
     def apart(self, x_BT: jax.Array) -> jax.Array:
-        """[pieces, B, T]: each piece of the tokens by itself."""
+        """[shards, B, T]: each shard of the tokens by itself."""
         return rearrange(x_BT, "(r B) (t T) -> (r t) B T", r=self.batch.pieces, t=self.seq.pieces)
 
     def together(self, x_rBTD: jax.Array) -> jax.Array:
-        """[B, T, D] of the pieces."""
+        """[B, T, D] of the shards."""
         return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.pieces, t=self.seq.pieces)
 
 
-def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Tokens:
+def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:
     """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()
-    return Tokens(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
+    return TokenSharding(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
 
 
 def _place() -> Placement:

@@ -261,30 +261,30 @@ class Recorder:
 
 
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
-    """The sum of `x` over mesh axes, of which each device keeps its piece of `dimension`. It runs inside of one device.
+    """The sum of `x` over mesh axes, of which each device keeps its shard of `dimension`. It runs inside of one device.
 
-    TPU programs reduce the whole array, which is twice the traffic, where a piece does not end with a tile, such as 128
-    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The pieces are then made blocks of rows, one behind
-    the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay pieces.
+    TPU programs reduce the whole array, which is twice the traffic, where a shard does not end with a tile, such as 128
+    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The shards are then made blocks of rows, one behind
+    the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay as they are.
 
     TPU programs may also reduce the whole array where a dimension of size 1 comes first, as in a batch of one row: on
     v5e and v6e always, on v5p for small arrays. Such a dimension is left out.
     """
     if platform == "tpu" and dimension and x.shape[0] == 1:
         return _scattered(x[0], names, dimension - 1, platform)[None]
-    pieces, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
-    size = x.shape[dimension] // pieces
+    num_shards, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
+    size = x.shape[dimension] // num_shards
     aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
     if platform != "tpu" or x.ndim == 1 or aligned:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
     if last:
-        return jnp.swapaxes(_blocks(jnp.swapaxes(x, -2, -1), names, dimension - 1, pieces), -2, -1)
-    return _blocks(x, names, dimension, pieces)
+        return jnp.swapaxes(_blocks(jnp.swapaxes(x, -2, -1), names, dimension - 1, num_shards), -2, -1)
+    return _blocks(x, names, dimension, num_shards)
 
 
-def _blocks(x: jax.Array, names: Sequence[str], dimension: int, pieces: int) -> jax.Array:
-    """The piece of the sum that a device keeps, summed as one of several blocks of an array."""
-    apart = x.reshape(*x.shape[:dimension], pieces, -1, *x.shape[dimension + 1 :])
+def _blocks(x: jax.Array, names: Sequence[str], dimension: int, num_shards: int) -> jax.Array:
+    """The shard of the sum that a device keeps, summed as one of several blocks of an array."""
+    apart = x.reshape(*x.shape[:dimension], num_shards, -1, *x.shape[dimension + 1 :])
     apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
     return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
 

@@ -125,7 +125,7 @@ class Rules:
         return self.attention.get(platform, "xla")
 
     def piece_count(self, mesh_axes: Iterable[str]) -> int:
-        """Into how many pieces these mesh axes split together."""
+        """The number of shards into which these mesh axes split together."""
         return math.prod(self.mesh[name] for name in mesh_axes)
 
     @property
@@ -207,8 +207,8 @@ class Rules:
                 fix, place = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
                 problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
             taken.update(dict.fromkeys(names, row))
-            pieces = self.piece_count(names)
-            if size % pieces:
+            num_shards = self.piece_count(names)
+            if size % num_shards:
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
 
@@ -216,20 +216,20 @@ class Rules:
         self, row: Row, path: str, axis: str, size: int, names: tuple[str, ...], total_bytes: int
     ) -> Problem:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
-        pieces = self.piece_count(names)
-        fitting = [n for n in range(1, pieces) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
+        num_shards = self.piece_count(names)
+        fitting = [n for n in range(1, num_shards) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
         instead = ""
         if len(names) == 1:
-            devices = self.devices // pieces * max(fitting)
+            devices = self.devices // num_shards * max(fitting)
             instead = f"--mesh={names[0]}={max(fitting)}, with {devices} device{'s' * (devices > 1)}"
         setting = self.vocabulary.settings.get(axis)
         if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
-            fix = f"make {setting or 'the rows of a batch'} a multiple of {pieces * self.microbatches}"
+            fix = f"make {setting or 'the rows of a batch'} a multiple of {num_shards * self.microbatches}"
             return Problem(f"{path}: {axis}={size}{each} does not divide over {over}", row.place, fix, instead)
         message = f"{path}: {axis}={size} does not divide over {over}"
         if setting:
-            pad = f"--set {setting}={-(-size // pieces) * pieces}"
+            pad = f"--set {setting}={-(-size // num_shards) * num_shards}"
             instead = f"{pad}, which pads the table, where weights are first made or converted"
         return Problem(message, row.place, f"--set rules.{row.key}=null", instead, total_bytes)
 

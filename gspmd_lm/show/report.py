@@ -202,7 +202,7 @@ def _mesh(report: Report, number: int) -> Section:
     drawing = (
         f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
         '<p class="status" aria-live="polite"></p></div>'
-        '<p class="legend">Each device shows its number, and below it the piece of the array that it holds. Point at a '
+        '<p class="legend">Each device shows its number, and below it the shard of the array that it holds. Point at a '
         "device, or go from one to the next with the arrow keys.</p>"
     )
     rows = [

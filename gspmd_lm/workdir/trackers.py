@@ -77,11 +77,14 @@ def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, 
             started.append(_TensorBoard(str(workdir / "tensorboard"), start_step + 1))
         elif tracker == "wandb":
             names.setdefault(tracker, secrets.token_hex(4))
-            started.append(_wandb(workdir, names[tracker], train, config))
-        else:
-            begun = _trackio(workdir, names.get(tracker), train, config)
+            local = None if files.is_remote(workdir) else str(workdir)
+            options = {"id": names[tracker], "name": workdir.name, "tags": train.tags, "resume": "allow", "dir": local}
+            started.append(_Online(tracker, train, config, options))
+        else:  # trackio knows runs by their names
+            known_as = names.get(tracker)
+            options = {"name": known_as or workdir.name, "resume": "allow" if known_as else "never"}
+            started.append(begun := _Online(tracker, train, config, options))
             names[tracker] = begun.run.name
-            started.append(begun)
     if names != known:
         files.replace(path, json.dumps(names) + "\n")
     return started
@@ -105,8 +108,9 @@ class _TensorBoard:
 class _Online:
     """A run of Weights & Biases, or of trackio, whose runs have the same functions."""
 
-    def __init__(self, run: Any):
-        self.run = run
+    def __init__(self, tracker: str, train: Train, config: dict[str, Any], options: dict[str, Any]):
+        group = train.group or None
+        self.run = import_tracker(tracker).init(project=train.project, group=group, config=config, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -116,32 +120,3 @@ class _Online:
 
     def close(self) -> None:
         self.run.finish()
-
-
-def _wandb(workdir: epath.Path, identity: str, train: Train, config: dict[str, Any]) -> _Online:
-    """A run of W&B. Its files are in the workdir, if that is on this machine."""
-    return _Online(
-        import_tracker("wandb").init(
-            project=train.project,
-            group=train.group or None,
-            tags=train.tags,
-            name=workdir.name,
-            id=identity,
-            resume="allow",
-            config=config,
-            dir=None if files.is_remote(workdir) else str(workdir),
-        )
-    )
-
-
-def _trackio(workdir: epath.Path, name: str | None, train: Train, config: dict[str, Any]) -> _Online:
-    """A run of trackio, which knows runs by their names."""
-    return _Online(
-        import_tracker("trackio").init(
-            project=train.project,
-            group=train.group or None,
-            name=name or workdir.name,
-            resume="allow" if name else "never",
-            config=config,
-        )
-    )

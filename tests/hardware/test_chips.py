@@ -128,3 +128,9 @@ def test_what_xla_is_told_of_a_gpu(chip):
     assert int(said["core_count"]) == chip.gpu.core_count
     assert f"{{ major: {chip.gpu.compute_capability[0]} minor: " in text
     assert chip_of(chip.gpu.description) is chip
+
+
+def test_every_chip_has_a_price_but_two_whose_price_is_not_public():
+    prices = {chip.name: chip.usd_per_hour for chip in CHIPS.values() if chip.usd_per_hour}
+    assert prices.keys() == CHIPS.keys() - {"v4", "tpu7x"}
+    assert all(1 < usd < 12 for usd in prices.values())

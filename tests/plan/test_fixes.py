@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+import types
 
 import pytest
 
+from gspmd_lm import config as configs
 from gspmd_lm.foresight.report import Finding
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import advice
@@ -47,3 +49,13 @@ def test_what_no_flag_makes_fit_is_said(llama, target):
     (found,) = advice.with_fixes(llama, [report_of(10**18)], [layout], target)
     assert found.warnings[1].fix.startswith("no rules.remat and no rules.microbatches is estimated to fit")
     assert "--set" not in found.warnings[1].fix
+
+
+def test_settings_that_would_save_memory_are_named_and_half_of_one_row_is_none_of_them():
+    config, target = configs.load("tiny", ["data.batch=1"]), targets.parse("v5e:1x1")
+    estimator = Estimator(config, target)
+    layout = rules_file.from_dict({"mesh": {"data": 1}}, "one").fill(1)
+    nearest = types.SimpleNamespace(rules=layout, estimate=estimator.estimate(layout))
+    saved = dict(advice.savings(config, types.SimpleNamespace(nearest=nearest, target=target)))
+    assert {"data.seq=64", "model.weight_dtype=bfloat16", "optimizer.name=adafactor"} == saved.keys()
+    assert all(size > 0 for size in saved.values()) and [*saved.values()] == sorted(saved.values(), reverse=True)

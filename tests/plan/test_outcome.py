@@ -82,7 +82,7 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert dataclasses.replace(planned, tokens=0.0).in_time is None
     assert "2.65 times the 14 days" in shown.answer(planned)
     assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
-    assert outcome.hourly_usd("v5e", {}) == outcome.RENTS["v5e"].usd_per_chip_hour
+    assert outcome.hourly_usd("v5e", {}) == 1.2
     assert outcome.hourly_usd("tpu7x", {}) is None
 
 
@@ -111,7 +111,7 @@ def test_the_front_has_no_layout_that_another_beats_in_both(planned):
 
 def test_the_written_file_is_the_layout(planned):
     config = configs.load("tiny")
-    raws = [*RAWS, *space.candidates(config, targets.parse("2@v6e:2x4"))]
+    raws = [*RAWS, *space.Space(config, targets.parse("2@v6e:2x4"))]
     assert len(raws) > 40
     for raw in raws:
         assert core_yaml.parse(candidates.yaml(raw), "file") == raw

@@ -87,7 +87,7 @@ def test_the_dimensions_of_activations(sized):
     config, one = sized(lora=Lora(rank=4, targets=("wq",))), rules_file.load("single")
     arrays = state.arrays(config)
     found = state.activations(config, arrays, 1, one)
-    found["cache"] = programs.activations(config, arrays, programs.whole_context(config), one)["prefill"]["cache"]
+    found["cache"] = programs.recorded(config, arrays, programs.whole_context(config), one)["prefill"].arrays["cache"]
     of_others = {"embedded", "routing", "state"}
     assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - of_others
     for name, (names, shape) in found.items():

@@ -9,7 +9,7 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.kernels.attention import scores_scale
-from gspmd_lm.model.kernels.documents import Documents, Part, runs, shared
+from gspmd_lm.model.kernels.documents import CallRanges, Documents, runs, shared
 from gspmd_lm.sharding.op_names import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
@@ -128,7 +128,7 @@ class Blocks:
         return splash.kernel(q_BTNH, keys, cfg, **options)
 
 
-def _packed(segments: Segments, causal: bool) -> Documents | Part | None:
+def _packed(segments: Segments, causal: bool) -> Documents | CallRanges | None:
     """The documents of a block for cuDNN. Where it is not causal, its keys are before its queries."""
     if segments is None:
         return None

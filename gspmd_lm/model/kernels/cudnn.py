@@ -18,7 +18,7 @@ from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import chip_of
 from gspmd_lm.model.kernels.attention import scores_scale, unsupported
-from gspmd_lm.model.kernels.documents import Documents, Part, Ranges, each
+from gspmd_lm.model.kernels.documents import CallRanges, Documents, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 
 _SCORE_MOD = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters  # since jax 0.12
@@ -27,8 +27,8 @@ _UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, packed: Documents | Part | None = None,
-    *, causal: bool = True,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    packed: Documents | CallRanges | None = None, *, causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The result of the kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N], float32.
 
@@ -41,7 +41,7 @@ def forward(
         out_BTNH, sums_BNT = call(is_training=True)
         return out_BTNH, jnp.swapaxes(sums_BNT, 1, 2)
 
-    def add(results: Any, part: Part) -> Any:
+    def add(results: Any, part: CallRanges) -> Any:
         (out_BTNH, sums_DNT), queries = call(part=part, is_training=True), part.queries
         # Without a document, any sum will do.
         document_BT, place_BT = (jnp.where(queries.mine_BT, x, 0) for x in (queries.of_BT, queries.place_BT))
@@ -53,7 +53,7 @@ def forward(
 
 def backward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, out_BTNH: jax.Array,
-    lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | Part | None = None, *, causal: bool = True,
+    lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | CallRanges | None = None, *, causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys."""
     qkv = q_BTNH, k_BSKH, v_BSKH
@@ -63,7 +63,7 @@ def backward(
         dq, dk, dv = call((jnp.swapaxes(lse_BTN, 1, 2), *after))
         return dq, dk, dv
 
-    def add(gradients: Any, part: Part) -> Any:
+    def add(gradients: Any, part: CallRanges) -> Any:
         queries, D = part.queries, len(part.queries.lengths)
         to = jnp.where(queries.mine_BT, queries.of_BT, D)  # beyond the end: it is not set
         sums_DNT = jnp.zeros((D, q_BTNH.shape[2], q_BTNH.shape[1]), jnp.float32)
@@ -88,7 +88,7 @@ def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 
-def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: Part | None = None,
+def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: CallRanges | None = None,
           **options: Any) -> list[jax.Array]:  # fmt: skip
     """The results of a primitive. `after`: what a backward pass takes of the forward pass."""
     none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType

@@ -25,7 +25,7 @@ class Ranges(NamedTuple):
     lengths: jax.Array  # [D]: 0 for a document that does not exist
 
 
-class Part(NamedTuple):
+class CallRanges(NamedTuple):
     """The documents of one call."""
 
     queries: Ranges
@@ -50,7 +50,7 @@ def runs(segments_BT: jax.Array) -> Documents:
     return Documents(of_BT, _counted(B, T) - begins[of_BT], begins, of_BT[-1, -1] + 1)
 
 
-def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Part:
+def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> CallRanges:
     """The documents that queries share with keys before them: of each row, the last one of the keys, or none."""
     B = len(segments_BT)
     goes_on_B1 = segments_BT[:, :1] == key_segments_BS[:, -1:]
@@ -65,12 +65,12 @@ def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> Part:
         begins = jnp.pad(begins_B, (0, B + 1), constant_values=B * T)
         return Ranges(mine_BT > 0, of_BT, _counted(B, T) - begins_B[:, None], begins, jnp.pad(lengths_B, (0, B)))
 
-    return Part(ranges(first_BT), ranges(last_BS))
+    return CallRanges(ranges(first_BT), ranges(last_BS))
 
 
-def each(packed: Documents | Part, add: Callable[[Any, Part], Any], results: Any) -> Any:
+def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], results: Any) -> Any:
     """`results` after `add` was called for each part of the documents."""
-    if isinstance(packed, Part):
+    if isinstance(packed, CallRanges):
         return add(results, packed)
     at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size
 
@@ -79,7 +79,7 @@ def each(packed: Documents | Part, add: Callable[[Any, Part], Any], results: Any
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
         mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
-        return first + at_once, add(results, Part(ranges, ranges))
+        return first + at_once, add(results, CallRanges(ranges, ranges))
 
     assert len(packed.begins) == tokens + at_once + 1
     with scope("turns", "1"):
