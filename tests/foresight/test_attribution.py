@@ -35,7 +35,9 @@ def collectives_of(step, text, where):
     found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
     recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
     axes = {row.path: row.axes for row in table.rows(step.config, step.rules, found, recorded.arrays)}
-    return collectives.find(hlo.parse(text), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found))
+    return collectives.find(
+        hlo.parse(text, where.slices), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
     where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
     nothing = DataflowGraph(jax.make_jaxpr(lambda: ())(), [path for path in arrays if "." in path])
-    return collectives.find(hlo.parse(text), loaded, dict(arrays), where, nothing)
+    return collectives.find(hlo.parse(text, slices), loaded, dict(arrays), where, nothing)
 
 
 def program(body, computations="", devices=8):

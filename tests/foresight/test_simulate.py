@@ -8,7 +8,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import memory_traffic, op_time, predict
+from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import NCCL_CORES
 
@@ -71,13 +71,14 @@ def reduce(name, nbytes, groups, operand="q"):
     return f"  %{name} = u8[{nbytes}] all-reduce(%{operand}{nbytes}), replica_groups={groups}, to_apply=%sum\n"
 
 
-def module(body, computations="", devices=4):
+def module(body, computations="", devices=4, slices=()):
     sizes = (10, 30, 60, 130, 150)
     given = "  %p = f32[8,8]{1,0} parameter(0)\n" + "".join(
         f"  %q{n} = u8[{n}] parameter({k})\n" for k, n in enumerate(sizes, 1)
     )
     return hlo.parse(
-        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n"
+        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n",
+        slices,
     )
 
 
@@ -108,7 +109,7 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
 
     def seconds(cycles, chip):
         parsed = module(matmul("m", cycles))
-        found = op_time.op_time(parsed, parsed.entry.instructions["m"], chip)
+        found = op_time.op_time(parsed.entry.instructions["m"], chip)
         assert found and found.kind == "matmul"
         return found.seconds
 
@@ -330,7 +331,7 @@ def test_what_crosses_slices_is_sent_and_waited_for():
     slow = sample.network(
         dataclasses.replace(CHIP, network_bytes_per_s=1e9), [(0, 0, 0)] * 2, [0, 1], [0, 1], [2], ["data"]
     )
-    found = predict.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
+    found = predict.predict(module(body, devices=1, slices=(0, 1)), CHIP, slow, 0.0, 0.0)
     assert found.exposed_by_axis == {"data": pytest.approx(found.step_time_s - 40e-9)}
     assert ns(found.communication_s) == 60 and ns(found.step_time_s) == 60
 
@@ -378,10 +379,8 @@ def test_traffic_is_what_slices_and_updates_touch():
   %t = f32[3,5]{1,0:T(8,128)} parameter(9)
   %c = f32[3,5]{1,0:T(8,128)} copy(%t)
 """
-    instructions = module(body, computations)
-    touched = memory_traffic.bytes_of(instructions, instructions.entry.instructions["f"])
+    instructions = module(body, computations).entry.instructions
+    touched = instructions["f"].moved_bytes
     assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
-    assert memory_traffic.bytes_of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
-    assert (
-        memory_traffic.bytes_of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
-    )  # whole tiles
+    assert instructions["s"].moved_bytes["hbm"] == 2 * 512
+    assert instructions["c"].moved_bytes["hbm"] == 2 * 4 * 8 * 128  # whole tiles

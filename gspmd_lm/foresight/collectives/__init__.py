@@ -50,8 +50,8 @@ def find(
     """
     def_use, attribution = DefUse(module), Attribution(rules, axes, graph)
     parts: dict[Collective, list[Collective]] = {}
-    for tensor in moved_tensors(module, def_use, network.slices):
-        groups, executions = tensor.op.groups, tensor.step.executions
+    for tensor in moved_tensors(module, def_use):
+        groups, executions = tensor.op.groups, tensor.op.scheduled.executions
         mesh_axes = network.axes(groups)
         if not mesh_axes:
             continue
@@ -73,7 +73,7 @@ def find(
             instructions=(tensor.instruction.name,),
             einsum=origin.einsum,
             link=network.link(groups),
-            in_loop=bool(tensor.step.loops),
+            in_loop=bool(tensor.op.scheduled.loops),
         )
         sizeless = dataclasses.replace(part, times_per_step=0, bytes_per_device_per_step=0, elements=0, instructions=())
         parts.setdefault(sizeless, []).append(part)

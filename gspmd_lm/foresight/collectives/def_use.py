@@ -9,11 +9,12 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from gspmd_lm.foresight.collectives.ops import rendezvous
-from gspmd_lm.foresight.hlo import COLLECTIVES, Instruction, Module, Value
+from gspmd_lm.foresight.hlo import Instruction, Module
+from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, rendezvous
+from gspmd_lm.foresight.hlo.values import Value, defined_by
 from gspmd_lm.sharding.op_names import state_array
 
-# What has the elements of its operand, or some of them, in another order: besides what `Module.before` passes.
+# What has the elements of its operand, or some of them, in another order: besides what `defined_by` passes.
 _SAME = {
     "transpose", "slice", "dynamic-slice", "pad", "reduce-precision", "all-gather-done", "all-reduce-done",
     "collective-permute-done", "reduce-scatter-done", "all-to-all-done", "recv-done", "send-done", "async-done",
@@ -52,7 +53,7 @@ class DefUse:
             if last not in seen:
                 seen.add(last)
                 yield from chain
-                waiting += [(operand, ()) for operand in self.module.operands(last)]
+                waiting += [(operand, ()) for operand in last.operands]
 
     def concatenated(self, place: Value) -> list[tuple[Value, int]]:
         """The values that lie side by side in one, each with its number of elements."""
@@ -60,7 +61,7 @@ class DefUse:
         instruction = next((at for at in self.def_chain(place) if at.opcode not in passed), None)
         if instruction is None or instruction.opcode != "concatenate":
             return [(place, place[0].shape.arrays[0].elements)]
-        return [piece for operand in self.module.operands(instruction) for piece in self.concatenated((operand, ()))]
+        return [piece for operand in instruction.operands for piece in self.concatenated((operand, ()))]
 
     @functools.cached_property
     def new_state(self) -> dict[Instruction, tuple[str, str]]:
@@ -72,7 +73,7 @@ class DefUse:
         arguments, root = self.module.entry.parameters, self.module.entry.root
         pairs = re.findall(r"\{(\d+)\}: \((\d+),", self.module.attributes.get("input_output_alias", ""))
         for result, argument in pairs if root.opcode == "tuple" else ():
-            for at in self.def_chain((self.module.operand(root, int(result)), ())):
+            for at in self.def_chain((root.operands[int(result)], ())):
                 if at.opcode.endswith("-start") or at.opcode in COLLECTIVES:
                     state.setdefault(at, state_array(arguments[int(argument)].op_name))
         return state
@@ -88,44 +89,36 @@ class DefUse:
 
     def users_of(self, instruction: Instruction) -> Iterator[Instruction]:
         """Those who use a value, the nearest first, within the computation."""
-        waiting, seen = [*self._users[instruction]], {instruction}
+        waiting, seen = [*instruction.users], {instruction}
         while waiting:
             user = waiting.pop(0)
             if user not in seen:
                 seen.add(user)
                 yield user
-                waiting += self._users[user]
+                waiting += user.users
 
     def is_operand_of(self, user: Instruction, instruction: Instruction) -> bool:
         """Whether a value is an operand of one of its consumers, but for copies."""
-        return any(instruction in self.def_chain((operand, ())) for operand in self.module.operands(user))
-
-    @functools.cached_property
-    def _users(self) -> Mapping[Instruction, list[Instruction]]:
-        users: Mapping[Instruction, list[Instruction]] = collections.defaultdict(list)
-        for instruction in self.module.instructions:
-            for operand in self.module.operands(instruction):
-                users[operand].append(instruction)
-        return users
+        return any(instruction in self.def_chain((operand, ())) for operand in user.operands)
 
     def _before(self, place: Value) -> Value | None:
         """One step back, also through collectives and into the loops that computed a value."""
         instruction, path = place
-        opcode, operands = instruction.opcode, self.module.operands(instruction)
-        if (operands or opcode == "parameter") and (handed_on := self.module.defined_by(place)):
+        opcode, operands = instruction.opcode, instruction.operands
+        if (operands or opcode == "parameter") and (handed_on := defined_by(place)):
             return handed_on
         if opcode == "parameter":
             return self._argument(instruction, path)
         if opcode == "recv":  # the answer to what was sent to other slices
-            beside = self.module.siblings(instruction).values()
+            beside = instruction.computation.instructions.values()
             sends = (i for i in beside if i.opcode == "send" and rendezvous(i) == rendezvous(instruction))
-            return next(((self.module.operand(send), ()) for send in sends), None)
+            return next(((send.operands[0], ()) for send in sends), None)
         if opcode in _SAME:
             return operands[0], path
         if opcode in ("async-start", "call-start"):
-            return self.module.bodies(instruction)[0].root, path
+            return instruction.bodies[0].root, path
         if opcode == "while":
-            return self.module.computations[instruction.called["body"][0]].root, path
+            return instruction.called["body"][0].root, path
         if instruction.base in COLLECTIVES:
             return operands[path[-1] if path and path[-1] < len(operands) else 0], ()
         if opcode == "dynamic-update-slice":
@@ -136,13 +129,13 @@ class DefUse:
 
     def _argument(self, parameter: Instruction, path: tuple[int, ...]) -> Value | None:
         """What a computation is given: of a loop that begins with nothing in it, what its iterations compute."""
-        caller, role = self.module.caller(parameter)
+        caller, role = parameter.computation.caller
         if not caller or role not in ("calls", "body", "condition"):
             return None
         if role == "calls":
-            return self.module.operand(caller, parameter.index), path
-        first: Value = self.module.operand(caller), path
-        body, carried = self.module.computations[caller.called["body"][0]], (parameter, path)
+            return caller.operands[parameter.index], path
+        first: Value = caller.operands[0], path
+        (body,), carried = caller.called["body"], (parameter, path)
         if carried in self._open_loops:  # of a loop in a loop, whose own iterations are the way back to it
             return None
         self._open_loops.add(carried)

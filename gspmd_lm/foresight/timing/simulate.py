@@ -6,9 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.collectives import ops
-from gspmd_lm.foresight.collectives.ops import CollectiveOp
-from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo import HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, ENDED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
@@ -51,31 +50,29 @@ class Simulation:
     """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
 
     def __init__(self, module: Module, chip: Chip, network: Network):
-        self.module, self.chip, self.network = module, chip, network
+        self.chip, self.network = chip, network
         self.clock_s = 0.0
         self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
         self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
-        self.iterations: dict[str, Iteration] = {}
+        self.iterations: dict[Instruction, Iteration] = {}
         self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
         self._events: list[Event] = []
         self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
-        # Caches stand in the instance, so that they go with the module.
-        self.op_time = functools.cache(self._op_time)
-        self.collective_ops = functools.cache(self._collective_ops)
+        self.op_time = functools.cache(self._op_time)  # in the instance, so that it goes with the module
         self.run(module.entry, ())
 
     def run(self, computation: Computation, parameters: Sequence[InFlight]) -> InFlight:
         """The value of a computation's root, after its instructions have run and the clock has moved on."""
-        values: dict[str, InFlight] = {}
+        values: dict[Instruction, InFlight] = {}
         for instruction in computation.instructions.values():
-            operands = [values[name] for name in instruction.operands]
+            operands = [values[operand] for operand in instruction.operands]
             if instruction.opcode == "parameter":
                 value = parameters[instruction.index] if instruction.index < len(parameters) else None
             else:
                 value = self._instruction(instruction, operands)
-            values[instruction.name] = value
-        return values[computation.root.name]
+            values[instruction] = value
+        return values[computation.root]
 
     def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         opcode = instruction.opcode
@@ -88,7 +85,7 @@ class Simulation:
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "call":
-            return self.run(self.module.bodies(instruction)[0], operands)
+            return self.run(instruction.bodies[0], operands)
         if opcode == "conditional":
             return self._conditional(instruction, operands)
         if opcode in ("send", "recv"):
@@ -106,25 +103,20 @@ class Simulation:
         """The time of an instruction's compute. Transfers compute nothing."""
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
             return op_time.NO_TIME
-        time = op_time.op_time(self.module, instruction, self.chip)
-        if instruction.opcode == "fusion" and time.kind == "other" and self.collective_ops(instruction):
+        time = op_time.op_time(instruction, self.chip)
+        if instruction.opcode == "fusion" and time.kind == "other" and instruction.collectives:
             return dataclasses.replace(time, seconds=0.0)  # its time is that of the exchange
         return time
-
-    def _collective_ops(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
-        """The collectives that begin with an instruction, among all devices."""
-        return ops.collective_ops(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
-            for chain in self.module.chain_ids(instruction, "AsyncCollectiveDone"):
-                self._wait(self._in_flight.pop(chain, None))
-            for op in self.collective_ops(instruction):
+            for ended in instruction.carried[ENDED]:
+                self._wait(self._in_flight.pop(ended.chain_id, None))
+            for op in instruction.collectives:
                 transfer = self._start_collective(op)
                 if op.asynchronous and transfer:
-                    inner = op.instruction
-                    self._in_flight[inner.frontend.get("chain_id", inner.name)] = transfer
+                    self._in_flight[op.instruction.chain_id] = transfer
                 else:
                     self._wait(transfer)
         time = self.op_time(instruction)
@@ -144,14 +136,14 @@ class Simulation:
 
     def _start(self, instruction: Instruction) -> InFlight:
         if instruction.base in COLLECTIVES:
-            return tuple(self._start_collective(exchange) for exchange in self.collective_ops(instruction))
+            return tuple(self._start_collective(exchange) for exchange in instruction.collectives)
         if instruction.base in COPIES:
             return self._copy(instruction)
         started: list[InFlight] = []
         beside_s = 0.0  # the compute of a computation that runs on another core
-        for body in self.module.bodies(instruction):
+        for body in instruction.bodies:
             for inner in body.instructions.values():
-                started += [self._start_collective(exchange) for exchange in self.collective_ops(inner)]
+                started += [self._start_collective(exchange) for exchange in inner.collectives]
                 beside_s += self.op_time(inner).seconds
         if beside_s:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
@@ -170,7 +162,7 @@ class Simulation:
 
     def _copy(self, instruction: Instruction) -> Event | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
-        operands = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
+        operands = [operand.shape.arrays[0] for operand in instruction.operands]
         updates = instruction.base == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
         touched = [*operands[: 1 + updates], *results]
@@ -186,10 +178,10 @@ class Simulation:
 
     def _between_slices(self, instruction: Instruction) -> Event | None:
         """The transfer of a collective between slices: a send begins it, and the matching receive waits for it."""
-        meeting = ops.rendezvous(instruction)
+        meeting = rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
-        for op in self.collective_ops(instruction):
+        for op in instruction.collectives:
             transfer = self._start_collective(op)
             if transfer:
                 self._in_flight[meeting] = transfer
@@ -218,15 +210,15 @@ class Simulation:
 
     def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         """Runs the branch that computes longest."""
-        branches = self.module.bodies(instruction)
+        branches = instruction.bodies
         costs = [math.fsum(self.op_time(i).seconds for i in branch.instructions.values()) for branch in branches]
         chosen = max(range(len(branches)), key=lambda n: costs[n])
         return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
 
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Simulates iterations of a loop until two take equally long, then adds the others at once."""
-        condition, body = self.module.bodies(loop)
-        trip_count = self.module.trip_count(loop)
+        condition, body = loop.bodies
+        trip_count = loop.trip_count
         iterations = 1 if trip_count is None else trip_count
         loop_began_s, took_s, steady = self.clock_s, math.inf, False
         for iteration in range(min(iterations, MAX_ITERATIONS)):
@@ -238,7 +230,7 @@ class Simulation:
             if steady or iteration == min(iterations, MAX_ITERATIONS) - 1:
                 events = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.clock_s)
                 before.repeat(self, iterations - iteration - 1)
-                self.iterations[loop.name] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
+                self.iterations[loop] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
                 break
         return value
 
