@@ -256,7 +256,26 @@ def test_host_copies_run_beside_compute_each_direction_on_its_own():
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
 
 
-def test_slices_to_and_from_the_host_count_their_part_alone():
+WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] {
+  %old = f32[32,8,8]{2,1,0:S(5)} parameter(0)
+  %new = f32[1,8,8]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %turned = f32[1,8,8]{2,1,0} copy(%new)
+  ROOT %written = f32[32,8,8]{2,1,0:S(5)} dynamic-update-slice(%old, %turned, %at, %at, %at)
+}
+
+%get (from: s32[], all: f32[32,8,8]) -> f32[1,8,8] {
+  %all = f32[32,8,8]{2,1,0:S(5)} parameter(0)
+  %from = s32[] parameter(1)
+  %one = f32[1,8,8]{2,1,0:S(5)} dynamic-slice(%all, %from, %from, %from), dynamic_slice_sizes={1,8,8}
+  ROOT %brought = f32[1,8,8]{2,1,0} copy(%one)
+}
+"""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_slices_to_and_from_the_host_count_their_part_alone(wrapped):
+    """Also where a fusion that copies alone begins them, as on GPUs."""
     stack = "f32[32,8,8]{2,1,0:S(5)}"
     body = f"""  %zero = s32[] constant(0)
   %stack = {stack} parameter(9)
@@ -266,8 +285,24 @@ def test_slices_to_and_from_the_host_count_their_part_alone():
   %in = (({stack}, s32[], s32[], s32[]), f32[1,8,8]{{2,1,0}}, u32[]{{:S(2)}}) dynamic-slice-start(%o, %zero, %zero, %zero), dynamic_slice_sizes={{1,8,8}}
 {matmul("m", 1000)}  %i = f32[1,8,8]{{2,1,0}} dynamic-slice-done(%in)
 """
-    found = predicted(body)
-    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048)
+    if wrapped:
+        body = body.replace("dynamic-update-slice-", "fusion-").replace("dynamic-slice-", "fusion-")
+        body = body.replace("(%stack, %part, %zero, %zero, %zero)", "(%stack, %part, %zero), kind=kCustom, calls=%put")
+        body = body.replace(
+            "(%o, %zero, %zero, %zero), dynamic_slice_sizes={1,8,8}", "(%o, %zero), kind=kCustom, calls=%get"
+        )
+    found = predicted(body, WRAPPED)
+    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048) and found.unpriced == {}
+
+
+def test_a_fusion_beside_compute_that_does_more_than_copy_is_listed():
+    body = """  %stack = f32[32,8,8]{2,1,0:S(5)} parameter(9)
+  %zero = s32[] constant(0)
+  %in = ((f32[32,8,8]{2,1,0:S(5)}, s32[]), f32[1,8,8]{2,1,0}, u32[]) fusion-start(%stack, %zero), kind=kCustom, calls=%get
+  %i = f32[1,8,8]{2,1,0} fusion-done(%in)
+"""
+    found = predicted(body, WRAPPED.replace("copy(%one)", "negate(%one)"))
+    assert list(found.unpriced) == ["fusion-start"]
 
 
 def test_collectives_that_fusions_start_carry_on_and_end():

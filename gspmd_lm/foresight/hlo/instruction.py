@@ -28,6 +28,7 @@ COMMENT = re.compile(r"/\*.*?\*/")
 
 _ROLES = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
           "called_computations")  # fmt: skip
+_COPIES = ("dynamic-update-slice", "dynamic-slice", "slice", "copy")  # a fusion is the first of those that are in it
 _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
@@ -136,6 +137,18 @@ class Instruction:
         if self.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
             return ()
         return tuple(body for bodies in self.called.values() for body in bodies)
+
+    @functools.cached_property
+    def copies(self) -> str:
+        """The opcode, one of _COPIES, of the copy beside compute that it begins; '' if it begins none.
+
+        XLA:GPU wraps such a copy into an asynchronous fusion.
+        """
+        if self.opcode != "fusion-start":
+            return self.base if self.phase == "-start" and self.base in _COPIES else ""
+        inside = {one.opcode for one in self.inside}
+        copies = [opcode for opcode in _COPIES if opcode in inside]
+        return copies[0] if copies and inside <= {*_COPIES, "parameter", "constant", "bitcast"} else ""
 
     @functools.cached_property
     def inside(self) -> tuple[Instruction, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.foresight.timing import attention, op_time
-from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Iteration, Simulation
+from gspmd_lm.foresight.timing.simulate import COMPUTE, HOST, MEMORY, Iteration, Simulation
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
 
@@ -114,10 +114,6 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
         size = instruction.executions * instruction.moved_bytes.total()
         total += size
         unknown = simulation.op_time(instruction).unknown
-        if instruction.phase == "-start" and not (
-            instruction.bodies or instruction.base in COPIES or instruction.collectives
-        ):
-            unknown = instruction.opcode
         if unknown:
             bytes_of[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
     return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}

@@ -17,7 +17,6 @@ MAX_ITERATIONS = (
 )
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
-COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,6 +100,8 @@ class Simulation:
 
     def _op_time(self, instruction: Instruction) -> op_time.OpTime:
         """The time of an instruction's compute. Transfers compute nothing."""
+        if instruction.phase == "-start" and not (instruction.collectives or instruction.copies or instruction.bodies):
+            return dataclasses.replace(op_time.NO_TIME, unknown=instruction.opcode)
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
             return op_time.NO_TIME
         time = op_time.op_time(instruction, self.chip)
@@ -137,7 +138,7 @@ class Simulation:
     def _start(self, instruction: Instruction) -> InFlight:
         if instruction.base in COLLECTIVES:
             return tuple(self._start_collective(exchange) for exchange in instruction.collectives)
-        if instruction.base in COPIES:
+        if instruction.copies:
             return self._copy(instruction)
         started: list[InFlight] = []
         beside_s = 0.0  # the compute of a computation that runs on another core
@@ -163,7 +164,7 @@ class Simulation:
     def _copy(self, instruction: Instruction) -> Event | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
         operands = [operand.shape.arrays[0] for operand in instruction.operands]
-        updates = instruction.base == "dynamic-update-slice"
+        updates = instruction.copies == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
         touched = [*operands[: 1 + updates], *results]
         moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
