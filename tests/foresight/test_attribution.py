@@ -242,6 +242,16 @@ def test_a_reduce_scatter_hidden_in_a_fusion_of_tpu():
     assert one.rules == ("rules.batch", "weights.embed") and one.einsum == "BTD,BTF->DF" and one.phase == "backward"
 
 
+def test_each_mesh_axis_of_a_sum_has_a_row_of_what_is_summed():
+    """Rows that split the result do not answer for an axis about which the name of the sum says nothing."""
+    name = "jit(_train)/transpose(jvp(Decoder))/of.layers.mlp.w_up/optimizer.layers.mlp.w_up/sum.block_input.batch/dot"
+    body = f"""  %p = f32[64,8]{{1,0}} parameter(0)
+  %g = f32[64,8]{{1,0}} tanh(%p), metadata={{op_name="{name}"}}
+  ROOT %r = f32[8,8]{{1,0}} reduce-scatter(%g), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, to_apply=%add"""
+    (one,) = found_in(program(body), mesh={"fsdp": 2, "context": 4}, rules="cp8", arrays=W_UP)
+    assert (one.mesh_axes, one.rules) == (("fsdp", "context"), ("rules.batch", "rules.seq", "weights.embed"))
+
+
 def test_tensors_that_a_compiler_laid_side_by_side():
     body = """  %p = f32[8]{0} parameter(0)
   %q = f32[16]{0} exponential(%p), metadata={op_name="jit(_train)/transpose(jvp(Decoder))/final_norm/reduce_sum"}

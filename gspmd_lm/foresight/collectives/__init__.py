@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gspmd_lm.foresight.collectives.attribution import Attribution
+from gspmd_lm.foresight.collectives.attribution import GATHER, OTHER, SCATTERED_SUM, SUM, Attribution
 from gspmd_lm.foresight.collectives.def_use import DefUse
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -66,7 +66,7 @@ def find(
             phase=origin.name.phase,
             op=path,
             source=next(filter(None, map(_source, origin.instructions)), ""),
-            rules=attribution.ordered(rows),
+            rules=rows,
             overlapped=tensor.overlapped,
             group_size=tensor.op.group_size,
             elements=tensor.op.elements,
@@ -199,21 +199,20 @@ def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribut
 
 def _caused(
     tensor: MovedTensor, origin: _Origin, attribution: Attribution, mesh_axes: tuple[str, ...]
-) -> tuple[str, set[str]]:
+) -> tuple[str, tuple[str, ...]]:
     """What a tensor is called, and the rows that cause its movement."""
-    name, weight = origin.name, origin.weight
+    name, weight, new_weight = origin.name, origin.weight, ""
     placed = name.array if name.array in attribution.weights else ""
     # TPU gathers a small weight by an all-reduce, which adds zeros to each device's shard.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)
     if tensor.kind in REDUCTIONS and not gathers:
-        weight = placed
-        rows = attribution.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
+        does, weight = (SUM if tensor.kind == "all-reduce" else SCATTERED_SUM), placed
     elif gathers and not attribution.looks_up(name):
-        weight = origin.new_weight or weight or placed
-        rows = attribution.gather(name, mesh_axes, weight, new=bool(origin.new_weight))
+        does, new_weight = GATHER, origin.new_weight
+        weight = new_weight or weight or placed
     else:
-        rows = attribution.resharding(name, mesh_axes, weight)
-    return weight or name.path or "step", attribution.complete(rows | attribution.look_up(name), name, mesh_axes)
+        does = OTHER
+    return weight or name.path or "step", attribution.rows(does, name, mesh_axes, weight, new_weight)
 
 
 def _source(instruction: Instruction) -> str:

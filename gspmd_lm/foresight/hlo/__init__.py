@@ -1,4 +1,7 @@
-"""Parses the text of a compiled program into computations in the order in which they run, instructions and loops.
+"""Reads the text of a compiled program, once, into the list of operations that memory, collectives and timing read.
+
+`parse(text).operations` are the instructions that run, in their order. Each knows its operands and users, and what it
+moves, computes and exchanges, where in the model it stands and how often it runs (`instruction.py`).
 
 The text is `compiled.as_text()` of any backend. Attributes are parsed only when they are used, so that a text of 10 MB
 takes a second or two.
