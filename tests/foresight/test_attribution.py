@@ -10,7 +10,7 @@ import saved_programs
 from sample import network
 
 from gspmd_lm.foresight import collectives, hlo, table
-from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.def_use import def_chain
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.chips import CHIPS
@@ -327,8 +327,8 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
   %all = (f32[8], s32[]) while(%begin), condition=%ends, body=%outer
   ROOT %r = f32[8]{0} get-tuple-element(%all), index=0"""
     module = hlo.parse(program(body, loops))
-    trail = DefUse(module).def_chain((module.entry.root, ()))
-    assert trail[-1].opcode == "parameter"
+    chain = def_chain((module.entry.root, ()))
+    assert chain[-1].opcode == "parameter"
 
 
 def test_a_tpu_gives_each_device_only_its_piece_of_a_single_row(request_of, cache):

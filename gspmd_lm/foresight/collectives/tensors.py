@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.def_use import concatenated
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.collective_op import ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.hlo.values import Value
@@ -40,7 +40,7 @@ class MovedTensor:
         return self.op.instruction
 
 
-def moved_tensors(module: Module, def_use: DefUse) -> Iterator[MovedTensor]:
+def moved_tensors(module: Module) -> Iterator[MovedTensor]:
     """All of them, in the order of the schedule."""
     # Loops that are told as the one operation that they are.
     loops = (i for i in module.operations if i.opcode == "while" and "windowed_dot_general_body" in _body(i).name)
@@ -52,10 +52,10 @@ def moved_tensors(module: Module, def_use: DefUse) -> Iterator[MovedTensor]:
         if permutes := windows.get(instruction):
             yield _tensor_of_window(instruction, permutes)
         for op in instruction.collectives:
-            yield from _tensors_of_op(def_use, op)
+            yield from _tensors_of_op(op)
 
 
-def _tensors_of_op(def_use: DefUse, op: CollectiveOp) -> Iterator[MovedTensor]:
+def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
     instruction, inputs, kind = op.instruction, op.inputs, op.kind
     if kind == "all-to-all" and len(inputs) == op.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
@@ -66,7 +66,7 @@ def _tensors_of_op(def_use: DefUse, op: CollectiveOp) -> Iterator[MovedTensor]:
             (operand, _) = operand.operands
             array = operand.shape.arrays[0]
         whole = (operand, ()), array.elements
-        pieces = def_use.concatenated((operand, ())) if kind == "all-reduce" else [whole]
+        pieces = concatenated((operand, ())) if kind == "all-reduce" else [whole]
         for piece, elements in pieces:
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
             name = names[number] if names and len(pieces) == 1 else ""

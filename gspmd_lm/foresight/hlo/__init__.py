@@ -99,6 +99,15 @@ class Module:
         return tuple(i for computation in self.computations.values() for i in computation.instructions.values())
 
     @functools.cached_property
+    def by_op_name(self) -> Mapping[str, Sequence[Instruction]]:
+        """The instructions of each op_name."""
+        named: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            if instruction.op_name:
+                named.setdefault(instruction.op_name, []).append(instruction)
+        return named
+
+    @functools.cached_property
     def callers(self) -> Mapping[Computation, Sequence[tuple[Instruction, str]]]:
         """See `Computation.callers`."""
         callers: dict[Computation, list[tuple[Instruction, str]]] = {}
