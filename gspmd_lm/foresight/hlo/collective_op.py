@@ -87,10 +87,11 @@ def begun_by(instruction: Instruction) -> tuple[CollectiveOp, ...]:
 
 def carried_by(fusion: Instruction) -> Mapping[str, tuple[Instruction, ...]]:
     """See `Instruction.carried`."""
-    calls = [one for one in fusion.inside if one.custom_call_target in (STARTED, ENDED)]
-    handed_to = {operand: call.custom_call_target for call in calls for operand in call.operands}
-    carried = [one for one in fusion.inside if one in handed_to and one.is_carried] if calls else []
-    return {target: tuple(one for one in carried if handed_to[one] == target) for target in (STARTED, ENDED)}
+    handed = {one: {user.custom_call_target for user in one.users} for one in fusion.inside}
+    return {
+        target: tuple(one for one, targets in handed.items() if target in targets and one.is_carried)
+        for target in (STARTED, ENDED)
+    }
 
 
 def rendezvous(instruction: Instruction) -> str:
