@@ -18,7 +18,7 @@ import dataclasses
 import datetime
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,17 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.known_errors import is_several
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import search
+from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.train.step import build_step
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.95  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
@@ -257,9 +261,34 @@ def pricing() -> dict[str, Any]:
     traces = TraceCache(config)
     space = Space(config, target, traces)
     count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
-    seconds = time.monotonic() - began
+    seconds, cpu_s = time.monotonic() - began, time.process_time()
+    asked = sum(len(layout.transfers) for layout in space.estimator._layouts.values())
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
-            "cpu_s": round(time.process_time(), 1)}  # fmt: skip
+            "cpu_s": round(cpu_s, 1), "transfers_asked": asked, **_reading_ms(config, target, traces)}  # fmt: skip
+
+
+def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str, float]:
+    """CPU milliseconds for what one layout sends: by the rules of `plan`, and read from a trace as in `explain`."""
+    raw = {"mesh": {"fsdp": target.devices // 8, "tensor": 8}, "rules": {"batch": "fsdp", "heads": "tensor",
+           "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}, "weights": {"embed": "fsdp"}}  # fmt: skip
+    rules = rules_file.from_dict(raw, "fsdp_tensor").fill(target.devices)
+    graph = traces.trace(rules).graph
+    step = build_step(config, rules, traces.arrays, targets.devices(target))
+    took = {}
+
+    def timed(name: str, function: Callable[[], Any], times: int = 10) -> Any:
+        function()
+        began = time.process_time()
+        for _ in range(times):
+            result = function()
+        took[name] = round(1000 * (time.process_time() - began) / times, 1)
+        return result
+
+    timed("transfers_ms", lambda: DecoderTransfers(rules, traces.arrays, graph).all)
+    traced = timed("trace_ms", step.trace_train, 1)
+    arguments = step.abstract_state, step.abstract_batch
+    timed("reading_ms", lambda: read_step(traced.jaxpr, arguments, traced.out_info))
+    return took
 
 
 def regret(name: str, minutes: float, count: int = 40) -> None:

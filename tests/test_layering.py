@@ -81,6 +81,7 @@ SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact remat scan with_logical_partitioning",
     "jax": "Array ShapeDtypeStruct ad_checkpoint.checkpoint_name checkpoint custom_vjp default_matmul_precision "
         "eval_shape named_scope softmax_custom_jvp vjp vmap",
+    "jax.tree_util": "register_dataclass",
     "jax.lax":
         "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
         "dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot ragged_dot_general reduce_precision "

@@ -1,6 +1,7 @@
 """Dispatch of tokens to the devices of their experts, and back. Each device runs this code on its own tokens."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,13 @@ from gspmd_lm.sharding.annotate import Split, platform
 from gspmd_lm.sharding.op_names import scope
 
 
-class Routing(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("order_N", "place_N", "sizes_E", "to_experts", "from_experts"),
+    meta_fields=("k", "rows"),
+)
+@dataclasses.dataclass(frozen=True)
+class Routing:
     """Which experts compute the rows of a device, and on which devices. A row is a token for one of its experts."""
 
     k: int  # experts of a token
@@ -43,7 +50,11 @@ class Routing(NamedTuple):
         return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
 
 
-class Segments(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("starts", "sent", "targets", "received"), meta_fields=("over",)
+)
+@dataclasses.dataclass(frozen=True)
+class Segments:
     """What a device sends and receives, one entry for each expert: arguments of `jax.lax.ragged_all_to_all`."""
 
     over: Split
@@ -57,7 +68,8 @@ class Segments(NamedTuple):
         into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
         with scope("rules", "dispatched"):
             exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
-            return exchange(rows_ND, into, *self[1:], axis_name=self.over.over)
+            segments = self.starts, self.sent, self.targets, self.received
+            return exchange(rows_ND, into, *segments, axis_name=self.over.over)
 
 
 def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int) -> Routing:
@@ -95,7 +107,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
     to_experts = Segments(over, starts_sE[device], sizes_sE[device], targets_sE[device], mine(sizes_sE))
     from_experts = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[device])
     rows, sizes_E = over.pieces * most, totals_re[device]
-    return routing._replace(rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
+    return dataclasses.replace(routing, rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
 
 
 def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
-from gspmd_lm.model.moe_all_to_all import Routing, route
+from gspmd_lm.model.moe_all_to_all import route
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.op_names import scope
@@ -144,12 +144,16 @@ def _mixed(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> An
 
 def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     used = [use(w.holding(array)) for w, array in zip(how.weights, arrays, strict=True)]
+    experts = used[0].shape[0] // how.expert.pieces
 
-    def local(x_zBTD, weights_BTk, chosen_BTk, *used: jax.Array):
-        routing = _route(how, chosen_BTk, used)
-        x_nD = x_zBTD.reshape(-1, x_zBTD.shape[-1])
-        before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
-        rows_MD, sizes_E = routing.dispatch(x_nD, before), routing.sizes_E
+    def dispatch(x_zBTD, weights_BTk, chosen_BTk):
+        routing = route(chosen_BTk, experts, how.expert, how.all_to_all, how.capacity)
+        before = weights_BTk if how.weighted_input else None
+        return routing.dispatch(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before), routing
+
+    def compute(rows_MD, routing, weights_BTk, *used: jax.Array):
+        B, T, _ = weights_BTk.shape
+        after, sizes_E = None if how.weighted_input else weights_BTk, routing.sizes_E
         (*inward, down), (*b_in, b_down) = how.holding(used)
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
@@ -161,15 +165,17 @@ def _forward(how: _How, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
         if b_down is not None:
             with scope("of", down.weight.path):
                 y_MD += (_first(how) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return routing.combine(y_MD, after).reshape(x_zBTD.shape), (rows_MD, in_MF, [*low_MR, low])
+        return routing.combine(y_MD, after).reshape(1, B, T, -1), (in_MF, [*low_MR, low])
 
-    partial = how.inner.over, *_x(how)
-    run = per_device(
-        local, [partial, _x(how), _x(how), *(how.place(w.axes) for w in how.weights)], [partial, (how.local, ())]
-    )
-    y, kept = run(x_zBTD, weights_BTk, chosen_BTk, *used)
-    names = ("dispatched", "hidden", "low_rank")
+    partial, rows, each, x = (how.inner.over, *_x(how)), (how.local, ()), (how.local,), _x(how)
+    # Two functions, so that the products can be computed again from rows that were kept.
+    rows_MD, routing = per_device(dispatch, [partial, x, x], [rows, each])(x_zBTD, weights_BTk, chosen_BTk)
+    rows_MD = checkpoint_name(rows_MD, "dispatched")
+    run = per_device(compute, [rows, each, x, *(how.place(w.axes) for w in how.weights)], [partial, rows])
+    y, kept = run(rows_MD, routing, weights_BTk, *used)
+    names = ("hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
+    kept = [rows_MD, *kept]
     # As in matmuls.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
     return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
@@ -180,7 +186,7 @@ def _backward(how: _How, saved: Any, dy: jax.Array):
 
     def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
         rows_MD, in_MF, low_MR = kept
-        routing = _route(how, chosen_BTk, used)
+        routing = route(chosen_BTk, len(used[0]), how.expert, how.all_to_all, how.capacity)
         before, after = (weights_BTk, None) if how.weighted_input else (None, weights_BTk)
         dy_MD = routing.dispatch(dy.reshape(-1, dy.shape[-1]), after)
         sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, how.holding(used)
@@ -243,11 +249,6 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
 def _x(how: _How) -> tuple[tuple[str, ...], ...]:
     """How tokens are split."""
     return how.batch.over, how.seq.over, ()
-
-
-def _route(how: _How, chosen_BTk: jax.Array, used: Sequence[jax.Array]) -> Routing:
-    """The routing of a device's tokens."""
-    return route(chosen_BTk, len(used[0]), how.expert, how.all_to_all, how.capacity)
 
 
 def _first(how: _How) -> jax.Array | float:

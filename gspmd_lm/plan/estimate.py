@@ -9,7 +9,7 @@ What the backward pass recomputes, and what is saved for it, follow from the tra
 import collections
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.config import Config
@@ -59,7 +59,7 @@ WORKING_SETS = {
     "tpu": WorkingSet(matmul_inputs=2.25, matmul_outputs=1.0, outer_weights=5.0, gradients=1.0, weights=(0.25, 0.5)),
     "gpu": WorkingSet(matmul_inputs=1.0, matmul_outputs=1.5, outer_weights=1.5, gradients=0.0, weights=(0.0, 0.25)),
 }
-_ATTENTION_MATMULS = (("fwd", 2), ("dkv", 5))  # of splash attention; matmuls of cuDNN's
+_CUDNN_MATMULS = (2, 5)  # of a forward and of a backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +246,10 @@ class Estimator:
             )
             yield _TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
         for attention_op in op_graph.attention_ops:
-            forward_s, backward_s = self._attention_s(chip, rules, attention_op, shard_counts)
-            yield _TimedOp(
-                "attention", forward_s + launch_s, backward_s + launch_s, attention_op.trip_count, attention_op
-            )
+            kernels_s, beside_s = self._attention_s(chip, rules, attention_op, shard_counts)
+            forward_s, backward_s = (launch_s + seconds for seconds in kernels_s)
+            yield _TimedOp("attention", forward_s, backward_s, attention_op.trip_count, attention_op)
+            yield _TimedOp("other", beside_s[0], beside_s[1], attention_op.trip_count, attention_op)
 
     def _tile_share(self, chip: Chip, elements: float, flops: float, op: Op) -> float:
         """The share of a GPU that a matmul uses whose result has so many elements."""
@@ -258,29 +258,27 @@ class Estimator:
 
     def _attention_s(
         self, chip: Chip, rules: Rules, op: AttentionOp, shard_counts: dict[NamedNodes, int]
-    ) -> tuple[float, float]:
-        """Seconds of a fused attention kernel, forward and backward."""
-        queries = op.queries
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of a fused attention kernel, forward and backward, and of what else its layer does for it."""
+        queries, keys = op.queries, op.keys
         rows, seq, heads, size = queries.shape
-        count = (
-            rows * heads / self._shard_count(rules, (queries,), shard_counts)
-        )  # may be a fraction, where its tokens are split
-        if rules.kernel(chip.platform) == "splash":
-            block = splash_block(seq, size, queries.itemsize)
-            blocks = (seq // block, seq // block)
-            calls = [
-                attention.Splash(part, count, size, blocks, block, block, True, op.mask_window)
-                for part, _ in _ATTENTION_MATMULS
-            ]
-            passes_s = [attention.splash_s(call, chip) for call in calls]
-        else:
+        shards = self._shard_count(rules, (queries,), shard_counts)
+        count = rows * heads / shards  # may be a fraction, where its tokens are split
+        if rules.kernel(chip.platform) != "splash":
             window = int(op.mask_window or 0)
             multiply_adds = count * size * attention.masked_scores(seq, window)  # of one matmul
-            passes_s = [
+            return [
                 attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, window=window)
-                for _, matmuls in _ATTENTION_MATMULS
-            ]
-        return passes_s[0] or 0.0, passes_s[1] or 0.0
+                for matmuls in _CUDNN_MATMULS
+            ], (0.0, 0.0)
+        assert queries.placed
+        devices = rules.piece_count(rules.split(queries.placed.table, queries.placed.array, "seq"))
+        ring = devices if rules.context == "ring" else 1
+        kernels_s = attention.splash_passes_s(count, size, seq, queries.itemsize, op.mask_window, ring, chip)
+        blocks = seq // splash_block(seq, size, queries.itemsize)
+        key_bytes = 2 * keys.bytes / self._shard_count(rules, (keys,), shard_counts)
+        moved = attention.splash_moved_bytes(blocks, queries.bytes / shards, key_bytes, rules.context, devices)
+        return kernels_s, [size / op_time.hbm_bytes_per_s(chip) for size in moved]
 
     # Communication
 

@@ -39,8 +39,8 @@ def _array(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-_OUT, _QUERIES = _array(attention.OUT), _array(attention.Q)
-_READ = (_QUERIES, _array(attention.K), _array(attention.V))
+_OUT, _QUERIES, _KEYS = map(_array, (attention.OUT, attention.Q, attention.K))
+_READ = (_QUERIES, _KEYS, _array(attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +74,7 @@ class AttentionOp:
     """The attention of one layer: all between its queries, keys and values, and its result."""
 
     queries: Node  # [B, T, N, H]
+    keys: Node  # [B, S, K, H]
     trip_count: int
     nodes: frozenset[Node]
 
@@ -219,9 +220,11 @@ class OpGraph:
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries = [node.inputs[0] for node in operands if node.checkpoint_name == _QUERIES]
-            if queries and inside:
-                ops.append(AttentionOp(queries[0], out.trip_count, frozenset(inside)))
+            queries, keys = (
+                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in (_QUERIES, _KEYS)
+            )
+            if queries and keys and inside:
+                ops.append(AttentionOp(queries[0], keys[0], out.trip_count, frozenset(inside)))
         return ops
 
     # What is kept

@@ -183,6 +183,52 @@ def test_rows_of_a_split_table_are_added_up_or_the_table_is_gathered_whichever_i
     assert [kind for kind, *_ in kinds(reading(look_up, table, many))] == ["all-gather"]
 
 
+def test_rows_are_found_in_columns_and_exchanged_or_the_table_is_gathered_whichever_is_less():
+    table = array((64, 8), None, "fsdp")
+    look_up = lambda table, ids: put(table[ids], "fsdp", None)  # noqa: E731
+    few, many = (reading(look_up, table, array((rows,), "fsdp", dtype=jnp.int32)) for rows in (8, 4096))
+    ids, rows = 8 * 4 / 2, 8 * 8 * 4 / 2 / 2
+    assert kinds(few) == [("all-gather", "fsdp", ids, 1), ("all-to-all", "fsdp", rows, 1)]
+    assert kinds(many) == [("all-gather", "fsdp", 64 * 8 * 4 / 2, 1)]
+    assert not many.estimated_because  # both ways have the result where the program wants it
+
+
+def test_the_gradient_of_a_looked_up_table_and_what_else_reads_the_rows_is_exchanged_once():
+    def step(table, other, ids, dy):
+        return [put(jnp.zeros_like(one).at[ids].add(dy), None, "fsdp") for one in (table, other)]
+
+    # An index without a sign is not changed before it is used, so both look-ups have the same.
+    table, ids, dy = array((64, 8), None, "fsdp"), array((8,), "fsdp", dtype=jnp.uint32), array((8, 8), "fsdp", None)
+    found = reading(step, table, table, ids, dy)
+    assert kinds(found) == [("all-gather", "fsdp", 8 * 4 / 2, 1), ("all-to-all", "fsdp", 8 * 8 * 4 / 2 / 2, 1)]
+
+
+def test_a_part_of_a_mesh_axis_splits_a_dimension_that_is_cut_in_two():
+    """Four devices have one of eight heads each twice: two for each of two keys, over which the heads are added up."""
+    sums = reading(lambda x: put(x.reshape(4, 2, 4).sum(2), None, "tensor"), array((4, 8), None, "tensor"))
+    assert kinds(sums) == [("reduce-scatter", "tensor", 4 * 1 * 4 / 2, 1)]
+
+
+def test_of_two_operands_the_one_leads_that_is_where_the_sum_is_wanted():
+    x, y = array((8, 8), None, "fsdp"), array((8, 8), "fsdp", None)
+    exchanged = [("all-to-all", "fsdp", 8 * 8 * 4 / 2 / 2, 1)]
+    assert kinds(reading(lambda x, y: put(x + y, "fsdp", None), x, y)) == exchanged
+    assert kinds(reading(lambda x, y: put(y + x, None, "fsdp"), x, y)) == exchanged
+
+
+def test_a_weight_that_is_split_where_its_input_is_not_is_gathered_or_its_sums_are_added_up_whichever_is_less():
+    x, w = array((8, 16)), array((16, 32), "fsdp", None)
+    assert kinds(reading(lambda x, w: put(x @ w, None, None), x, w)) == [("all-reduce", "fsdp", 8 * 32 * 4, 1)]
+    many = reading(lambda x, w: put(x @ w, None, None), array((512, 16)), w)
+    assert kinds(many) == [("all-gather", "fsdp", 16 * 32 * 4 / 2, 1)]
+
+
+def test_a_partial_sum_is_added_up_before_it_grows():
+    x = array((8, 16), "fsdp", None)
+    grown = reading(lambda x: put(jnp.broadcast_to(x.sum(0), (64, 16)), "fsdp", None), x)
+    assert kinds(grown) == [("all-reduce", "fsdp", 16 * 4, 1)]
+
+
 def test_what_a_program_of_one_device_sends_is_what_it_says():
     def rings(x):
         def body(carry, _):

@@ -348,11 +348,17 @@ def test_a_collective_on_the_sparse_core_runs_beside_compute():
 
 
 def test_of_a_conditional_the_longer_branch_counts():
-    def branch(name, cycles):
-        return f"%{name} (b: f32[8,8]) -> f32[8,8] {{\n  %p{name} = f32[8,8]{{1,0}} parameter(0)\n{matmul('m' + name, cycles, 'p' + name)}  ROOT %r{name} = f32[8,8]{{1,0}} bitcast(%m{name})\n}}\n"
+    """Alone: what its other branch would compute is in no figure. A loop in a branch counts with all its iterations."""
 
-    body = "  %which = s32[] constant(0)\n  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%short, %long}\n"
-    assert ns(predicted(body, branch("short", 10) + branch("long", 70)).step_time_s) == 70
+    def branch(name, content):
+        return f"%{name} (b: f32[8,8]) -> f32[8,8] {{\n  %p{name} = f32[8,8]{{1,0}} parameter(0)\n{content}  ROOT %r{name} = f32[8,8]{{1,0}} bitcast(%p{name})\n}}\n"
+
+    body = "  %which = s32[] constant(0)\n  %c = f32[8,8]{1,0} conditional(%which, %p, %p), branch_computations={%one, %other}\n"
+    single = branch("other", matmul("m", 70, "pother"))
+    for content, loops, longest in ((matmul("n", 10, "pone"), "", 70), (run_loop("_a", "pone", "pone"), loop(matmul("n", 20, "p_a"), 5, "_a"), 100)):  # fmt: skip
+        found = predicted(body, loops + branch("one", content) + single)
+        assert ns(found.step_time_s) == longest
+        assert found.fusions == (("layers.mlp (matmul)", pytest.approx(longest * 1e-9)),)
 
 
 def test_what_crosses_slices_is_sent_and_waited_for():

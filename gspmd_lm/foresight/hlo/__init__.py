@@ -45,6 +45,17 @@ class Computation:
     def parameters(self) -> Mapping[int, Instruction]:
         return {i.index: i for i in self.instructions.values() if i.opcode == "parameter"}
 
+    @functools.cached_property
+    def operations(self) -> tuple[Instruction, ...]:
+        """All instructions that run in it, in order. Loops, calls, all branches and asynchronous computations are
+        entered."""
+        run: dict[Instruction, None] = {}
+        for instruction in self.instructions.values():
+            run[instruction] = None
+            for body in instruction.bodies:
+                run |= dict.fromkeys(body.operations)
+        return tuple(run)
+
     @property
     def callers(self) -> Sequence[tuple[Instruction, str]]:
         """The instructions that call the computation, each with the role that it has for them."""
@@ -88,10 +99,10 @@ class Module:
     def entry(self) -> Computation:
         return self.computations[self.entry_name]
 
-    @functools.cached_property
+    @property
     def operations(self) -> tuple[Instruction, ...]:
-        """All instructions that run, in order. Loops, calls, all branches and asynchronous computations are entered."""
-        return tuple(dict.fromkeys(_run_by(self.entry)))
+        """All instructions that run, in order: see `Computation.operations`."""
+        return self.entry.operations
 
     @functools.cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -139,13 +150,6 @@ class Module:
                 few, many = sorted(operand.shape.arrays[0].dimensions[0] for operand in instruction.operands[:2])
                 filled_share[many] = few / many
         return filled_share
-
-
-def _run_by(computation: Computation) -> Iterator[Instruction]:
-    for instruction in computation.instructions.values():
-        yield instruction
-        for body in instruction.bodies:
-            yield from _run_by(body)
 
 
 def parse(text: str, slices: Sequence[int] = ()) -> Module:

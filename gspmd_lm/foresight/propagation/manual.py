@@ -89,7 +89,7 @@ class PerDevice:
             self.reader.add_unknown(primitive)
         part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
         self.reader.add_flops(operation, equations.flops(operation.equation) * part)
-        return self._results_that_change_with(operation, operands, self._identity(operation))
+        return self._results_that_change_with(operation, operands, self.reader.value(operation))
 
     def _results_that_change_with(
         self, operation: Operation, operands: Sequence[ArraySharding], identity: Any = None
@@ -141,7 +141,7 @@ class PerDevice:
             few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])
             self.filled[many.shape[0]] = few.shape[0] / many.shape[0]
             inputs, operands = [few], operands[:1]
-        identity = self._identity(operation)
+        identity = self.reader.value(operation)
         if identity is None or identity not in self.reader.record.copies:
             for aval, operand in zip(inputs, operands, strict=True):
                 costs = self.reader.mesh.cost(kind, over, array_bytes(aval))
@@ -149,13 +149,6 @@ class PerDevice:
             if identity is not None:
                 self.reader.record.copies[identity] = ()
         return self._results_that_change_with(operation, operation.operands, identity)
-
-    def _identity(self, operation: Operation) -> Any:
-        """What operations have in common that compute the same from the same arrays; None where that is not known."""
-        operands = tuple(one.identity for one in operation.operands)
-        if None in operands:
-            return None
-        return self.reader.values.setdefault((operation.primitive, str(operation.params), operands), object())
 
     def _filled_part(self, operation: Operation) -> float:
         rows = (aval.shape[0] for aval in operation.inputs if aval.shape)

@@ -42,6 +42,8 @@ CONTROL = frozenset((
     "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "cond", "while", "shard_map",
 ))  # fmt: skip
 
+_INDICES = ("int32", "uint32")  # dtypes of arrays for which it is worth while to see that they are the same
+
 
 @dataclasses.dataclass
 class Operation:
@@ -270,9 +272,19 @@ class Reader(Recorder):
             for var, result in zip(equation.outvars, results, strict=True):
                 if operation.primitive not in CONTROL:
                     result = dataclasses.replace(result, loop_depth=depth)
-                result = _identified(dataclasses.replace(result, unreduced=result.unreduced - result.mesh_axes))
+                result = dataclasses.replace(result, unreduced=result.unreduced - result.mesh_axes)
+                if len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
+                    result = dataclasses.replace(result, identity=result.identity or self.value(operation))
+                result = _identified(result)
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
         return [sharding_of(atom) for atom in jaxpr.outvars]
+
+    def value(self, operation: Operation) -> Any:
+        """What operations have in common that compute the same from the same arrays; None where that is not known."""
+        operands = tuple(one.identity for one in operation.operands)
+        if None in operands:
+            return None
+        return self.values.setdefault((operation.primitive, str(operation.params), operands), object())
 
     def _for_all_uses(self, operation: Operation, var: Any, array: ArraySharding) -> ArraySharding:
         """An array that is read several times: added up once, and moved once if other dimensions are wanted split."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
+from gspmd_lm.model.kernels.attention import MOST_BLOCKS, splash_block
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
@@ -25,6 +26,19 @@ CUDNN_CAUSAL = (315, 410, 484, 518, 529, 539)
 CUDNN_BACKWARD = (305, 408, 465, 499, 518, 516)
 CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backward; the same figures
 _CUDNN_PEAK = 989  # H100's
+
+# How often splash attention moves bytes through memory beside its kernels, forward and backward. Counted in compiled
+# programs of Llama 3 8B with 128k tokens on v5p and 70B on tpu7x (libtpu 0.0.42).
+#
+# Of a device's queries, in each turn of a ring: the result is added up in float32, and each softmax sum is read from
+# 128 equal numbers. Backward, gradients are added up in float32, and the result is multiplied with its gradient.
+RING_PASSES = (7, 7)
+# Of the keys and values that go round: halves are cut out. Backward, their gradients are padded and added up.
+RING_KEY_PASSES = (2, 10)
+# Of all keys and values, where each device gathers them: they are brought into the order of the text.
+GATHERED_PASSES = (10, 10)
+# Of a device's queries, for each piece of the keys that the backward kernel is called for: gradients are added up.
+PIECE_PASSES = 5
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 _BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")  # in what the kernel says of itself, a null is left out
@@ -114,6 +128,54 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
     return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads
+
+
+def splash_passes_s(
+    heads: float, size: int, seq: int, itemsize: int, window: str, ring: int, chip: Chip
+) -> list[float]:
+    """The seconds of all kernels of a layer on a device, forward and backward; 0 if the chip's cycles are not known.
+
+    `heads` are those of all its rows, with a fraction of a head for a part of the tokens. Keys and values go round
+    `ring` devices; one device has no turns.
+    """
+    length = seq // ring
+    block = min(splash_block(seq, size, itemsize), length // min(ring, 2))  # a turn leaves out half of the keys
+    blocks = length // block, length // block
+    passes_s = []
+    for part in ("fwd", "dkv"):
+        local = Splash(part, heads * ring, size, blocks, block, block, True, window)
+        turn = dataclasses.replace(local, blocks=(blocks[0], blocks[1] // 2), mask_window="all")
+        passes_s.append((splash_s(local, chip) or 0.0) + (ring - 1) * (splash_s(turn, chip) or 0.0))
+    return passes_s
+
+
+def splash_moved_bytes(
+    blocks: int, query_bytes: float, key_bytes: float, form: str, devices: int
+) -> tuple[float, float]:
+    """What a device moves through memory beside the kernels of a layer, forward and backward.
+
+    `blocks` are those of all keys, and `key_bytes` all keys and values. `devices` split the sequence, in one of the
+    forms of model/kernels/context.py, and `query_bytes` are the queries of one.
+    """
+    forward = backward = 0.0
+    if devices > 1 and form == "ring":
+        forward, backward = (
+            (devices - 1) * (of_turn * query_bytes + of_keys * key_bytes / devices)
+            for of_turn, of_keys in zip(RING_PASSES, RING_KEY_PASSES, strict=True)
+        )
+        local, turn = _gradient_passes(blocks / devices), _gradient_passes(blocks / devices / 2)
+        return forward, backward + (local + (devices - 1) * turn) * query_bytes
+    if devices > 1 and form == "gather":
+        forward, backward = (passes * key_bytes for passes in GATHERED_PASSES)
+    if blocks > MOST_BLOCKS:  # what short rows move is in the times that other operations were given
+        backward += _gradient_passes(blocks) * query_bytes
+    return forward, backward
+
+
+def _gradient_passes(blocks: float) -> float:
+    """How often the gradients of queries go through memory, which the kernel writes once for each block of keys."""
+    pieces = max(1.0, blocks / MOST_BLOCKS)
+    return blocks + pieces + (PIECE_PASSES * pieces if pieces > 1 else 0.0)
 
 
 def flops(call: Instruction) -> float:

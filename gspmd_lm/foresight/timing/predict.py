@@ -88,8 +88,8 @@ def predict(
         timeline=_timeline(simulation.iterations),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
-        missing_flops_share=max(0.0, 1 - _flops(module) / least_flops) if least_flops else 0.0,
-        fusions=_costliest(module, simulation),
+        missing_flops_share=max(0.0, 1 - _flops(simulation) / least_flops) if least_flops else 0.0,
+        fusions=_costliest(simulation),
     )
 
 
@@ -119,10 +119,10 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}
 
 
-def _flops(module: Module) -> float:
+def _flops(simulation: Simulation) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
-    for instruction in module.operations:
+    for instruction in simulation.operations:
         if instruction.name_in_model.phase == "recomputation":
             continue
         done = instruction.flops
@@ -135,10 +135,10 @@ def _flops(module: Module) -> float:
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
 
 
-def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
+def _costliest(simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for instruction in module.operations:
+    for instruction in simulation.operations:
         time = simulation.op_time(instruction)
         if time.seconds:
             seconds[f"{_label(instruction)} ({time.kind})"] += instruction.executions * time.seconds

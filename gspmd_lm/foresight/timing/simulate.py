@@ -49,12 +49,13 @@ class Simulation:
     """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
 
     def __init__(self, module: Module, chip: Chip, network: Network):
-        self.chip, self.network = chip, network
+        self.module, self.chip, self.network = module, chip, network
         self.clock_s = 0.0
         self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
         self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
         self.iterations: dict[Instruction, Iteration] = {}
+        self.branches: dict[Instruction, Computation] = {}  # conditional -> its branch that runs
         self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
         self._events: list[Event] = []
         self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
@@ -72,6 +73,13 @@ class Simulation:
                 value = self._instruction(instruction, operands)
             values[instruction] = value
         return values[computation.root]
+
+    @property
+    def operations(self) -> list[Instruction]:
+        """The operations that ran: of the branches of a conditional, those of one."""
+        left_out = {one for conditional, chosen in self.branches.items() for body in conditional.bodies
+                    if body is not chosen for one in body.operations}  # fmt: skip
+        return [one for one in self.module.operations if one not in left_out]
 
     def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         opcode = instruction.opcode
@@ -211,10 +219,13 @@ class Simulation:
 
     def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         """Runs the branch that computes longest."""
-        branches = instruction.bodies
-        costs = [math.fsum(self.op_time(i).seconds for i in branch.instructions.values()) for branch in branches]
-        chosen = max(range(len(branches)), key=lambda n: costs[n])
-        return self.run(branches[chosen], operands[1 + chosen : 2 + chosen])
+        bodies = instruction.bodies
+        if instruction not in self.branches:
+            costs = [math.fsum(i.executions * self.op_time(i).seconds for i in body.operations) for body in bodies]
+            self.branches[instruction] = bodies[costs.index(max(costs))]
+        chosen = self.branches[instruction]
+        number = bodies.index(chosen)
+        return self.run(chosen, operands[1 + number : 2 + number])
 
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Simulates iterations of a loop until two take equally long, then adds the others at once."""

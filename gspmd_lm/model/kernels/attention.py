@@ -29,6 +29,8 @@ AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's
 HOPPER = 9, 0
 LANES = 128  # the width of a TPU register: splash works on blocks of it
 SPLASH_BLOCK_BYTES = 1024 * LANES * 2
+# Of keys, at a time in a backward pass of splash, which holds the gradients of queries once for each block.
+MOST_BLOCKS = 8
 
 
 class Tokens(NamedTuple):

@@ -14,9 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.attention import scores_scale, sees, splash_block, with_sums
-
-MOST_BLOCKS = 8  # of keys, at a time in a backward pass, which holds the gradients of queries once for each
+from gspmd_lm.model.kernels.attention import MOST_BLOCKS, scores_scale, sees, splash_block, with_sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
 
 
 def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
-    """Twice the length takes less than twice the memory, and with gathered keys and XLA's scores four times.
+    """Twice the length takes twice the memory, and with gathered keys and XLA's scores four times.
 
     In a loop over layers, a compiler may make once what all layers share, such as masks.
     """
@@ -117,5 +117,5 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
 
             one = jax.jit(jax.grad(loss)).lower(qkv, jnp.ones(3), batch).compile()
             taken[form, T] = one.memory_analysis().temp_size_in_bytes
-    assert taken["ring", 4096] < 1.9 * taken["ring", 2048]
+    assert taken["ring", 4096] < 2.1 * taken["ring", 2048]
     assert taken["gather", 4096] > 3.5 * taken["gather", 2048]
