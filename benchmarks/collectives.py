@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.collectives import ops
-from gspmd_lm.foresight.hlo.instruction import bits
+from gspmd_lm.foresight.hlo.collective_op import CollectiveOp
 from gspmd_lm.hardware import network
+from gspmd_lm.units import bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,23 +68,23 @@ def count(text: str) -> list[Collective]:
     """
     module = hlo.parse(text)
     found = []
-    for step in module.steps():
-        for exchange in ops.collective_ops(module, step.instruction):
-            if not step.trip_counts_known:
-                loop = step.loops[-1]
-                raise ValueError(f"{step.computation.name}: cannot tell how often the loop {loop.name} turns")
+    for instruction in module.operations:
+        for exchange in instruction.collectives:
+            loops, computation = instruction.loops, instruction.computation.name
+            if any(loop.trip_count is None for loop in loops):
+                raise ValueError(f"{computation}: cannot tell how often the loop {loops[-1].name} turns")
             moved = exchange.inputs
             if exchange.kind == "all-to-all" and len(moved) > 1:  # one array, handed over as a tuple of its pieces
                 moved = moved[:: exchange.group_size]
             for array in moved:
                 found.append(
                     Collective(exchange.kind, array.dtype, _output(exchange, array), exchange.group_size,
-                               step.executions, len(step.loops), step.computation.name, exchange.instruction.op_name)
+                               instruction.executions, len(loops), computation, exchange.instruction.op_name)
                 )  # fmt: skip
     return found
 
 
-def _output(exchange: ops.CollectiveOp, array: hlo.Array) -> tuple[int, ...]:
+def _output(exchange: CollectiveOp, array: hlo.Array) -> tuple[int, ...]:
     """The dimensions of what a device ends with."""
     shape, n = list(array.dimensions), exchange.group_size
     if exchange.kind in ("all-gather", "reduce-scatter"):

@@ -141,7 +141,7 @@ def _program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
     rules = rules.fill(where.devices)
     (done,) = compile.programs([compile.CompileRequest(row.config(), rules, where)], print)
     network = Network(where.chip, done.coords, done.slices, done.hosts, rules.mesh)
-    return hlo.parse(done.text), where.chip, network
+    return hlo.parse(done.text, done.slices), where.chip, network
 
 
 def order(pair: Any) -> dict[str, Any]:

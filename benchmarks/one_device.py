@@ -35,14 +35,14 @@ COLUMNS = {"cpu_ms": "CPU ms", "torch_cpu_ms": "torch", "ratio": "ratio", "copie
 def moved_bytes(text: str) -> dict[str, int]:
     """The bytes per run that a compiled program writes without computing: copies, transposes, arrays of one value."""
     module, found = hlo.parse(text), Counter({"copied": 0, "transposed": 0, "filled": 0})
-    for step in module.steps():
-        done = {i.opcode for i in module.inside(step.instruction)} or {step.instruction.opcode}
+    for instruction in module.operations:
+        done = {i.opcode for i in instruction.inside} or {instruction.opcode}
         done -= {"parameter", "constant", "bitcast", "reshape"}
         kind = {("copy",): "copied", ("copy", "transpose"): "transposed", ("broadcast",): "filled"}.get(
             (*sorted(done),)
         )
         if kind:
-            found[kind] += step.instruction.shape.bytes * step.executions
+            found[kind] += instruction.shape.bytes * instruction.executions
     return dict(found)
 
 

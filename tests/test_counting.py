@@ -18,8 +18,16 @@ def compiled_text(function, *shapes, specs, out=None):
     return text
 
 
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+
+
 def program(body, header="HloModule m, replica_count=1, num_partitions=8"):
-    return f"{header}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  %p = f32[4]{{0}} parameter(0)\n{body}\n}}\n"
+    return f"{header}\n\n{ADD}\nENTRY %main (p: f32[4]) -> f32[4] {{\n  %p = f32[4]{{0}} parameter(0)\n{body}\n}}\n"
 
 
 def test_gather_reduce_scatter_and_permute():
@@ -101,8 +109,9 @@ def test_an_asynchronous_pair_counts_once_with_the_shape_of_its_result():
     assert [(c.kind, c.shape, c.group_size) for c in count(program(body))] == [("all-gather", (16,), 4)]
 
 
-LOOP = """HloModule m, num_partitions=8
-
+LOOP = (
+    f"HloModule m, num_partitions=8\n\n{ADD}"
+    + """
 %body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
   %t = (s32[], f32[4]{0}) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
@@ -117,7 +126,7 @@ LOOP = """HloModule m, num_partitions=8
   %t.1 = (s32[], f32[4]{0}) parameter(0)
   %j = s32[] get-tuple-element(%t.1), index=0
   %limit = s32[] constant(7)
-  ROOT %c = pred[] compare(%j, %limit), direction=DIRECTION
+  ROOT %less.1 = pred[] compare(%j, %limit), direction=DIRECTION
 }
 
 ENTRY %main (p: f32[4]) -> f32[4] {
@@ -127,6 +136,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   ROOT %w = (s32[], f32[4]{0}) while(%init), condition=%less, body=%body
 }
 """
+)
 
 
 def test_turns_are_read_from_the_condition_where_the_compiler_does_not_say():

@@ -288,11 +288,10 @@ def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
 def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) -> Iterator[Finding]:
     """Activations that the rules split, but that the program holds whole where it names them."""
     sizes: dict[str, set[int]] = collections.defaultdict(set)
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            scope = instruction.op_name.rpartition("/rules.")[2].partition("/")[0]
-            if scope and len(instruction.shape.arrays) == 1:
-                sizes[scope].add(instruction.shape.arrays[0].elements)
+    for instruction in module.instructions:
+        scope = instruction.op_name.rpartition("/rules.")[2].partition("/")[0]
+        if scope and len(instruction.shape.arrays) == 1:
+            sizes[scope].add(instruction.shape.arrays[0].elements)
     for array in arrays:
         pieces = rules.piece_count(itertools.chain(*array.in_use))
         whole, held = math.prod(array.shape), sizes[array.path]

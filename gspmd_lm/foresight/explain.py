@@ -221,7 +221,7 @@ def _read(
     if program.refusal:
         refused = memory.refused(program.refusal, program.state_bytes, limit_bytes)
         return _Read(None, refused, (), None, "the compiler refused the program: it does not fit")
-    module = hlo.parse(program.text)
+    module = hlo.parse(program.text, program.slices)
     known, accepted = _known(named, rules), target.platform == "tpu"
     device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
     moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)

@@ -151,13 +151,12 @@ def _op(op_name: str) -> str:
 def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tuple[Temporary, ...]:
     """The largest buffers that the program makes on the device, those alike told once."""
     largest: dict[tuple[str, str], Temporary] = {}
-    for step in module.steps():
-        instruction = step.instruction
+    for instruction in module.operations:
         arrays = instruction.shape.arrays
         if instruction.opcode in _NO_BUFFER or instruction.phase in ("-done", "-update") or len(arrays) != 1:
             continue
         array = arrays[0]
-        if array.memory_space or _updates_in_place(module, instruction):
+        if array.memory_space or _updates_in_place(instruction):
             continue
         shape = f"{array.dtype}[{','.join(map(str, array.dimensions))}]"
         op = _op(instruction.op_name)
@@ -169,13 +168,13 @@ def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tu
     return tuple(distinct.values())[:count]
 
 
-def _updates_in_place(module: hlo.Module, fusion: hlo.Instruction) -> bool:
+def _updates_in_place(fusion: hlo.Instruction) -> bool:
     """Whether a fusion writes a slice of what it was given."""
     if fusion.opcode != "fusion":
         return False
-    root = module.computations[fusion.called["calls"][0]].root
+    root = fusion.called["calls"][0].root
     while root.opcode in ("bitcast", "copy"):
-        root = module.operand(root)
+        root = root.operands[0]
     return root.opcode == "dynamic-update-slice"
 
 

@@ -12,11 +12,10 @@ def text(name):
     return gzip.decompress((PROGRAMS / f"{name}.txt.gz").read_bytes()).decode()
 
 
-def saved(name):
-    return hlo.parse(text(name))
+def saved(name, slices=()):
+    return hlo.parse(text(name), slices)
 
 
-def program(body, computations="", head=", num_partitions=8"):
-    return hlo.parse(
-        f"HloModule test, is_scheduled=true{head}\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
-    )
+def program(body, computations="", head=", num_partitions=8", slices=()):
+    entry = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    return hlo.parse(f"HloModule test, is_scheduled=true{head}\n\n{computations}\n{entry}", slices)

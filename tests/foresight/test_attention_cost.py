@@ -44,9 +44,9 @@ def splash(part, blocks, seq=8192, batch=3, heads=32, key_heads=8, size=128, fus
 
 def test_splash_counts_visited_blocks_steps_and_rows():
     forward = splash("fwd_residuals", 8)
-    operations = attention.flops(forward, forward.entry.root)
+    operations = attention.flops(forward.entry.root)
     assert operations == 3 * 32 * 2 * 2 * (36 / 64) * 8192**2 * 128
-    seconds = attention.kernel_s(forward, forward.entry.root, CHIPS["v6e"])
+    seconds = attention.kernel_s(forward.entry.root, CHIPS["v6e"])
     cycles = CHIPS["v6e"].splash[128][0]
     assert seconds == pytest.approx(
         96 * (36 * cycles.visited[2] + 64 * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
@@ -58,21 +58,21 @@ def test_the_cores_of_a_device_share_the_heads(chip, cores):
     forward = splash("fwd_residuals", 16)
     cycles = CHIPS[chip].splash[128][0]
     of_one_core = 96 * (136 * cycles.visited[1] + 256 * cycles.step + 16 * cycles.row) / CHIPS[chip].clock_hz
-    assert attention.kernel_s(forward, forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
+    assert attention.kernel_s(forward.entry.root, CHIPS[chip]) == pytest.approx(of_one_core / cores)
 
 
 @pytest.mark.parametrize("part", ["fwd_residuals", "dkv_no_residuals"])
 def test_of_a_split_sequence_a_device_computes_its_share_of_the_causal_half(part):
     whole, share = splash(part, 16), splash(part, 16, split=4)
-    assert attention.flops(share, share.entry.root) == attention.flops(whole, whole.entry.root) / 4
-    seconds, own = (attention.kernel_s(m, m.entry.root, CHIPS["v5p"]) for m in (whole, share))
+    assert attention.flops(share.entry.root) == attention.flops(whole.entry.root) / 4
+    seconds, own = (attention.kernel_s(m.entry.root, CHIPS["v5p"]) for m in (whole, share))
     assert own == pytest.approx(seconds / 4)
 
 
 def test_a_backward_pass_in_pieces_visits_as_much_as_in_one():
     """Keys of 8192 tokens, of which the backward pass takes a quarter at a time."""
     whole = splash("dkv_no_residuals", 16)
-    call = attention._splash(whole, whole.entry.root)
+    call = attention._splash(whole.entry.root)
     assert call.visited == 136 and call.length == 8192
     piece = dataclasses.replace(call, blocks=(16, 4))
     assert 4 * piece.visited == call.visited
@@ -80,7 +80,7 @@ def test_a_backward_pass_in_pieces_visits_as_much_as_in_one():
 
 def test_where_nothing_is_masked_all_blocks_are_visited():
     causal, whole = splash("fwd_residuals", 16), splash("fwd_residuals", 16, sees="all")
-    assert attention.flops(whole, whole.entry.root) == 256 / 136 * attention.flops(causal, causal.entry.root)
+    assert attention.flops(whole.entry.root) == 256 / 136 * attention.flops(causal.entry.root)
 
 
 @pytest.mark.parametrize(("part", "grid"), [("fwd_residuals", 3), ("dkv_no_residuals", 0)])
@@ -89,11 +89,11 @@ def test_a_window_leaves_few_blocks(part, grid):
     windowed = splash(part, 16, sees="1024", grid=grid)
     visited = (1 + 2 + 14 * 3) / 136
     causal = splash(part, 16)
-    operations = attention.flops(causal, causal.entry.root)
-    assert attention.flops(windowed, windowed.entry.root) == pytest.approx(visited * operations)
+    operations = attention.flops(causal.entry.root)
+    assert attention.flops(windowed.entry.root) == pytest.approx(visited * operations)
     cycles = CHIPS["v6e"].splash[128][part.startswith("dkv")]
     steps = 16 * (grid or 16)
-    assert attention.kernel_s(windowed, windowed.entry.root, CHIPS["v6e"]) == pytest.approx(
+    assert attention.kernel_s(windowed.entry.root, CHIPS["v6e"]) == pytest.approx(
         96 * (45 * cycles.visited[1] + steps * cycles.step + 16 * cycles.row) / CHIPS["v6e"].clock_hz
     )
 
@@ -101,7 +101,7 @@ def test_a_window_leaves_few_blocks(part, grid):
 def test_a_kernel_in_a_fusion_is_priced_as_itself():
     alone, fused = splash("fwd_residuals", 8), splash("fwd_residuals", 8, fused=True)
     assert fused.entry.root.opcode == "fusion"
-    prices_s = [op_time.op_time(program, program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
+    prices_s = [op_time.op_time(program.entry.root, CHIPS["v6e"]) for program in (alone, fused)]
     assert prices_s[0] == prices_s[1] and prices_s[0].kind == "attention"
 
 
@@ -112,14 +112,14 @@ def test_shares_of_peak_are_possible_ones(chip, size):
     for part in ("fwd_residuals", "dkv_no_residuals"):
         program = splash(part, 16, size=size)
         call = program.entry.root
-        seconds = attention.kernel_s(program, call, CHIPS[chip])
-        shares[part] = attention.flops(program, call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
+        seconds = attention.kernel_s(call, CHIPS[chip])
+        shares[part] = attention.flops(call) / seconds / CHIPS[chip].peak_bf16_flops_per_s
     assert 0.05 < shares["fwd_residuals"] < shares["dkv_no_residuals"] < 1.0, shares
 
 
 def test_smaller_blocks_leave_more_and_cost_more():
     seconds = [
-        attention.kernel_s(p, p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
+        attention.kernel_s(p.entry.root, CHIPS["v5p"]) for p in (splash("fwd_residuals", n) for n in (8, 16, 32))
     ]
     assert seconds[0] < seconds[2] and seconds[1] < seconds[2]
 
@@ -135,14 +135,14 @@ def cudnn(length, size=128, mask="CAUSAL", backward=False, window=0, documents=1
 def reached(program, chip="h100"):
     """TFLOP/s of the only call of a program, were the chip not slowed down in long runs."""
     call, found = program.entry.root, CHIPS[chip]
-    seconds = attention.kernel_s(program, call, found)
-    return found.matmul_slowdown * attention.flops(program, call) / seconds / 1e12
+    seconds = attention.kernel_s(call, found)
+    return found.matmul_slowdown * attention.flops(call) / seconds / 1e12
 
 
 @pytest.mark.parametrize(("mask", "half"), [("CAUSAL", 0.5), ("NO_MASK", 1.0)])
 def test_cudnn_reaches_what_was_published_for_its_length(mask, half):
     program = cudnn(4096, mask=mask)
-    assert attention.flops(program, program.entry.root) == half * 4 * 2 * 8 * 4096**2 * 128
+    assert attention.flops(program.entry.root) == half * 4 * 2 * 8 * 4096**2 * 128
     assert reached(program) == pytest.approx(518 if mask == "CAUSAL" else 609)
     back = cudnn(4096, mask=mask, backward=True)
     assert reached(back) == pytest.approx(499 * (518 / 609 if mask == "CAUSAL" else 1.0))
@@ -158,17 +158,15 @@ def test_between_the_published_lengths_cudnn_is_in_between_and_beyond_them_as_at
 def test_a_window_takes_its_scores_as_fast_as_rows_of_its_length(backward):
     program, short = cudnn(4096, window=1024, backward=backward), cudnn(1024, backward=backward)
     scores = 1024 * 4096 - 1024**2 / 2
-    half = attention.flops(short, short.entry.root) / (1024**2 / 2)
-    assert attention.flops(program, program.entry.root) == pytest.approx(half * scores)
+    half = attention.flops(short.entry.root) / (1024**2 / 2)
+    assert attention.flops(program.entry.root) == pytest.approx(half * scores)
     assert reached(program) == pytest.approx(reached(short))
     assert reached(cudnn(4096, window=8192)) == reached(cudnn(4096))
 
 
 def test_packed_documents_cost_what_whole_rows_do():
     packed, whole = cudnn(4096, mask="PADDING_CAUSAL", documents=32), cudnn(4096)
-    assert attention.kernel_s(packed, packed.entry.root, CHIPS["h100"]) == attention.kernel_s(
-        whole, whole.entry.root, CHIPS["h100"]
-    )
+    assert attention.kernel_s(packed.entry.root, CHIPS["h100"]) == attention.kernel_s(whole.entry.root, CHIPS["h100"])
     assert attention.packed(packed.entry.root) and not attention.packed(whole.entry.root)
 
 
@@ -177,7 +175,7 @@ def test_small_heads_and_other_chips_reach_their_shares():
     assert reached(cudnn(4096), "a100") == pytest.approx(518 * 312 / 989)
     slow, fast = CHIPS["h100"], dataclasses.replace(CHIPS["h100"], matmul_slowdown=1.0)
     program = cudnn(4096)
-    one, other = (attention.kernel_s(program, program.entry.root, chip) for chip in (slow, fast))
+    one, other = (attention.kernel_s(program.entry.root, chip) for chip in (slow, fast))
     assert one == pytest.approx(slow.matmul_slowdown * other)
 
 
@@ -186,7 +184,4 @@ def test_other_calls_have_no_price_here():
         'f32[4] custom-call(ARGS), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/mine/pallas_call"}',
         ("f32[4]",),
     )
-    assert (
-        attention.kernel_s(program, program.entry.root, CHIPS["v6e"]) is None
-        and attention.flops(program, program.entry.root) == 0
-    )
+    assert attention.kernel_s(program.entry.root, CHIPS["v6e"]) is None and attention.flops(program.entry.root) == 0

@@ -10,7 +10,7 @@ import saved_programs
 from sample import network
 
 from gspmd_lm.foresight import collectives, hlo, table
-from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.def_use import def_chain
 from gspmd_lm.foresight.compile import programs
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.chips import CHIPS
@@ -35,7 +35,9 @@ def collectives_of(step, text, where):
     found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
     recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
     axes = {row.path: row.axes for row in table.rows(step.config, step.rules, found, recorded.arrays)}
-    return collectives.find(hlo.parse(text), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found))
+    return collectives.find(
+        hlo.parse(text, where.slices), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ def found_in(text, mesh=None, slices=(), rules="fsdp8", arrays=()):
     chips = [((k % 8) // 4, k % 4, 0) for k in range(count)]
     where = network(CHIPS["v5e"], chips, slices, slices, loaded.mesh.values(), loaded.mesh)
     nothing = DataflowGraph(jax.make_jaxpr(lambda: ())(), [path for path in arrays if "." in path])
-    return collectives.find(hlo.parse(text), loaded, dict(arrays), where, nothing)
+    return collectives.find(hlo.parse(text, slices), loaded, dict(arrays), where, nothing)
 
 
 def program(body, computations="", devices=8):
@@ -238,6 +240,16 @@ def test_a_reduce_scatter_hidden_in_a_fusion_of_tpu():
     assert (one.kind, one.elements) == ("reduce-scatter", 4096 * 64)  # the padding is not sent
     assert one.bytes_per_device_per_step == 4096 * 64 * 4 * 7 // 8
     assert one.rules == ("rules.batch", "weights.embed") and one.einsum == "BTD,BTF->DF" and one.phase == "backward"
+
+
+def test_each_mesh_axis_of_a_sum_has_a_row_of_what_is_summed():
+    """Rows that split the result do not answer for an axis about which the name of the sum says nothing."""
+    name = "jit(_train)/transpose(jvp(Decoder))/of.layers.mlp.w_up/optimizer.layers.mlp.w_up/sum.block_input.batch/dot"
+    body = f"""  %p = f32[64,8]{{1,0}} parameter(0)
+  %g = f32[64,8]{{1,0}} tanh(%p), metadata={{op_name="{name}"}}
+  ROOT %r = f32[8,8]{{1,0}} reduce-scatter(%g), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, to_apply=%add"""
+    (one,) = found_in(program(body), mesh={"fsdp": 2, "context": 4}, rules="cp8", arrays=W_UP)
+    assert (one.mesh_axes, one.rules) == (("fsdp", "context"), ("rules.batch", "rules.seq", "weights.embed"))
 
 
 def test_tensors_that_a_compiler_laid_side_by_side():
@@ -315,8 +327,8 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
   %all = (f32[8], s32[]) while(%begin), condition=%ends, body=%outer
   ROOT %r = f32[8]{0} get-tuple-element(%all), index=0"""
     module = hlo.parse(program(body, loops))
-    trail = DefUse(module).def_chain((module.entry.root, ()))
-    assert trail[-1].opcode == "parameter"
+    chain = def_chain((module.entry.root, ()))
+    assert chain[-1].opcode == "parameter"
 
 
 def test_a_tpu_gives_each_device_only_its_piece_of_a_single_row(request_of, cache):

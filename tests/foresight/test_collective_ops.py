@@ -6,7 +6,7 @@ import math
 import pytest
 from saved_programs import program, saved
 
-from gspmd_lm.foresight.collectives import ops
+from gspmd_lm.foresight.hlo.collective_op import ENDED, STARTED, rendezvous
 
 
 def test_exchanges_of_every_form_are_told_once():
@@ -63,7 +63,7 @@ def test_exchanges_of_every_form_are_told_once():
 }
 """,
     )
-    found = [exchange for step in module.steps() for exchange in ops.collective_ops(module, step.instruction)]
+    found = [op for instruction in module.operations for op in instruction.collectives]
     assert [(e.kind, e.scheduled.name, e.group_size, e.asynchronous, e.sent_bytes) for e in found] == [
         ("reduce-scatter", "scattered", 4, False, 24),
         ("all-gather", "begin", 2, True, 32),
@@ -75,17 +75,16 @@ def test_exchanges_of_every_form_are_told_once():
     ]
     assert [e.elements for e in found][:3] == [8, 16, 32]
     instructions = module.entry.instructions
-    assert module.chain_ids(instructions["begin"], "AsyncCollectiveStart") == ("3",)
-    assert module.chain_ids(instructions["end"], "AsyncCollectiveDone") == ("3",)
+    assert [one.chain_id for one in instructions["begin"].carried[STARTED]] == ["3"]
+    assert [one.chain_id for one in instructions["end"].carried[ENDED]] == ["3"]
     assert instructions["sc-start"].thread == "sparsecore"
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 
 
 def test_sparse_core_collectives_are_asynchronous():
     module = saved("tpu7x")
-    found = [e for step in module.steps() for e in ops.collective_ops(module, step.instruction)]
-    callers = {e: module.callers.get(e.scheduled.computation, ()) for e in found}
-    beside = [e for e in found if any(caller.thread == "sparsecore" for caller, _ in callers[e])]
+    found = [e for instruction in module.operations for e in instruction.collectives]
+    beside = [e for e in found if any(caller.thread == "sparsecore" for caller, _ in e.scheduled.computation.callers)]
     assert beside and all(e.asynchronous for e in beside)
 
 
@@ -93,9 +92,9 @@ def test_bytes_of_the_layouts_collectives():
     """fsdp8 gathers each block's weights twice, 7/8 of them from others, and scatters their gradients once."""
     module = saved("gpu_h100")
     sent = {}
-    for step in module.steps():
-        for e in ops.collective_ops(module, step.instruction):
-            sent[e.kind] = sent.get(e.kind, 0) + step.executions * e.sent_bytes
+    for instruction in module.operations:
+        for e in instruction.collectives:
+            sent[e.kind] = sent.get(e.kind, 0) + instruction.executions * e.sent_bytes
     layer_bytes = 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert sent["all-gather"] == pytest.approx(4 * 2 * layer_bytes * 7 / 8, rel=0.15)  # and the table, norms, ...
     assert sent["reduce-scatter"] == pytest.approx(math.ceil(4 * layer_bytes * 7 / 8), rel=0.15)
@@ -109,11 +108,11 @@ def test_exchanges_between_slices():
   %in = (f32[8]{0}, u32[], token[]) recv(%token), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.9_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
   ROOT %r = f32[16]{0} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}""",
         head=", num_partitions=4",
+        slices=(0, 0, 1, 1, 0, 0, 1, 1),
     )
     instructions = module.entry.instructions
-    slices = (0, 0, 1, 1, 0, 0, 1, 1)
-    (sent,), (gathered,) = (ops.collective_ops(module, instructions[name], slices) for name in ("out", "r"))
+    (sent,), (gathered,) = (instructions[name].collectives for name in ("out", "r"))
     assert (sent.kind, sent.groups, sent.sent_bytes) == ("all-reduce", ((0, 2), (1, 3), (4, 6), (5, 7)), 32)
     assert gathered.groups == ((0, 1), (4, 5), (2, 3), (6, 7))
-    assert ops.collective_ops(module, instructions["in"], slices) == ()
-    assert ops.rendezvous(instructions["in"]) == ops.rendezvous(instructions["out"]) == "psum.9_0"
+    assert instructions["in"].collectives == ()
+    assert rendezvous(instructions["in"]) == rendezvous(instructions["out"]) == "psum.9_0"

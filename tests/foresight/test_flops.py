@@ -4,13 +4,11 @@
 import pytest
 from saved_programs import program, saved
 
-from gspmd_lm.foresight.timing import flops
-
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_jax012"])
 def test_flops_of_a_program_are_those_of_its_model(name):
     module = saved(name)
-    found = sum(step.executions * flops.flops_of(module, step.instruction) for step in module.steps())
+    found = sum(instruction.executions * instruction.flops for instruction in module.operations)
     layers, embed, heads, mlp, vocab, tokens, seq = 4, 128, 8 * 16, 384, 264, 16 * 128, 128
     block = 4 * embed * heads + 3 * embed * mlp
     attention = 2 * seq * heads  # scores and values
@@ -37,7 +35,7 @@ def test_flops_of_a_program_are_those_of_its_model(name):
 def test_flops(shapes, instruction, expected):
     left, right = shapes
     module = program(f"  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n  ROOT %r = {instruction}")
-    assert flops.flops_of(module, module.entry.root) == expected
+    assert module.entry.root.flops == expected
 
 
 def test_flops_of_a_fusion_are_those_inside():
@@ -53,5 +51,5 @@ def test_flops_of_a_fusion_are_those_inside():
 }
 """
     module = program("  %h = f32[8,8]{1,0} parameter(0)\n  ROOT %r = f32[8,8]{1,0} fusion(%h), calls=%outer", inner)
-    assert flops.flops_of(module, module.entry.root) == 2 * 2 * 8**3
-    assert [i.name for i in module.inside(module.entry.root)] == ["e", "f", "c", "d", "g"]
+    assert module.entry.root.flops == 2 * 2 * 8**3
+    assert [i.name for i in module.entry.root.inside] == ["e", "f", "c", "d", "g"]

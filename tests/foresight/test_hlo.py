@@ -8,7 +8,6 @@ from saved_programs import program, saved
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.hlo.replica_groups import groups, parse
-from gspmd_lm.foresight.timing import flops
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
@@ -20,23 +19,23 @@ def test_a_saved_program_is_read_whole(name):
     assert count == sum(" = " in line and line.startswith("  ") for line in text.splitlines())
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
-            assert set(instruction.operands) <= set(computation.instructions), instruction.name
-            assert all(called in module.computations for role in instruction.called.values() for called in role)
+            assert set(instruction.operands) <= set(computation.instructions.values()), instruction.name
+            called = [one for role in instruction.called.values() for one in role]
+            assert set(called) <= set(module.computations.values())
         assert computation.root is list(computation.instructions.values())[-1] or computation.root.is_root
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
 def test_layer_loops_have_their_turns(name):
     module = saved(name)
-    turns = [module.trip_count(step.instruction) for step in module.steps() if step.instruction.opcode == "while"]
+    turns = [i.trip_count for i in module.operations if i.opcode == "while"]
     assert sorted(turns) == ([3, 4] if name == "gpu_h100" else [4, 4])  # XLA:GPU takes one turn of backward out
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
 def test_sources_are_lines_of_the_package(name):
     module = saved(name)
-    matmuls = (step.instruction for step in module.steps() if flops.flops_of(module, step.instruction))
-    sources = {instruction.source: instruction for instruction in matmuls}
+    sources = {instruction.source: instruction for instruction in module.operations if instruction.flops}
     assert any(source.startswith("gspmd_lm/model/projection.py:") for source in sources), sources.keys()
     instruction = next(i for source, i in sources.items() if "projection" in source)
     assert any(source.startswith("gspmd_lm/train/step.py:") for source in instruction.sources[1:])
@@ -155,12 +154,12 @@ def looped(start, limit, step, direction, behind="", config=""):
 )  # fmt: skip
 def test_turns_of_a_loop_whose_limit_is_carried_behind_copies_and_fusions(start, limit, step, direction, turns):
     module = looped(start, limit, step, direction)
-    assert module.trip_count(module.entry.instructions["loop"]) == turns
+    assert module.entry.instructions["loop"].trip_count == turns
 
 
 def test_turns_that_the_compiler_knows():
     module = looped(0, 8, 0, "LT", config=', backend_config={"known_trip_count":{"n":"31"}}')
-    assert module.trip_count(module.entry.instructions["loop"]) == 31
+    assert module.entry.instructions["loop"].trip_count == 31
 
 
 def test_nested_loops_multiply_and_unknown_turns_are_told():
@@ -194,12 +193,12 @@ def test_nested_loops_multiply_and_unknown_turns_are_told():
   %both = (s32[], f32[8]{0}, s32[]) while(%first), condition=%until, body=%outer
   ROOT %r = f32[8]{0} get-tuple-element(%both), index=1"""
     module = program(body.replace("MANY", "constant(5)"), inner + outer)
-    steps = {step.instruction.name: step for step in module.steps()}
-    assert (steps["loop"].executions, steps["next"].executions, steps["next"].trip_counts_known) == (3, 15, True)
-    assert [loop.name for loop in steps["next"].loops] == ["both", "loop"]
+    operations = {instruction.name: instruction for instruction in module.operations}
+    assert (operations["loop"].executions, operations["next"].executions) == (3, 15)
+    assert [(loop.name, loop.trip_count) for loop in operations["next"].loops] == [("both", 3), ("loop", 5)]
     unknown = program(body.replace("MANY", "custom-call()"), inner + outer)
-    assert unknown.trip_count(unknown.entry.instructions["both"]) is None
-    assert not next(step for step in unknown.steps() if step.instruction.name == "next").trip_counts_known
+    inner = next(instruction for instruction in unknown.operations if instruction.name == "next")
+    assert [loop.trip_count for loop in inner.loops] == [None, None] and inner.executions == 1
 
 
 def test_stack_frames_with_parents_printed_either_way():
@@ -275,8 +274,7 @@ def test_what_is_no_program_is_refused(text, message):
 
 def test_estimated_cycles_and_the_kernels_of_a_tpu_program():
     module = saved("tpu_v5e")
-    steps = [step.instruction for step in module.steps()]
-    assert all(i.estimated_cycles > 0 for i in steps if flops.flops_of(module, i))
-    kernels = [i for i in steps if i.custom_call_target == "tpu_custom_call"]
+    assert all(i.estimated_cycles > 0 for i in module.operations if i.flops)
+    kernels = [i for i in module.operations if i.custom_call_target == "tpu_custom_call"]
     assert len(kernels) == 3 and all("splash" in i.op_name for i in kernels)
-    assert any(array.memory_space == 1 for i in steps for array in i.shape.arrays)
+    assert any(array.memory_space == 1 for i in module.operations for array in i.shape.arrays)

@@ -124,7 +124,7 @@ def test_no_gradient_is_held_whole_while_layers_are_computed(request_of, cache):
     order = list(entry)
     (loop,) = (i.name for i in entry.values() if i.opcode == "while" and "transpose(jvp(Decoder))" in i.op_name)
     before, after = set(order[: order.index(loop)]), order[order.index(loop) :]
-    read = ((entry[name], later) for later in map(entry.get, after) for name in later.operands if name in before)
+    read = ((made, later) for later in map(entry.get, after) for made in later.operands if made.name in before)
     held = (later if later.opcode == "get-tuple-element" else made for made, later in read)
     sizes = {tuple(sorted(n for n in array.dimensions if n > 1)) for one in held for array in one.shape.arrays}
     whole = dict(whole_matrices(wanted))

@@ -11,12 +11,11 @@ from saved_programs import saved
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.collectives import ops
-from gspmd_lm.foresight.hlo.instruction import bits
-from gspmd_lm.foresight.timing import flops, op_time, predict
+from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import attend
+from gspmd_lm.units import bits
 
 V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
@@ -38,7 +37,7 @@ def called(estimate="", target="tpu_custom_call", x=X, w=W, op="jit(f)/jvp(D)/la
 
 
 def price(module, chip=V5E):
-    return op_time.op_time(module, module.entry.root, chip)
+    return op_time.op_time(module.entry.root, chip)
 
 
 def estimate(flops, bytes_accessed):
@@ -127,7 +126,7 @@ def test_ragged_dot_costs_its_products():
     operations, moved = 2 * 4096 * 1024 * 2048, 2 * (4096 * 1024 + 8 * 1024 * 2048 + 4096 * 2048) + 4 * 8
     for product in products:
         assert product.cost_estimate == (operations, moved)
-        assert op_time.op_time(module, product, V5E) == op_time.OpTime(
+        assert op_time.op_time(product, V5E) == op_time.OpTime(
             pytest.approx(operations / (op_time.MATMUL_SHARE["tpu"] * 197e12)), "matmul"
         )
     found = alone(module, V5E, least_flops=3 * operations)
@@ -144,8 +143,8 @@ def test_of_a_buffer_for_the_worst_case_only_what_balanced_routing_fills_is_mult
     for call in kernels:
         computed = operations * (4096 + 256) / 4096  # a device's second expert begins in a tile of its first one
         seconds = V5P.matmul_slowdown * computed / (op_time.MATMUL_SHARE["tpu"] * 459e12)
-        assert op_time.op_time(module, call, V5P) == op_time.OpTime(pytest.approx(seconds), "matmul")
-    moved = [e for step in module.steps() for e in ops.collective_ops(module, step.instruction)]
+        assert op_time.op_time(call, V5P) == op_time.OpTime(pytest.approx(seconds), "matmul")
+    moved = [e for instruction in module.operations for e in instruction.collectives]
     there_and_back = [one for one in moved if one.kind == "ragged-all-to-all"]
     assert [one.sent_bytes for one in there_and_back] == [sent] * 4
     links = sample.network(V5P, [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)], [0] * 4, [0] * 4, [4], ["expert"])
@@ -161,7 +160,7 @@ def test_rows_that_fill_the_last_tile_of_a_buffer_are_not_routed():
     for rows, filled in ((4096, 1024), (4224, 1024), (8192, 8192)):
         module = called(target="__gpu$xla.gpu.triton", x=f"bf16[{rows},1024]", op=op)
         vars(module)["buffers"] = {4096: 0.25}
-        assert flops.kernel_work(module, module.entry.root)[0] == pytest.approx(2 * filled * 1024 * 2048)
+        assert op_time.kernel_work(module.entry.root)[0] == pytest.approx(2 * filled * 1024 * 2048)
 
 
 @pytest.mark.parametrize("w", ["[8,6144,2048]", "[8,2048,6144]"])  # or as its transpose
@@ -291,7 +290,7 @@ def test_scores_and_their_softmax_are_attention_forward_and_backward(changes):
         return attend(q, k, v, None, cfg).sum()
 
     module = hlo.parse(jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv).compile().as_text())
-    priced = [(step.instruction, op_time.op_time(module, step.instruction, V5E)) for step in module.steps()]
+    priced = [(instruction, op_time.op_time(instruction, V5E)) for instruction in module.operations]
     sizes = {one: max((array.elements for array in one.shape.arrays), default=0) for one, _ in priced}
     large = [(one, found) for one, found in priced if found.seconds and sizes[one] == B * N * T * T]
     assert len(large) >= 3
@@ -312,4 +311,4 @@ ENTRY %main (a: bf16[16,64,32]) -> f32[16,64,64] {
 """.replace("GEMM", gemm)
     for scope, kind in (("attention/kind.attention", "attention"), ("mlp", "matmul")):
         module = hlo.parse(text.replace("SCOPE", scope))
-        assert op_time.op_time(module, module.entry.instructions["gemm"], H100).kind == kind
+        assert op_time.op_time(module.entry.instructions["gemm"], H100).kind == kind

@@ -55,7 +55,7 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_program_takes_what_it_took(name):
     chip = CHIPS[STORED[name].chip]
-    module = saved(name)
+    module = saved(name, STORED[name].slices or ())
     found = predict.predict(module, chip, STORED[name].network(), 1e12, 1e3)
     figures = {"step, ms": found.step_time_s} | {
         f"{part.removesuffix('_s').replace('_', ' ')}, ms": getattr(found, part) for part in PARTS

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.propagation import read_step
-from gspmd_lm.foresight.timing.flops import flops_of
 from tests.foresight.plain_models import LAYOUTS, MODELS, train_step
 
 FSDP, TENSOR = 2, 4
@@ -81,7 +80,7 @@ def test_a_plain_step_computes_what_is_read_and_sends_no_less(name, layout):
     text = compiled_text(name, sizes, rules)
     module = hlo.parse(text)
     assert found.unknown == {}
-    assert found.flops == sum(flops_of(module, step.instruction) * step.executions for step in module.steps())
+    assert found.flops == sum(instruction.flops * instruction.executions for instruction in module.operations)
     sent = ring_bytes(count(text))
     assert AT_LEAST[layout] * sent <= found.communication_bytes <= sent
 

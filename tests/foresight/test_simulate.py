@@ -8,7 +8,7 @@ import pytest
 import sample
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import memory_traffic, op_time, predict
+from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import NCCL_CORES
 
@@ -71,13 +71,14 @@ def reduce(name, nbytes, groups, operand="q"):
     return f"  %{name} = u8[{nbytes}] all-reduce(%{operand}{nbytes}), replica_groups={groups}, to_apply=%sum\n"
 
 
-def module(body, computations="", devices=4):
+def module(body, computations="", devices=4, slices=()):
     sizes = (10, 30, 60, 130, 150)
     given = "  %p = f32[8,8]{1,0} parameter(0)\n" + "".join(
         f"  %q{n} = u8[{n}] parameter({k})\n" for k, n in enumerate(sizes, 1)
     )
     return hlo.parse(
-        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n"
+        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n",
+        slices,
     )
 
 
@@ -108,7 +109,7 @@ def test_an_estimate_faster_than_the_chip_is_none_and_a_chip_may_be_slower_than_
 
     def seconds(cycles, chip):
         parsed = module(matmul("m", cycles))
-        found = op_time.op_time(parsed, parsed.entry.instructions["m"], chip)
+        found = op_time.op_time(parsed.entry.instructions["m"], chip)
         assert found and found.kind == "matmul"
         return found.seconds
 
@@ -255,7 +256,26 @@ def test_host_copies_run_beside_compute_each_direction_on_its_own():
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
 
 
-def test_slices_to_and_from_the_host_count_their_part_alone():
+WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] {
+  %old = f32[32,8,8]{2,1,0:S(5)} parameter(0)
+  %new = f32[1,8,8]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %turned = f32[1,8,8]{2,1,0} copy(%new)
+  ROOT %written = f32[32,8,8]{2,1,0:S(5)} dynamic-update-slice(%old, %turned, %at, %at, %at)
+}
+
+%get (from: s32[], all: f32[32,8,8]) -> f32[1,8,8] {
+  %all = f32[32,8,8]{2,1,0:S(5)} parameter(0)
+  %from = s32[] parameter(1)
+  %one = f32[1,8,8]{2,1,0:S(5)} dynamic-slice(%all, %from, %from, %from), dynamic_slice_sizes={1,8,8}
+  ROOT %brought = f32[1,8,8]{2,1,0} copy(%one)
+}
+"""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_slices_to_and_from_the_host_count_their_part_alone(wrapped):
+    """Also where a fusion that copies alone begins them, as on GPUs."""
     stack = "f32[32,8,8]{2,1,0:S(5)}"
     body = f"""  %zero = s32[] constant(0)
   %stack = {stack} parameter(9)
@@ -265,8 +285,24 @@ def test_slices_to_and_from_the_host_count_their_part_alone():
   %in = (({stack}, s32[], s32[], s32[]), f32[1,8,8]{{2,1,0}}, u32[]{{:S(2)}}) dynamic-slice-start(%o, %zero, %zero, %zero), dynamic_slice_sizes={{1,8,8}}
 {matmul("m", 1000)}  %i = f32[1,8,8]{{2,1,0}} dynamic-slice-done(%in)
 """
-    found = predicted(body)
-    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048)
+    if wrapped:
+        body = body.replace("dynamic-update-slice-", "fusion-").replace("dynamic-slice-", "fusion-")
+        body = body.replace("(%stack, %part, %zero, %zero, %zero)", "(%stack, %part, %zero), kind=kCustom, calls=%put")
+        body = body.replace(
+            "(%o, %zero, %zero, %zero), dynamic_slice_sizes={1,8,8}", "(%o, %zero), kind=kCustom, calls=%get"
+        )
+    found = predicted(body, WRAPPED)
+    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048) and found.unpriced == {}
+
+
+def test_a_fusion_beside_compute_that_does_more_than_copy_is_listed():
+    body = """  %stack = f32[32,8,8]{2,1,0:S(5)} parameter(9)
+  %zero = s32[] constant(0)
+  %in = ((f32[32,8,8]{2,1,0:S(5)}, s32[]), f32[1,8,8]{2,1,0}, u32[]) fusion-start(%stack, %zero), kind=kCustom, calls=%get
+  %i = f32[1,8,8]{2,1,0} fusion-done(%in)
+"""
+    found = predicted(body, WRAPPED.replace("copy(%one)", "negate(%one)"))
+    assert list(found.unpriced) == ["fusion-start"]
 
 
 def test_collectives_that_fusions_start_carry_on_and_end():
@@ -336,7 +372,7 @@ def test_what_crosses_slices_is_sent_and_waited_for():
     slow = sample.network(
         dataclasses.replace(CHIP, network_bytes_per_s=1e9), [(0, 0, 0)] * 2, [0, 1], [0, 1], [2], ["data"]
     )
-    found = predict.predict(module(body, devices=1), CHIP, slow, 0.0, 0.0)
+    found = predict.predict(module(body, devices=1, slices=(0, 1)), CHIP, slow, 0.0, 0.0)
     assert found.exposed_by_axis == {"data": pytest.approx(found.step_time_s - 40e-9)}
     assert ns(found.communication_s) == 60 and ns(found.step_time_s) == 60
 
@@ -384,10 +420,8 @@ def test_traffic_is_what_slices_and_updates_touch():
   %t = f32[3,5]{1,0:T(8,128)} parameter(9)
   %c = f32[3,5]{1,0:T(8,128)} copy(%t)
 """
-    instructions = module(body, computations)
-    touched = memory_traffic.bytes_of(instructions, instructions.entry.instructions["f"])
+    instructions = module(body, computations).entry.instructions
+    touched = instructions["f"].moved_bytes
     assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
-    assert memory_traffic.bytes_of(instructions, instructions.entry.instructions["s"])["hbm"] == 2 * 512
-    assert (
-        memory_traffic.bytes_of(instructions, instructions.entry.instructions["c"])["hbm"] == 2 * 4 * 8 * 128
-    )  # whole tiles
+    assert instructions["s"].moved_bytes["hbm"] == 2 * 512
+    assert instructions["c"].moved_bytes["hbm"] == 2 * 4 * 8 * 128  # whole tiles

@@ -9,7 +9,7 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import attention, flops, op_time
+from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import estimate, operations, overlap
@@ -19,7 +19,6 @@ from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.transfers import Transfer
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.op_names import parse
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 from gspmd_lm.train.step import build_step
@@ -109,10 +108,10 @@ def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, bui
     module = hlo.parse(compiled.as_text())
     ran: dict[tuple, float] = collections.Counter()
     once: dict[tuple, float] = collections.Counter()
-    for of_step in module.steps():
-        name = parse(of_step.instruction.op_name)
+    for instruction in module.operations:
+        name = instruction.name_in_model
         key = name.owners or ((name.array,) if name.array else name.modules[:2])
-        done = of_step.executions * flops.flops_of(module, of_step.instruction)
+        done = instruction.executions * instruction.flops
         ran[key] += done
         once[key] += done if name.phase == "forward" else 0.0
     filled = rules_file.from_dict(rules, "one")

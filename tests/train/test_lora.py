@@ -20,7 +20,6 @@ from gspmd_lm.config import Lora
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import flops
 from gspmd_lm.model import lora
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
@@ -106,7 +105,7 @@ def test_frozen_weights_have_no_matmuls_of_their_own(trained, small, built):
 
     def matmul_flops(text):
         module = hlo.parse(text)
-        return sum(flops.flops_of(module, step.instruction) * step.executions for step in module.steps())
+        return sum(instruction.flops * instruction.executions for instruction in module.operations)
 
     full = small(optimizer=UNCLIPPED, layers=L)
     whole = matmul_flops(built(full, "single", unroll=1).lower_train().compile().as_text())

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gspmd_lm.foresight.collectives.attribution import Attribution
-from gspmd_lm.foresight.collectives.def_use import DefUse
+from gspmd_lm.foresight.collectives.attribution import GATHER, OTHER, SCATTERED_SUM, SUM, Attribution
+from gspmd_lm.foresight.collectives.def_use import ancestors, def_chain, is_operand_of, new_state, users_of
 from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTensor, moved_tensors
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
@@ -48,14 +48,14 @@ def find(
 
     `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
     """
-    def_use, attribution = DefUse(module), Attribution(rules, axes, graph)
+    results, attribution = new_state(module), Attribution(rules, axes, graph)
     parts: dict[Collective, list[Collective]] = {}
-    for tensor in moved_tensors(module, def_use, network.slices):
-        groups, executions = tensor.op.groups, tensor.step.executions
+    for tensor in moved_tensors(module):
+        groups, executions = tensor.op.groups, tensor.op.scheduled.executions
         mesh_axes = network.axes(groups)
         if not mesh_axes:
             continue
-        origin = _origin(tensor, def_use, attribution)
+        origin = _origin(tensor, results.get(tensor.instruction, ("", "")), attribution)
         path, rows = _caused(tensor, origin, attribution, mesh_axes)
         part = Collective(
             kind=tensor.kind,
@@ -66,14 +66,14 @@ def find(
             phase=origin.name.phase,
             op=path,
             source=next(filter(None, map(_source, origin.instructions)), ""),
-            rules=attribution.ordered(rows),
+            rules=rows,
             overlapped=tensor.overlapped,
             group_size=tensor.op.group_size,
             elements=tensor.op.elements,
             instructions=(tensor.instruction.name,),
             einsum=origin.einsum,
             link=network.link(groups),
-            in_loop=bool(tensor.step.loops),
+            in_loop=bool(tensor.op.scheduled.loops),
         )
         sizeless = dataclasses.replace(part, times_per_step=0, bytes_per_device_per_step=0, elements=0, instructions=())
         parts.setdefault(sizeless, []).append(part)
@@ -108,33 +108,33 @@ class _Origin:
     new_weight: str  # the updated weight that the tensor is, among the step's results
 
 
-def _origin(tensor: MovedTensor, def_use: DefUse, attribution: Attribution) -> _Origin:
-    """What a moved tensor is.
+def _origin(tensor: MovedTensor, result: tuple[str, str], attribution: Attribution) -> _Origin:
+    """What a moved tensor is; `result` says which array of the new state.
 
     A tensor has the name of the op that makes it. Where that op has no name, or the name of another weight, the tensor
     has the name of one of its users. Where no user has a name, the tensor has that of one of its ancestors.
     """
-    def_chain = def_use.def_chain(tensor.operand)
-    tree, path = state_array(def_chain[-1].op_name) if def_chain[-1].opcode == "parameter" else ("", "")
+    chain = def_chain(tensor.operand)
+    tree, path = state_array(chain[-1].op_name) if chain[-1].opcode == "parameter" else ("", "")
     weight = path if tree == "params" else ""
-    users = list(itertools.islice(def_use.users_of(tensor.instruction), NEAR))
-    candidates = _names_of_op(tensor, def_chain)
+    users = list(itertools.islice(users_of(tensor.instruction), NEAR))
+    candidates = _names_of_op(tensor, chain)
     einsum = _einsum(tensor, candidates, users, weight)
     if not any(_is_about(weight, candidate.name) for candidate in candidates):
-        neighbours = itertools.islice(itertools.chain(users, def_use.ancestors(tensor.operand)), NEAR)
-        candidates += [_Candidate(parse(one.op_name), one) for one in neighbours if not state_array(one.op_name)[0]]
-    name, instruction = _best(candidates, weight) or _Candidate(parse(tensor.instruction.op_name), tensor.instruction)
+        neighbours = itertools.islice(itertools.chain(users, ancestors(tensor.operand)), NEAR)
+        candidates += [_Candidate(one.name_in_model, one) for one in neighbours if not state_array(one.op_name)[0]]
+    name, instruction = _best(candidates, weight) or _Candidate(tensor.instruction.name_in_model, tensor.instruction)
     if tensor.kind in GATHERS:
         readers = [
-            (parse(user.op_name), def_use.is_operand_of(user, tensor.instruction))
+            (user.name_in_model, is_operand_of(user, tensor.instruction))
             for user in users
             if user.op_name != instruction.op_name
         ]
         name = _with_readers(name, readers, attribution)
-    instructions = [instruction, *def_chain, tensor.instruction]
+    instructions = [instruction, *chain, tensor.instruction]
     if instruction is tensor.instruction and tensor.merged:  # it has the line of the first of its tensors
-        instructions = [*def_use.by_op_name[tensor.name], *def_chain]
-    result_tree, result_path = def_use.new_state.get(tensor.instruction, ("", ""))
+        instructions = [*tensor.instruction.module.by_op_name.get(tensor.name, ()), *chain]
+    result_tree, result_path = result
     return _Origin(
         name=name,
         instructions=instructions,
@@ -144,10 +144,10 @@ def _origin(tensor: MovedTensor, def_use: DefUse, attribution: Attribution) -> _
     )
 
 
-def _names_of_op(tensor: MovedTensor, def_chain: Sequence[Instruction]) -> list[_Candidate]:
+def _names_of_op(tensor: MovedTensor, chain: Sequence[Instruction]) -> list[_Candidate]:
     """The names of the op that makes a tensor, the best first; those of the step's arguments are left out."""
     named = [(tensor.name, tensor.instruction)] if tensor.name else []
-    named += [(one.op_name, one) for one in def_chain if len(of_each_tensor(one.op_name, 1)) == 1]
+    named += [(one.op_name, one) for one in chain if len(of_each_tensor(one.op_name, 1)) == 1]
     if not tensor.name:  # the name of one of several tensors is better than none
         named.append((tensor.instruction.op_name, tensor.instruction))
     return [_Candidate(parse(text), one) for text, one in named if text and not state_array(text)[0]]
@@ -157,7 +157,7 @@ def _einsum(tensor: MovedTensor, candidates: Sequence[_Candidate], users: Sequen
     """The einsum that a tensor comes from; else, unless the tensor is a sum, the nearest einsum that reads it."""
     names = [candidate.name for candidate in candidates]
     if tensor.kind not in REDUCTIONS:
-        readers = (parse(user.op_name) for user in users)
+        readers = (user.name_in_model for user in users)
         names += [name for name in readers if name.owners and (not weight or weight in name.owners)]
     return next((name.einsum for name in names if name.einsum), "")
 
@@ -199,21 +199,20 @@ def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribut
 
 def _caused(
     tensor: MovedTensor, origin: _Origin, attribution: Attribution, mesh_axes: tuple[str, ...]
-) -> tuple[str, set[str]]:
+) -> tuple[str, tuple[str, ...]]:
     """What a tensor is called, and the rows that cause its movement."""
-    name, weight = origin.name, origin.weight
+    name, weight, new_weight = origin.name, origin.weight, ""
     placed = name.array if name.array in attribution.weights else ""
     # TPU gathers a small weight by an all-reduce, which adds zeros to each device's shard.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)
     if tensor.kind in REDUCTIONS and not gathers:
-        weight = placed
-        rows = attribution.reduction(name, mesh_axes, scattered=tensor.kind != "all-reduce")
+        does, weight = (SUM if tensor.kind == "all-reduce" else SCATTERED_SUM), placed
     elif gathers and not attribution.looks_up(name):
-        weight = origin.new_weight or weight or placed
-        rows = attribution.gather(name, mesh_axes, weight, new=bool(origin.new_weight))
+        does, new_weight = GATHER, origin.new_weight
+        weight = new_weight or weight or placed
     else:
-        rows = attribution.resharding(name, mesh_axes, weight)
-    return weight or name.path or "step", attribution.complete(rows | attribution.look_up(name), name, mesh_axes)
+        does = OTHER
+    return weight or name.path or "step", attribution.rows(does, name, mesh_axes, weight, new_weight)
 
 
 def _source(instruction: Instruction) -> str:

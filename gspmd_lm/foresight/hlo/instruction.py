@@ -1,26 +1,36 @@
-"""One instruction of a compiled program: its shape, operands and attributes, and the Python lines that made it."""
+"""One instruction of a compiled program, and every fact about it that memory, collectives and timing read.
 
+A fact is worked out when it is first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+import collections
 import dataclasses
 import functools
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.units import bits
+from gspmd_lm.foresight.hlo import collective_op, flops, memory_traffic, values
+from gspmd_lm.foresight.hlo.shape import Shape
+from gspmd_lm.sharding import op_names
+
+if TYPE_CHECKING:
+    from gspmd_lm.foresight.hlo import Computation, Module
+    from gspmd_lm.foresight.hlo.collective_op import CollectiveOp
 
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
-ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{((?:[^{}]|\{[^{}]*\})*)\})?")
 
 _ROLES = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
           "called_computations")  # fmt: skip
+_COPIES = ("dynamic-update-slice", "dynamic-slice", "slice", "copy")  # a fusion is the first of those that are in it
 _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)
-_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
-_TILED = re.compile(r"([\d,]*):.*?T\((\d+(?:,\d+)*)\)")
 _ATTRIBUTE = re.compile(r"\s*([\w\-]+)=", re.S)
 _METADATA = re.compile(rf"(\w+)=({QUOTED}|[^\s}}]+)", re.S)
 _FIELD = re.compile(r"(\w+)=(\d+)")
@@ -30,7 +40,6 @@ _TELL_LITTLE = re.compile(
     r"|gspmd_lm/foresight/|<frozen"
 )
 _PACKAGE = frozenset(entry.name for entry in Path(__file__).parents[2].iterdir())  # its folders and files
-HOST_SPACE = 5  # the memory space of the host in layouts of TPU programs
 
 
 def in_package(file: str) -> str:
@@ -49,67 +58,23 @@ def source_line(file: str, line: int | str) -> str:
     return f"{in_package(file) or '/'.join(file.split('/')[-2:])}:{line}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """One array of a shape. `memory_space` is S(n) of its layout. On TPU, 1 is on the chip and 5 is the host."""
-
-    dtype: str
-    dimensions: tuple[int, ...]
-    memory_space: int = 0
-    layout: str = ""
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.dimensions)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the array, without the padding of tiles."""
-        return math.ceil(self.elements * bits(self.dtype) / 8)
-
-    @property
-    def padded_bytes(self) -> int:
-        """The bytes of the array in memory. A tiled TPU layout, such as T(8,128), is filled up to whole tiles."""
-        tiled = _TILED.match(self.layout)
-        if not tiled or not self.dimensions:
-            return self.bytes
-        order = [int(n) for n in tiled.group(1).split(",") if n] or list(reversed(range(len(self.dimensions))))
-        tile = [int(n) for n in tiled.group(2).split(",")]
-        sizes = [self.dimensions[n] for n in order]  # the fastest dimension first
-        for n, size in enumerate(reversed(tile[-len(sizes) :])):
-            sizes[n] = -(-sizes[n] // size) * size
-        return math.ceil(math.prod(sizes) * bits(self.dtype) / 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A shape as the program writes it."""
-
-    text: str
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """All arrays of the shape, with tuples flattened."""
-        return tuple(_array(match) for match in ARRAY.finditer(self.text))
-
-    @property
-    def bytes(self) -> int:
-        return sum(array.bytes for array in self.arrays)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of the program. `called` and other properties name computations of its module."""
+    """One line of the program."""
 
     name: str
     opcode: str
     shape: Shape
-    operands: tuple[str, ...]
-    computation: str
-    is_root: bool
+    operands: tuple[Instruction, ...] = dataclasses.field(repr=False)
+    computation: Computation = dataclasses.field(repr=False)
+    is_root: bool  # the text says so; the root may also be the last one
     arguments: str = dataclasses.field(repr=False)  # the text between the parentheses
     raw: str = dataclasses.field(repr=False)  # the text after them
-    tables: "Tables" = dataclasses.field(repr=False)
+    users: list[Instruction] = dataclasses.field(repr=False, default_factory=list)  # in their order, each once
+
+    @property
+    def module(self) -> Module:
+        return self.computation.module
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, str]:
@@ -158,14 +123,88 @@ class Instruction:
         return flops_and_bytes if any(flops_and_bytes) else None
 
     @functools.cached_property
-    def called(self) -> Mapping[str, tuple[str, ...]]:
-        """The called computations: their role, one of _ROLES -> names."""
-        computations = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
-        return {role: tuple(n.strip(" %") for n in text.strip("{}").split(",")) for role, text in computations.items()}
+    def called(self) -> Mapping[str, tuple[Computation, ...]]:
+        """The called computations by their role, one of _ROLES."""
+        if not any(f"{role}=" in self.raw for role in _ROLES):
+            return {}
+        texts = {role: self.attributes[role] for role in _ROLES if role in self.attributes}
+        names = {role: [name.strip(" %") for name in text.strip("{}").split(",")] for role, text in texts.items()}
+        return {role: tuple(map(self.module.computations.__getitem__, names[role])) for role in names}
+
+    @functools.cached_property
+    def bodies(self) -> tuple[Computation, ...]:
+        """The computations that it runs as programs, unlike the computations of fusions and reductions."""
+        if self.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
+            return ()
+        return tuple(body for bodies in self.called.values() for body in bodies)
+
+    @functools.cached_property
+    def copies(self) -> str:
+        """The opcode, one of _COPIES, of the copy beside compute that it begins; '' if it begins none.
+
+        XLA:GPU wraps such a copy into an asynchronous fusion.
+        """
+        if self.opcode != "fusion-start":
+            return self.base if self.phase == "-start" and self.base in _COPIES else ""
+        inside = {one.opcode for one in self.inside}
+        copies = [opcode for opcode in _COPIES if opcode in inside]
+        return copies[0] if copies and inside <= {*_COPIES, "parameter", "constant", "bitcast"} else ""
+
+    @functools.cached_property
+    def inside(self) -> tuple[Instruction, ...]:
+        """All instructions of the computations that a fusion calls, also of nested ones."""
+        called = (inner for body in self.called.get("calls", ()) for inner in body.instructions.values())
+        return tuple(one for inner in called for one in (inner, *inner.inside))
 
     @property
+    def executions(self) -> int:
+        """How often it runs in one run of the program. A loop whose trip count is not known counts once."""
+        return self.computation.executions
+
+    @property
+    def loops(self) -> tuple[Instruction, ...]:
+        """The loops around it, the outermost first."""
+        return self.computation.loops
+
+    @functools.cached_property
+    def trip_count(self) -> int | None:
+        """The trip count of a while loop; None if neither the compiler nor the loop's condition tells."""
+        known = self.config.get("known_trip_count", {}).get("n")
+        return int(known) if known is not None else values.trip_count(self)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """The FLOPs of one run, 2 x multiply-adds of all its matmuls; 0 if it has none."""
+        return flops.of_matmuls(self)
+
+    @functools.cached_property
+    def moved_bytes(self) -> collections.Counter[str]:
+        """The bytes that one run reads and writes in "hbm", "chip" and "host": see `memory_traffic.py`."""
+        return memory_traffic.moved_bytes(self)
+
+    @functools.cached_property
+    def collectives(self) -> tuple[CollectiveOp, ...]:
+        """The exchanges between devices that begin with it."""
+        return collective_op.begun_by(self)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether it is an asynchronous collective that several TPU fusions carry on, each with a part like it."""
+        return "async_collective_fusion_config" in self.config
+
+    @property
+    def chain_id(self) -> str:
+        """What the parts of such a collective have in common."""
+        return self.frontend.get("chain_id", self.name)
+
+    @functools.cached_property
+    def carried(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """The parts of such collectives in a fusion that it begins with, by STARTED, and ends with, by ENDED."""
+        return collective_op.carried_by(self)
+
+    @functools.cached_property
     def custom_call_target(self) -> str:
-        return _unquoted(self.attributes.get("custom_call_target", ""))
+        return _unquoted(self.attributes.get("custom_call_target", "")) if self.opcode == "custom-call" else ""
 
     @property
     def thread(self) -> str:
@@ -183,12 +222,17 @@ class Instruction:
         return self.metadata.get("op_name", "")
 
     @functools.cached_property
+    def name_in_model(self) -> op_names.OpName:
+        """What `op_name` says."""
+        return op_names.parse(self.op_name)
+
+    @functools.cached_property
     def frames(self) -> tuple[tuple[str, int], ...]:
         """The lines of Python that made the instruction, innermost first, each (file, line)."""
         frame = int(self.metadata.get("stack_frame_id", 0))
         if not frame and "source_file" in self.metadata:
             return ((self.metadata["source_file"], int(self.metadata.get("source_line", 0))),)
-        return self.tables.frames(frame)
+        return self.module.tables.frames(frame)
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
@@ -213,19 +257,16 @@ class Instruction:
         raise ValueError(f"{self.name}: a {self.opcode} has no index")
 
 
-Value = tuple[Instruction, tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
     """The stack frames at the head of the text."""
 
-    def __init__(self, tables: Mapping[str, Mapping[int, str]]):
-        self._tables = tables  # filled later
+    rows: dict[str, dict[int, str]] = dataclasses.field(default_factory=dict)  # name of a table -> number -> text
 
     @functools.cached_property
     def _frames(self) -> Mapping[int, tuple[int, int]]:
         """The number of a frame -> its location, and the number of the frame that called it."""
-        rows = {n: _fields(row) for n, row in self._tables.get("StackFrames", {}).items()}
+        rows = {n: _fields(row) for n, row in self.rows.get("StackFrames", {}).items()}
         parents = {n: row.get("parent_frame_id", 0) for n, row in rows.items()}
         # XLA's printer adds 1 to the parents (hlo_module.cc, 2025). Before, the outermost frame had parent 0.
         shift = int(all(parents.values()))
@@ -235,8 +276,8 @@ class Tables:
         frames = []
         while number in self._frames:
             location, parent = self._frames[number]
-            row = _fields(self._tables["FileLocations"][location])
-            frames.append((self._tables["FileNames"][row["file_name_id"]], row["line"]))
+            row = _fields(self.rows["FileLocations"][location])
+            frames.append((self.rows["FileNames"][row["file_name_id"]], row["line"]))
             if parent >= number:
                 raise InputError(
                     f"the compiled program's stack frame {number} has the later frame {parent} as its caller"
@@ -279,13 +320,6 @@ def attributes_of(text: str) -> dict[str, str]:
         elif part:
             attributes[part] = ""
     return attributes
-
-
-def _array(match: re.Match) -> Array:
-    dtype, sizes, layout = match.groups(default="")
-    space = _MEMORY_SPACE.search(layout)
-    dimensions = tuple(int(size.strip(" <=")) for size in sizes.split(",") if size.strip())
-    return Array(dtype, dimensions, int(space.group(1)) if space else 0, layout)
 
 
 def _unquoted(text: str) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from gspmd_lm.foresight.hlo import Array, Instruction, Module
+from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
 from gspmd_lm.model.kernels.attention import MOST_BLOCKS, splash_block
-from gspmd_lm.sharding.op_names import parse
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
 # mask, forward with a causal one, backward without a mask. Source: FlashAttention-3, arXiv 2407.08608, figures 5 and 6.
@@ -82,20 +81,20 @@ class Splash:
         return {"fwd": 2, "dkv": 5 if self.fused else 4, "dq": 3}[self.part]
 
 
-def kernel_s(module: Module, call: Instruction, chip: Chip) -> float | None:
+def kernel_s(call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         config = call.config["cudnn_fmha_backend_config"]
         return cudnn_s(
-            flops(module, call),
+            flops(call),
             "Backward" in call.custom_call_target,
             chip,
             length=int(config["intermediate_tensor_shape"]["dimensions"][-1]),
-            size=module.operand(call).shape.arrays[0].dimensions[-1],
+            size=call.operands[0].shape.arrays[0].dimensions[-1],
             causal="CAUSAL" in config.get("mask_type", ""),
             window=_window(config),
         )
-    splash = _splash(module, call)
+    splash = _splash(call)
     return splash_s(splash, chip) if splash else None
 
 
@@ -179,7 +178,7 @@ def _gradient_passes(blocks: float) -> float:
     return blocks + pieces + (PIECE_PASSES * pieces if pieces > 1 else 0.0)
 
 
-def flops(module: Module, call: Instruction) -> float:
+def flops(call: Instruction) -> float:
     """The FLOPs of an attention kernel, 2 x multiply-adds of the visited blocks; 0 for other calls."""
     if call.custom_call_target.startswith("__cudnn$fmha"):
         config = call.config["cudnn_fmha_backend_config"]
@@ -187,8 +186,8 @@ def flops(module: Module, call: Instruction) -> float:
         causal = "CAUSAL" in config.get("mask_type", "")
         scores = rows * heads * (masked_scores(queries, _window(config)) if causal else queries * keys)
         matmuls = 5 if "Backward" in call.custom_call_target else 2
-        return 2.0 * matmuls * scores * module.operand(call).shape.arrays[0].dimensions[-1]
-    splash = _splash(module, call)
+        return 2.0 * matmuls * scores * call.operands[0].shape.arrays[0].dimensions[-1]
+    splash = _splash(call)
     if splash is None:
         return 0.0
     return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
@@ -213,11 +212,11 @@ def _window(config: Mapping[str, Any]) -> int:
     return int(config.get("sliding_window_length", 0))
 
 
-def _splash(module: Module, call: Instruction) -> Splash | None:
+def _splash(call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
     if not (name := _splash_name(call)):
         return None
-    integers, (queries, keys, *_) = _operand_arrays(module, call)
+    integers, (queries, keys, *_) = _operand_arrays(call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
     count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
@@ -234,12 +233,10 @@ def _splash(module: Module, call: Instruction) -> Splash | None:
         rows=block,
         columns=columns,
         fused=len(call.shape.arrays) > 4,
-        mask_window=parse(call.op_name).mask_window,
+        mask_window=call.name_in_model.mask_window,
         steps=math.prod(count),
         # Those of the longest one: backward passes may go through them piece by piece.
-        length=max(
-            _operand_arrays(module, other)[1][1].dimensions[-2] for other in module.kernels if _splash_name(other)
-        ),
+        length=max(_operand_arrays(other)[1][1].dimensions[-2] for other in call.module.kernels if _splash_name(other)),
     )
 
 
@@ -247,8 +244,8 @@ def _splash_name(call: Instruction) -> re.Match[str] | None:
     return _SPLASH.search(call.op_name) if call.custom_call_target == "tpu_custom_call" else None
 
 
-def _operand_arrays(module: Module, call: Instruction) -> tuple[list[Array], list[Array]]:
+def _operand_arrays(call: Instruction) -> tuple[list[Array], list[Array]]:
     """The operands of a kernel: integers, and others."""
-    arrays = [operand.shape.arrays[0] for operand in module.operands(call)]
+    arrays = [operand.shape.arrays[0] for operand in call.operands]
     integers = [array for array in arrays if array.dtype.startswith("s")]
     return integers, [array for array in arrays if array not in integers]

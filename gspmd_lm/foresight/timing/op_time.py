@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 import math
+import operator
+from collections.abc import Iterator
 
-from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.timing import attention, flops, memory_traffic
+from gspmd_lm.foresight.hlo import Array, Instruction
+from gspmd_lm.foresight.timing import attention
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.sharding.op_names import parse
+from gspmd_lm.model.kernels import grouped
 from gspmd_lm.units import bits
 
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
@@ -42,6 +44,7 @@ _FREE_CALLS = {
 }  # fmt: skip
 # The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
+_GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
@@ -71,75 +74,118 @@ NO_TIME = OpTime(0.0)
 CALL = "custom-call "
 
 
-def op_time(module: Module, instruction: Instruction, chip: Chip) -> OpTime:
+def op_time(instruction: Instruction, chip: Chip) -> OpTime:
     """The time of the compute of an instruction, without its collectives."""
     if instruction.opcode in _FREE or instruction.custom_call_target in _FREE_CALLS:
         return NO_TIME
-    calls = kernels_of(module, instruction)
-    kernel_times = [_kernel_time(module, call, chip) for call in calls]
+    calls = kernels_of(instruction)
+    kernel_times = [_kernel_time(call, chip) for call in calls]
     unknown = next(
         (CALL + call.custom_call_target for call, time in zip(calls, kernel_times, strict=True) if not time), ""
     )
     kernels_s = sum(time.seconds for time in kernel_times if time)
-    if matmul_flops := flops.flops_of(module, instruction):
-        time = _matmul_time(module, instruction, chip, matmul_flops)
+    if matmul_flops := instruction.flops:
+        time = _matmul_time(instruction, chip, matmul_flops)
         time = dataclasses.replace(time, seconds=time.seconds + kernels_s)
     elif kernels_s:
         kind = max((time for time in kernel_times if time), key=lambda time: time.seconds).kind
-        time = OpTime(max(kernels_s, _memory_s(module, instruction, chip) if kind == "attention" else 0.0), kind)
-    elif chip.platform == "tpu" and _only_scalars(module, instruction):
+        time = OpTime(max(kernels_s, _memory_s(instruction, chip) if kind == "attention" else 0.0), kind)
+    elif chip.platform == "tpu" and _only_scalars(instruction):
         time = NO_TIME  # the scalar unit works beside the other units
     else:
-        time = _memory_time(module, instruction, chip)
+        time = _memory_time(instruction, chip)
         unknown = unknown or ("" if kernel_times or instruction.opcode in _BY_BYTES else instruction.opcode)
     launch_s = LAUNCH_S[chip.platform] if time is not NO_TIME else 0.0
     return dataclasses.replace(time, seconds=time.seconds + launch_s, unknown=unknown)
 
 
-def kernels_of(module: Module, instruction: Instruction) -> list[Instruction]:
+def kernels_of(instruction: Instruction) -> list[Instruction]:
     """The kernels that an instruction runs: itself, or the kernels inside a fusion."""
-    calls = (i for i in (instruction, *module.inside(instruction)) if i.opcode == "custom-call")
-    return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not flops.flops_of(module, call)]
+    calls = (i for i in (instruction, *instruction.inside) if i.opcode == "custom-call")
+    return [call for call in calls if call.custom_call_target not in _FREE_CALLS and not call.flops]
 
 
-def _kernel_time(module: Module, call: Instruction, chip: Chip) -> OpTime | None:
+def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
     """The time of a kernel: of attention by its name, of another by its FLOPs and bytes; None if they are unknown."""
-    if seconds := attention.kernel_s(module, call, chip):
+    if seconds := attention.kernel_s(call, chip):
         return OpTime(seconds, "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
         return NO_TIME  # its bytes are counted by `_moving`
-    if (work := flops.kernel_work(module, call)) is None:
+    if (work := kernel_work(call)) is None:
         return None
     flop_count, moved_bytes = work
     if chip.platform == "tpu":
-        flop_count, moved_bytes = flops.tiled_work(module, call, chip, flop_count, moved_bytes)
+        flop_count, moved_bytes = tiled_work(call, chip, flop_count, moved_bytes)
     memory_s = moved_bytes / hbm_bytes_per_s(chip)
-    return OpTime(max(_flops_s(module, call, chip, flop_count), memory_s), "matmul" if flop_count else "other")
+    return OpTime(max(_flops_s(call, chip, flop_count), memory_s), "matmul" if flop_count else "other")
 
 
-def _matmul_time(module: Module, instruction: Instruction, chip: Chip, operations: float) -> OpTime:
-    inside = (instruction, *module.inside(instruction))
-    matmul = next(i for i in inside if i.opcode != "fusion" and flops.flops_of(module, i))
-    seconds = max(_flops_s(module, matmul, chip, operations), _memory_s(module, instruction, chip))
+def kernel_work(call: Instruction) -> tuple[float, float] | None:
+    """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
+
+    Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
+    A kernel may have more rows than the buffer, to fill its last tile.
+    """
+    arrays, work = _arrays(call), call.cost_estimate
+    rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
+    if work is None and _GROUPED in call.op_name:
+        # Of [M, D], [E, D, F] and [M, F], any two give the third.
+        matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
+        moved = float(call.moved_bytes["hbm"])
+        work = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
+    buffers = sorted(call.module.buffers.items(), reverse=True)
+    share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
+    return work and (work[0] * share, work[1] * share)
+
+
+def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: float) -> tuple[float, float]:
+    """The FLOPs and bytes of a TPU's kernel that says so many: of a grouped matmul, those of its tiles.
+
+    Megablox says that it reads its weights again for each tile of rows, also where they stay on the chip.
+    """
+    arrays = _arrays(call)
+    matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
+    if _GROUPED not in call.op_name or matrices is None or not operations:
+        return operations, moved_bytes
+    experts, inner, columns = matrices.dimensions
+    outer = matrices is arrays[-1]
+    if not outer and arrays[0].dimensions[-1] != inner:  # given as its transpose
+        inner, columns = columns, inner
+    rows = operations / (2 * inner * columns)
+    itemsize = bits(matrices.dtype) // 8
+    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer)
+    return operations / share, kernel_bytes
+
+
+def _arrays(call: Instruction) -> list[Array]:
+    """The operands and results of a kernel that are no whole numbers."""
+    arrays = (array for one in (*call.operands, call) for array in one.shape.arrays)
+    return [array for array in arrays if not array.dtype.startswith(("s", "u"))]
+
+
+def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpTime:
+    inside = (instruction, *instruction.inside)
+    matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
+    seconds = max(_flops_s(matmul, chip, operations), _memory_s(instruction, chip))
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
-        peak = max(_peak(module, matmul, chip), chip.peak_bf16_flops_per_s)
+        peak = max(_peak(matmul, chip), chip.peak_bf16_flops_per_s)
         if operations <= estimated_s * peak:  # otherwise the estimate is faster than the chip
-            seconds = _slowdown(module, chip) * estimated_s
-    return OpTime(seconds, "attention" if _is_attention(module, instruction) else "matmul")
+            seconds = _slowdown(instruction, chip) * estimated_s
+    return OpTime(seconds, "attention" if _is_attention(instruction) else "matmul")
 
 
-def _slowdown(module: Module, chip: Chip) -> float:
-    return chip.matmul_slowdown * (chip.offloading_slowdown if module.offloads else 1.0)
+def _slowdown(instruction: Instruction, chip: Chip) -> float:
+    return chip.matmul_slowdown * (chip.offloading_slowdown if instruction.module.offloads else 1.0)
 
 
-def _flops_s(module: Module, matmul: Instruction, chip: Chip, operations: float) -> float:
-    share = MATMUL_SHARE[chip.platform] / _slowdown(module, chip)
-    if chip.gpu and flops.flops_of(module, matmul):
+def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
+    share = MATMUL_SHARE[chip.platform] / _slowdown(matmul, chip)
+    if chip.gpu and matmul.flops:
         elements = matmul.shape.arrays[0].elements
-        width = max(bits(module.operand(matmul, n).shape.arrays[0].dtype) for n in (0, 1))
+        width = max(bits(operand.shape.arrays[0].dtype) for operand in matmul.operands[:2])
         share *= tile_share(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
-    return operations / (share * _peak(module, matmul, chip))
+    return operations / (share * _peak(matmul, chip))
 
 
 def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
@@ -155,51 +201,46 @@ def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
     return best
 
 
-def _peak(module: Module, matmul: Instruction, chip: Chip) -> float:
+def _peak(matmul: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
-    arrays = [array for operand in module.operands(matmul) for array in operand.shape.arrays]
-    if not flops.flops_of(module, matmul):
+    arrays = [array for operand in matmul.operands for array in operand.shape.arrays]
+    if not matmul.flops:
         arrays.sort(key=lambda array: -array.elements)
     return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
 
 
-def _memory_time(module: Module, instruction: Instruction, chip: Chip) -> OpTime:
-    seconds = _memory_s(module, instruction, chip)
+def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:
+    seconds = _memory_s(instruction, chip)
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
-    return OpTime(seconds, "attention" if _is_attention(module, instruction) else "other")
+    return OpTime(seconds, "attention" if _is_attention(instruction) else "other")
 
 
-def _is_attention(module: Module, instruction: Instruction) -> bool:
+def _is_attention(instruction: Instruction) -> bool:
     """Whether an instruction is a part of attention without a kernel of its own: scores, their softmax, or a product
     with them. XLA loses the names of some products on GPUs; what they read, or what reads their result, has one."""
-    names = [instruction.op_name] if instruction.op_name else _neighbour_names(module, instruction)
-    return any(parse(name).kind == "attention" for name in names)
+    named = [instruction] if instruction.op_name else _neighbours(instruction)
+    return any(one.name_in_model.kind == "attention" for one in named)
 
 
-def _neighbour_names(module: Module, instruction: Instruction) -> list[str]:
-    """The names of what an instruction reads and of what reads its result."""
-    reads = module.operands(instruction)
-    while views := [one for one in reads if one.opcode in ("get-tuple-element", "bitcast")]:
-        reads = [one for one in reads if one not in views] + [module.operand(one) for one in views]
-    results, names = {instruction.name}, [one.op_name for one in reads]
-    for other in module.siblings(instruction).values():  # each after what it reads
-        if results.isdisjoint(other.operands):
-            continue
-        if other.opcode in ("get-tuple-element", "bitcast"):
-            results.add(other.name)
-        elif other.op_name:
-            names.append(other.op_name)
-    return names
+def _neighbours(instruction: Instruction) -> Iterator[Instruction]:
+    """What an instruction reads and what reads its result, but for views."""
+    for following in (operator.attrgetter("operands"), operator.attrgetter("users")):
+        waiting = [*following(instruction)]
+        for one in waiting:
+            if one.opcode in ("get-tuple-element", "bitcast"):
+                waiting += following(one)
+            else:
+                yield one
 
 
-def _only_scalars(module: Module, instruction: Instruction) -> bool:
-    operands_and_results = (instruction, *module.operands(instruction))
+def _only_scalars(instruction: Instruction) -> bool:
+    operands_and_results = (instruction, *instruction.operands)
     return not any(array.dimensions for one in operands_and_results for array in one.shape.arrays)
 
 
-def _memory_s(module: Module, instruction: Instruction, chip: Chip) -> float:
-    moved = memory_traffic.bytes_of(module, instruction)
+def _memory_s(instruction: Instruction, chip: Chip) -> float:
+    moved = instruction.moved_bytes
     return (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
 
 

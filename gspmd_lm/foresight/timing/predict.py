@@ -5,11 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.timing import attention, flops, memory_traffic, op_time
-from gspmd_lm.foresight.timing.simulate import COMPUTE, COPIES, HOST, MEMORY, Iteration, Simulation
+from gspmd_lm.foresight.timing import attention, op_time
+from gspmd_lm.foresight.timing.simulate import COMPUTE, HOST, MEMORY, Iteration, Simulation
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import Network
-from gspmd_lm.sharding.op_names import parse
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TRIP_COUNT = "while: turns unknown"
@@ -86,11 +85,11 @@ def predict(
         tokens_per_s_per_device=None if tokens_per_device is None else tokens_per_device / step_s if step_s else 0.0,
         basis=_BASIS[chip.platform] + packed,
         error=error,
-        timeline=_timeline(module, simulation),
+        timeline=_timeline(simulation.iterations),
         unpriced=unpriced,
         unpriced_share=sum(unpriced.values()),
-        missing_flops_share=max(0.0, 1 - _flops(module, simulation) / least_flops) if least_flops else 0.0,
-        fusions=_costliest(module, simulation),
+        missing_flops_share=max(0.0, 1 - _flops(simulation) / least_flops) if least_flops else 0.0,
+        fusions=_costliest(simulation),
     )
 
 
@@ -103,75 +102,63 @@ _BASIS = {
 def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, bytes_of = 0, collections.Counter[str]()
-    for step in module.steps():
-        instruction = step.instruction
+    for instruction in module.operations:
+        if (
+            instruction.opcode == "while"
+            and instruction.trip_count is None
+            and not instruction.name_in_model.trip_count
+        ):
+            bytes_of[UNKNOWN_TRIP_COUNT] += 1
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
-        size = step.executions * memory_traffic.bytes_of(module, instruction).total()
+        size = instruction.executions * instruction.moved_bytes.total()
         total += size
         unknown = simulation.op_time(instruction).unknown
-        if instruction.phase == "-start" and not (
-            module.bodies(instruction) or instruction.base in COPIES or simulation.collective_ops(instruction)
-        ):
-            unknown = instruction.opcode
         if unknown:
             bytes_of[f"{unknown} at {_label(instruction)}" if instruction.op_name else unknown] += size
-    for step in module.steps():
-        unknown = step.instruction.opcode == "while" and module.trip_count(step.instruction) is None
-        if unknown and not parse(step.instruction.op_name).trip_count:
-            bytes_of[UNKNOWN_TRIP_COUNT] += 1
     return {name: size / total if total else 0.0 for name, size in bytes_of.most_common()}
 
 
-def _flops(module: Module, simulation: Simulation) -> float:
+def _flops(simulation: Simulation) -> float:
     """The FLOPs of matmuls and kernels in one step, without recomputation."""
     total = 0.0
-    for step in module.steps(branches=simulation.branches):
-        if parse(step.instruction.op_name).phase == "recomputation":
+    for instruction in simulation.operations:
+        if instruction.name_in_model.phase == "recomputation":
             continue
-        done = flops.flops_of(module, step.instruction)
-        for call in op_time.kernels_of(module, step.instruction):
-            done += attention.flops(module, call) or (flops.kernel_work(module, call) or (0.0,))[0]
-        total += step.executions * done
+        done = instruction.flops
+        for call in op_time.kernels_of(instruction):
+            done += attention.flops(call) or (op_time.kernel_work(call) or (0.0,))[0]
+        total += instruction.executions * done
     return total
 
 
 _MOVE_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional")
 
 
-def _costliest(module: Module, simulation: Simulation) -> tuple[tuple[str, float], ...]:
+def _costliest(simulation: Simulation) -> tuple[tuple[str, float], ...]:
     """The operations that compute longest, each with its seconds."""
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for step in module.steps(branches=simulation.branches):
-        time = simulation.op_time(step.instruction)
+    for instruction in simulation.operations:
+        time = simulation.op_time(instruction)
         if time.seconds:
-            seconds[f"{_label(step.instruction)} ({time.kind})"] += step.executions * time.seconds
+            seconds[f"{_label(instruction)} ({time.kind})"] += instruction.executions * time.seconds
     return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:COSTLIEST])
 
 
 def _label(instruction: Instruction) -> str:
     """The place of an instruction in the model, such as layers.attention.wq."""
-    name = parse(instruction.op_name)
+    name = instruction.name_in_model
     return "+".join(name.owners) or ".".join(name.modules[:3]) or instruction.name
 
 
-def _timeline(module: Module, simulation: Simulation) -> tuple[Span, ...]:
+def _timeline(iterations: Mapping[Instruction, Iteration]) -> tuple[Span, ...]:
     """One iteration of the longest loop of the forward pass, then one of the backward pass."""
-    steps = {step.instruction.name: step for step in module.steps() if step.instruction.opcode == "while"}
-    parts = {name: _part(iteration) for name, iteration in simulation.iterations.items()}
-    longest: dict[str, str] = {}
-    for name in sorted(
-        simulation.iterations, key=lambda name: simulation.iterations[name].loop_s * steps[name].executions
-    ):
-        others = {parts[other] for other in simulation.iterations if name in (loop.name for loop in steps[other].loops)}
-        if len(others) < 2:  # a loop over microbatches contains loops of both passes
-            longest[parts[name]] = name
-    return tuple(
-        span
-        for part in ("forward", "backward")
-        if part in longest
-        for span in _spans(simulation.iterations[longest[part]], part)
-    )
+    parts = {loop: _part(iteration) for loop, iteration in iterations.items()}
+    longest: dict[str, Iteration] = {}
+    for loop in sorted(iterations, key=lambda loop: iterations[loop].loop_s * loop.executions):
+        if len({parts[inner] for inner in iterations if loop in inner.loops}) < 2:
+            longest[parts[loop]] = iterations[loop]  # a loop over microbatches contains loops of both passes
+    return tuple(span for part in ("forward", "backward") if part in longest for span in _spans(longest[part], part))
 
 
 def _part(iteration: Iteration) -> str:
@@ -179,7 +166,7 @@ def _part(iteration: Iteration) -> str:
     compute_s = {"forward": 0.0, "backward": 0.0}
     for event in iteration.events:
         if event.track == COMPUTE:
-            phase = parse(event.instruction.op_name).phase
+            phase = event.instruction.name_in_model.phase
             compute_s["forward" if phase in ("forward", "other") else "backward"] += event.end_s - event.begin_s
     return "backward" if compute_s["backward"] > compute_s["forward"] else "forward"
 

@@ -6,9 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from gspmd_lm.foresight.collectives import ops
-from gspmd_lm.foresight.collectives.ops import CollectiveOp
-from gspmd_lm.foresight.hlo import COLLECTIVES, HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo import HOST_SPACE, Computation, Instruction, Module
+from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, ENDED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
@@ -18,7 +17,6 @@ MAX_ITERATIONS = (
 )
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
-COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,27 +54,32 @@ class Simulation:
         self.compute_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # matmul, attention, other
         self.exposed_s: collections.defaultdict[str, float] = collections.defaultdict(float)  # mesh axes, or HOST
         self.communication_s = 0.0
-        self.iterations: dict[str, Iteration] = {}
-        self.branches: dict[str, int] = {}  # conditional -> the number of its branch that runs
+        self.iterations: dict[Instruction, Iteration] = {}
+        self.branches: dict[Instruction, Computation] = {}  # conditional -> its branch that runs
         self._free_at_s: dict[str, float] = {}  # link -> the time from which it is free
         self._events: list[Event] = []
         self._in_flight: dict[str, Event] = {}  # chain_id, or rendezvous between slices -> the transfer under way
-        # Caches stand in the instance, so that they go with the module.
-        self.op_time = functools.cache(self._op_time)
-        self.collective_ops = functools.cache(self._collective_ops)
+        self.op_time = functools.cache(self._op_time)  # in the instance, so that it goes with the module
         self.run(module.entry, ())
 
     def run(self, computation: Computation, parameters: Sequence[InFlight]) -> InFlight:
         """The value of a computation's root, after its instructions have run and the clock has moved on."""
-        values: dict[str, InFlight] = {}
+        values: dict[Instruction, InFlight] = {}
         for instruction in computation.instructions.values():
-            operands = [values[name] for name in instruction.operands]
+            operands = [values[operand] for operand in instruction.operands]
             if instruction.opcode == "parameter":
                 value = parameters[instruction.index] if instruction.index < len(parameters) else None
             else:
                 value = self._instruction(instruction, operands)
-            values[instruction.name] = value
-        return values[computation.root.name]
+            values[instruction] = value
+        return values[computation.root]
+
+    @property
+    def operations(self) -> list[Instruction]:
+        """The operations that ran: of the branches of a conditional, those of one."""
+        left_out = {one for conditional, chosen in self.branches.items() for body in conditional.bodies
+                    if body is not chosen for one in body.operations}  # fmt: skip
+        return [one for one in self.module.operations if one not in left_out]
 
     def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         opcode = instruction.opcode
@@ -89,7 +92,7 @@ class Simulation:
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "call":
-            return self.run(self.module.bodies(instruction)[0], operands)
+            return self.run(instruction.bodies[0], operands)
         if opcode == "conditional":
             return self._conditional(instruction, operands)
         if opcode in ("send", "recv"):
@@ -105,27 +108,24 @@ class Simulation:
 
     def _op_time(self, instruction: Instruction) -> op_time.OpTime:
         """The time of an instruction's compute. Transfers compute nothing."""
+        if instruction.phase == "-start" and not (instruction.collectives or instruction.copies or instruction.bodies):
+            return dataclasses.replace(op_time.NO_TIME, unknown=instruction.opcode)
         if instruction.base in COLLECTIVES or instruction.opcode in ("send", "recv") or instruction.phase:
             return op_time.NO_TIME
-        time = op_time.op_time(self.module, instruction, self.chip)
-        if instruction.opcode == "fusion" and time.kind == "other" and self.collective_ops(instruction):
+        time = op_time.op_time(instruction, self.chip)
+        if instruction.opcode == "fusion" and time.kind == "other" and instruction.collectives:
             return dataclasses.replace(time, seconds=0.0)  # its time is that of the exchange
         return time
-
-    def _collective_ops(self, instruction: Instruction) -> tuple[CollectiveOp, ...]:
-        """The collectives that begin with an instruction, among all devices."""
-        return ops.collective_ops(self.module, instruction, self.network.slices)
 
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
-            for chain in self.module.chain_ids(instruction, "AsyncCollectiveDone"):
-                self._wait(self._in_flight.pop(chain, None))
-            for op in self.collective_ops(instruction):
+            for ended in instruction.carried[ENDED]:
+                self._wait(self._in_flight.pop(ended.chain_id, None))
+            for op in instruction.collectives:
                 transfer = self._start_collective(op)
                 if op.asynchronous and transfer:
-                    inner = op.instruction
-                    self._in_flight[inner.frontend.get("chain_id", inner.name)] = transfer
+                    self._in_flight[op.instruction.chain_id] = transfer
                 else:
                     self._wait(transfer)
         time = self.op_time(instruction)
@@ -145,14 +145,14 @@ class Simulation:
 
     def _start(self, instruction: Instruction) -> InFlight:
         if instruction.base in COLLECTIVES:
-            return tuple(self._start_collective(exchange) for exchange in self.collective_ops(instruction))
-        if instruction.base in COPIES:
+            return tuple(self._start_collective(exchange) for exchange in instruction.collectives)
+        if instruction.copies:
             return self._copy(instruction)
         started: list[InFlight] = []
         beside_s = 0.0  # the compute of a computation that runs on another core
-        for body in self.module.bodies(instruction):
+        for body in instruction.bodies:
             for inner in body.instructions.values():
-                started += [self._start_collective(exchange) for exchange in self.collective_ops(inner)]
+                started += [self._start_collective(exchange) for exchange in inner.collectives]
                 beside_s += self.op_time(inner).seconds
         if beside_s:
             started.append(self._transfer(beside_s, [instruction.thread], MEMORY, "other", instruction, MEMORY))
@@ -171,8 +171,8 @@ class Simulation:
 
     def _copy(self, instruction: Instruction) -> Event | None:
         """The transfer of a copy beside compute: to or from the host, or into the memory on the chip."""
-        operands = [operand.shape.arrays[0] for operand in self.module.operands(instruction)]
-        updates = instruction.base == "dynamic-update-slice"
+        operands = [operand.shape.arrays[0] for operand in instruction.operands]
+        updates = instruction.copies == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
         touched = [*operands[: 1 + updates], *results]
         moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
@@ -187,10 +187,10 @@ class Simulation:
 
     def _between_slices(self, instruction: Instruction) -> Event | None:
         """The transfer of a collective between slices: a send begins it, and the matching receive waits for it."""
-        meeting = ops.rendezvous(instruction)
+        meeting = rendezvous(instruction)
         if instruction.opcode == "recv":
             return self._in_flight.pop(meeting, None)
-        for op in self.collective_ops(instruction):
+        for op in instruction.collectives:
             transfer = self._start_collective(op)
             if transfer:
                 self._in_flight[meeting] = transfer
@@ -219,20 +219,18 @@ class Simulation:
 
     def _conditional(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
         """Runs the branch that computes longest."""
-        bodies = self.module.bodies(instruction)
-        if instruction.name not in self.branches:
-            costs = [
-                math.fsum(step.executions * self.op_time(step.instruction).seconds for step in self.module.steps(body))
-                for body in bodies
-            ]
-            self.branches[instruction.name] = costs.index(max(costs))
-        chosen = self.branches[instruction.name]
-        return self.run(bodies[chosen], operands[1 + chosen : 2 + chosen])
+        bodies = instruction.bodies
+        if instruction not in self.branches:
+            costs = [math.fsum(i.executions * self.op_time(i).seconds for i in body.operations) for body in bodies]
+            self.branches[instruction] = bodies[costs.index(max(costs))]
+        chosen = self.branches[instruction]
+        number = bodies.index(chosen)
+        return self.run(chosen, operands[1 + number : 2 + number])
 
     def _loop(self, loop: Instruction, value: InFlight) -> InFlight:
         """Simulates iterations of a loop until two take equally long, then adds the others at once."""
-        condition, body = self.module.bodies(loop)
-        trip_count = self.module.trip_count(loop)
+        condition, body = loop.bodies
+        trip_count = loop.trip_count
         iterations = 1 if trip_count is None else trip_count
         loop_began_s, took_s, steady = self.clock_s, math.inf, False
         for iteration in range(min(iterations, MAX_ITERATIONS)):
@@ -244,7 +242,7 @@ class Simulation:
             if steady or iteration == min(iterations, MAX_ITERATIONS) - 1:
                 events = tuple(dataclasses.replace(p) for p in self._events if p.end_s > before.clock_s)
                 before.repeat(self, iterations - iteration - 1)
-                self.iterations[loop.name] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
+                self.iterations[loop] = Iteration(before.clock_s, took_s, events, self.clock_s - loop_began_s)
                 break
         return value
 
