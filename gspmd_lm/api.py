@@ -77,7 +77,7 @@ def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides:
     Raises:
         InputError: there is no such file, it is not a YAML mapping, or `mesh` or an override does not fit it.
     """
-    return rules_file.load(name, mesh, task.vocabulary if task else DECODER, _several(overrides))
+    return rules_file.load(name, mesh, task.names if task else DECODER, _several(overrides))
 
 
 def start(rules: Rules | str, platform: str | None = None) -> "Runtime":

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from gspmd_lm.config import Config
 from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays, pairs
@@ -67,7 +68,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
             table.add_section()
         weights = row.at_rest is not None
         at_rest = "" if row.at_rest is None else split(row.axes, row.at_rest)
-        table.add_row(row.path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
+        path = annotate.CONSTRAINT if annotate.Spec(row.path, row.axes).is_constraint else row.path
+        table.add_row(path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
                       f"{row.bytes_per_device:,}")  # fmt: skip
     console.print(table)
     console.print()

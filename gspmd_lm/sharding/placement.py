@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -209,7 +208,6 @@ class Recorder:
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.used: set[str] = set()  # paths of the weights that the model places for use
-        self.constraints = 0  # how often the model calls flax's with_logical_constraint, which places nothing here
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
 
@@ -229,7 +227,7 @@ class Recorder:
         self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        if spec.array in self.vocabulary.activations:
+        if spec.is_constraint or spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
         elif spec.table == "rules":
             self.used.add(spec.array)
@@ -303,21 +301,10 @@ def marked(name: str) -> Spec | None:
 
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
     """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
-    recorder, of_flax = Recorder(rules), _NoRules([("", None)])
-    with placed_by(recorder), nn.logical_axis_rules(of_flax):
+    recorder = Recorder(rules)
+    with placed_by(recorder):
         recorder.program = jax.make_jaxpr(function)(*abstract)
-    recorder.constraints = of_flax.asked
     return recorder
-
-
-class _NoRules(list[tuple[str, None]]):
-    """Axis rules for flax that place nothing, and count how often a constraint reads them. Empty rules are not read."""
-
-    asked = 0
-
-    def __iter__(self) -> Iterator[tuple[str, None]]:
-        self.asked += 1
-        return super().__iter__()
 
 
 def as_recorded(recorder: Recorder) -> AbstractContextManager[None]:
