@@ -123,7 +123,7 @@ class Task:
         return jax.eval_shape(self._drawn, jax.eval_shape(jax.random.key, 0))
 
     def _drawn(self, key: jax.Array) -> Any:
-        with placed_by(None), of_flax.without_a_mesh():  # the shapes may be asked for while a program is traced
+        with placed_by(None), of_flax.reading():  # the shapes may be asked for while a program is traced
             return self.init(key)
 
     def initial(self, key: jax.Array) -> Any:
@@ -132,9 +132,9 @@ class Task:
 
     def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> Any:
         """The sums over a batch, a NamedTuple. Raises InputError where `sums` gives something else."""
-        with of_flax.without_a_mesh():
+        with of_flax.reading(_rows(batch)):
             sums = self.sums(of_flax.readable(self._like, params), batch, key)
-        if getattr(sums, "shape", None) == next(iter(batch.values())).shape[:1]:
+        if getattr(sums, "shape", None) == (_rows(batch),):
             return Losses(sums.sum(dtype=jnp.float32))
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
             raise InputError(
@@ -157,12 +157,13 @@ class Task:
 
     def counted(self, batch: Batch) -> jax.Array:
         """What the sums over a batch are divided by."""
-        return self.count(batch) if self.count else jnp.asarray(next(iter(batch.values())).shape[0], jnp.float32)
+        return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
         if self.evaluate:
-            return self.evaluate(of_flax.readable(self._like, params), batch)
+            with of_flax.reading(_rows(batch)):
+                return self.evaluate(of_flax.readable(self._like, params), batch)
         return self.summed(params, batch, None)._asdict() | {"count": self.counted(batch)}
 
     def means(self, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
@@ -170,6 +171,10 @@ class Task:
         if self.metrics:
             return self.metrics(sums, count, step)
         return {name: total / count for name, total in sums._asdict().items()} | {"count": count}
+
+
+def _rows(batch: Batch) -> int:
+    return next(iter(batch.values())).shape[0]
 
 
 def _spec(one: Input) -> Spec:
