@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from gspmd_lm import Input, Task
 from gspmd_lm import config as configs
@@ -73,6 +74,38 @@ class Decoder(nn.Module):
         return nn.with_logical_constraint(logits, ("activation_batch", "activation_length", "activation_vocab"))
 
 
+class NnxBlock(nnx.Module):
+    """One layer of a network for rows of tokens, of NNX."""
+
+    def __init__(self, width, hidden, rngs):
+        def init(*axes):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+        ones = nnx.with_partitioning(nnx.initializers.ones, ("embed",))
+        self.norm = nnx.RMSNorm(width, scale_init=ones, rngs=rngs)
+        self.wi = nnx.Linear(width, hidden, use_bias=False, kernel_init=init("embed", "mlp"), rngs=rngs)
+        self.wo = nnx.Linear(hidden, width, use_bias=False, kernel_init=init("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.wo(nnx.gelu(self.wi(self.norm(x))))
+
+
+class Network(nnx.Module):
+    """Layers over each token, of NNX, between a table of tokens and logits."""
+
+    def __init__(self, rngs, layers=2, width=64, hidden=256, vocab=128):
+        table = nnx.with_partitioning(nnx.initializers.normal(0.02), ("vocab", "embed"))
+        self.embed = nnx.Embed(vocab, width, embedding_init=table, rngs=rngs)
+        self.layers = nnx.List(NnxBlock(width, hidden, rngs) for _ in range(layers))
+        self.head = nnx.Param(rngs.params.normal((width, vocab)) / width**0.5, out_sharding=("embed", "vocab"))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head[...]
+
+
 # What follows is all that the package needs.
 
 
@@ -110,3 +143,18 @@ def same_decoder(rows=32, length=16, **sizes):
     raw = {"name": "same_decoder", "model": sizes, "data": {"source": "random:64", "batch": rows, "seq": length},
            "train": {"steps": 4}}  # fmt: skip
     return configs.from_dict(raw, "tests")
+
+
+def nnx_init(key):
+    return nnx.state(Network(nnx.Rngs(key)), nnx.Param)
+
+
+def nnx_losses(params, batch, key):
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Network(nnx.Rngs(0)))), params)
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1)
+
+
+NNX = Task(
+    name="nnx_network", init=nnx_init, sums=nnx_losses, optimizer=optimizer, matmul_precision="highest",
+    inputs={name: Input((32, 16), "int32", "tokens: batch length") for name in ("tokens", "targets")},
+)  # fmt: skip

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
 from gspmd_lm.sharding.names import Vocabulary
@@ -208,6 +210,7 @@ class Recorder:
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.used: set[str] = set()  # paths of the weights that the model places for use
+        self.constraints: Counter[Spec] = Counter()  # calls of flax's with_logical_constraint in the program
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
 
@@ -227,6 +230,8 @@ class Recorder:
         self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
+        if spec.is_constraint:
+            self.constraints[spec] += 1
         if spec.is_constraint or spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
         elif spec.table == "rules":
@@ -256,6 +261,14 @@ class Recorder:
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         return function
+
+    def without_rows(self) -> dict[Spec, int]:
+        """The constraints that gather an array whole, since no row maps any of their axes, and their calls."""
+        return {
+            spec: calls
+            for spec, calls in self.constraints.items()
+            if not any(self.rules.row("rules", spec.array, axis) for axis in spec.axes)
+        }
 
 
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
@@ -303,7 +316,15 @@ def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Record
     """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
     recorder = Recorder(rules)
     with placed_by(recorder):
-        recorder.program = jax.make_jaxpr(function)(*abstract)
+        try:
+            recorder.program = jax.make_jaxpr(function)(*abstract)
+        except RuntimeError as error:
+            if "non-empty mesh" not in str(error):
+                raise
+            raise InputError(
+                "the model calls jax.lax.with_sharding_constraint with a PartitionSpec, which needs a mesh of its own\n"
+                "  fix   nn.with_logical_constraint(x, axes), whose axes the rules file maps"
+            ) from error
     return recorder
 
 
