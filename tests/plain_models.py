@@ -21,6 +21,7 @@ class Block(nn.Module):
 
     heads: int
     hidden: int
+    dtype: str
 
     @nn.compact
     def __call__(self, x, _):
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
         def dense(name, shape, axes, axis=-1):
             init = annotated(nn.initializers.lecun_normal(), *axes)
-            return nn.DenseGeneral(shape, axis=axis, use_bias=False, name=name, kernel_init=init)
+            return nn.DenseGeneral(shape, axis=axis, use_bias=False, name=name, kernel_init=init, dtype=self.dtype)
 
         width = x.shape[-1]
         of_heads = "activation_batch", "activation_length", "activation_heads", "activation_kv"
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
     heads: int = 8
     hidden: int = 256
     vocab: int = 128
+    dtype: str = "float32"
 
     @nn.compact
     def __call__(self, tokens):
@@ -67,7 +69,7 @@ class Decoder(nn.Module):
             nn.remat(Block, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True},
             length=self.layers, metadata_params={nn.PARTITION_NAME: "layers"},
         )  # fmt: skip
-        x, _ = layers(self.heads, self.hidden, name="layers")(x, None)
+        x, _ = layers(self.heads, self.hidden, self.dtype, name="layers")(x, None)
         x = nn.RMSNorm(name="final_norm", scale_init=annotated(nn.initializers.ones, "embed"))(x)
         out = annotated(nn.initializers.lecun_normal(), "embed", "vocab")
         logits = nn.Dense(self.vocab, use_bias=False, name="logits", kernel_init=out)(x)

@@ -83,9 +83,9 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     trained = f" ({arrays.trained_count:,} trained)" if some else ""
     parameters = f"{arrays.parameter_count:,} parameters{trained}"
     console.print(f"{config.name} under {rules.path}: {parameters}, mesh {mesh}", soft_wrap=True)
-    if calls := recorder.constraints.total():
-        whole = sum(recorder.without_rows().values())
-        console.print(f"calls of nn.with_logical_constraint: {calls}, {whole} of them without an axis that a row maps")
+    if kinds := len(recorder.constraints):
+        whole = len(recorder.unmapped)
+        console.print(f"kinds of nn.with_logical_constraint: {kinds}, {whole} of them without an axis that a row maps")
     console.print("bytes per device, counted:")
     for name, held in totals.items():
         console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")

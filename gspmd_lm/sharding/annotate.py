@@ -281,7 +281,7 @@ def parameter(
     names = tuple(axes.split())
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
-    array = array.value if isinstance(array, nn.meta.AxisMetadata) else array  # `use` places it, not its box
+    array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
     return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
 
 

@@ -21,8 +21,7 @@ from gspmd_lm.sharding.annotate import Spec, Split, Weight, placement, use
 from gspmd_lm.sharding.placement import Named
 
 
-@struct.dataclass
-class Box(meta.AxisMetadata[Any]):
+class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
     """A parameter in a box of flax. Modules open the box where they read the parameter, and find it placed for use."""
 
     value: Any

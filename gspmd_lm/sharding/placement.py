@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -210,7 +209,7 @@ class Recorder:
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.used: set[str] = set()  # paths of the weights that the model places for use
-        self.constraints: Counter[Spec] = Counter()  # calls of flax's with_logical_constraint in the program
+        self.constraints: dict[Spec, None] = {}  # of flax's with_logical_constraint, each once
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
 
@@ -231,7 +230,7 @@ class Recorder:
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         if spec.is_constraint:
-            self.constraints[spec] += 1
+            self.constraints[spec] = None
         if spec.is_constraint or spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
         elif spec.table == "rules":
@@ -262,13 +261,10 @@ class Recorder:
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         return function
 
-    def without_rows(self) -> dict[Spec, int]:
-        """The constraints that gather an array whole, since no row maps any of their axes, and their calls."""
-        return {
-            spec: calls
-            for spec, calls in self.constraints.items()
-            if not any(self.rules.row("rules", spec.array, axis) for axis in spec.axes)
-        }
+    @property
+    def unmapped(self) -> list[Spec]:
+        """The constraints that gather an array whole, since no row maps any of their axes."""
+        return [one for one in self.constraints if not any(self.rules.row("rules", one.array, x) for x in one.axes)]
 
 
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:

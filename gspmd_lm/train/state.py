@@ -112,12 +112,12 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         warnings.append(Problem(message, place, fix, warning=True))
-    whole, rows = named.without_rows(), rules.row("rules", "", task.names.rows)
+    whole, rows = named.unmapped, rules.row("rules", "", task.names.rows)
     if whole and rows and rules.piece_count(rows.mesh_axes) > 1:
-        calls, axes = sum(whole.values()), sorted({axis for spec in whole for axis in spec.axes})
+        axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
         message = (
-            f"{place}: {calls} of {named.constraints.total()} calls of nn.with_logical_constraint name no axis that a "
-            f"row of rules maps ({', '.join(axes)}), so they gather whole arrays to each device"
+            f"{place}: of {len(named.constraints)} kinds of nn.with_logical_constraint, {len(whole)} name no axis that "
+            f"a row of rules maps ({', '.join(axes)}), so each device holds these arrays whole"
         )
         warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))
     return warnings
