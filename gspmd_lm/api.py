@@ -6,7 +6,7 @@ imported where they are used, so that a config or a rules file is read without j
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,22 +178,28 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
 
 
 def train(
-    config: Config | str,
+    config: "Config | Task | str",
     rules: Rules | str = "none",
     workdir: str | Path | None = None,
     steps: int | None = None,
     platform: str | None = None,
+    data: "Callable[[int], Mapping[str, Any]] | None" = None,
+    held_out: "Sequence[Mapping[str, Any]]" = (),
 ) -> "Trained":
-    """Trains the decoder of a config, as the command line does: data, checkpoints, evaluation, metrics.
+    """Trains the decoder of a config, as the command line does, or a model of one's own: data, checkpoints, evaluation,
+    metrics.
 
-    A run goes on from the newest checkpoint in its workdir. For a model of one's own, `build` gives the step.
+    A run goes on from the newest checkpoint in its workdir.
 
     Args:
-        config: what is computed.
+        config: what is computed; a task says in `train` how long.
         rules: where it runs; says how many devices are simulated where no accelerator is.
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
+        data: of a task, the batch of a step as numpy arrays with the rows of all devices, from the step's number,
+            which is all that a resumed run knows of the data. A thread calls it ahead.
+        held_out: of a task, the batches that evaluation reads.
 
     Returns:
         The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has
@@ -207,14 +213,45 @@ def train(
         raise InputError(
             f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
         )
-    rules = _rules(rules)
     folder = str(workdir) if workdir else None
-    config = _with_vocabulary(load_config(config) if isinstance(config, str) else config, folder)
+    config = load_config(config) if isinstance(config, str) else config
+    rules, rows = _rules(rules, config), None
+    if isinstance(config, Config):
+        if data or held_out:
+            raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
+        config = _with_vocabulary(config, folder)
+    else:
+        rows = _rows(config, data, held_out)
     machine = start(rules, platform)
     from gspmd_lm import session
     from gspmd_lm.show.notebook import Trained
 
-    return Trained(*session.train(session.begin(config, rules, machine, folder), steps))
+    return Trained(*session.train(session.begin(config, rules, machine, folder), steps, rows))
+
+
+def _rows(task: "Task", data: Any, held_out: Sequence[Any]) -> Any:
+    """A function that opens the batches of a task. Raises InputError where the task cannot be trained so."""
+    settings = task.train
+    if settings is None or data is None:
+        missing = "the task has no train" if settings is None else "there is no data"
+        raise InputError(
+            f"train: task {task.name}: {missing}\n"
+            "  fix   Task(..., train=gspmd_lm.config.Train(steps=1000)), and train(task, rules, data=batch), where "
+            "batch(step) gives numpy arrays"
+        )
+    other = [key for key in ("samples", "init_from") if getattr(settings, key)]
+    other += ["keep_best", "patience"] if settings.keeps_best and not held_out else []
+    if other:
+        raise InputError(
+            f"train: task {task.name}: train.{other[0]} needs "
+            + ("held_out" if settings.keeps_best else "the decoder of a config")
+            + f"\n  fix   drop {other[0]}"
+        )
+    from gspmd_lm.data.batches import Batches
+
+    shapes = task.batch(task.rows)
+    evaluation = Batches(held_out.__getitem__, shapes, "evaluation", len(held_out)) if held_out else None
+    return lambda: (Batches(data, shapes), evaluation)
 
 
 def load(

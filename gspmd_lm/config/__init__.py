@@ -172,6 +172,6 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """The plain values of a config, ready for YAML or JSON."""
-    return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
+def to_dict(config: Config | Train) -> dict[str, Any]:
+    """The plain values of a config or of its section `train`, ready for YAML or JSON."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")

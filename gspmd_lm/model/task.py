@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import of_flax, shapes
 from gspmd_lm.sharding.annotate import Spec, placed_by
@@ -57,6 +57,7 @@ class Task:
     count: Callable[[Batch], jax.Array] | None = None  # what the sums are divided by; None: the number of rows
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
+    scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
     partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
     # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
@@ -66,6 +67,7 @@ class Task:
     compute_dtype: str = "float32"  # of activations
     float32: tuple[str, ...] = ()  # activations that are float32 whatever `compute_dtype` says
     tokens: int = 0  # of a batch, for speeds; 0: the number of rows
+    train: Train | None = None  # for `gspmd_lm.train`: how long, and how often it logs, evaluates and saves
     # Of the decoder, the config that it was made from: `train.decoder.task` sets it. A changed copy has none, since its
     # functions may be others.
     config: Config | None = dataclasses.field(default=None, init=False)
@@ -165,6 +167,13 @@ class Task:
             with of_flax.reading(_rows(batch)):
                 return self.evaluate(of_flax.readable(self._like, params), batch)
         return self.summed(params, batch, None)._asdict() | {"count": self.counted(batch)}
+
+    def scored(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What evaluation logs, from its totals; `eval_loss` decides what is best."""
+        if self.scores:
+            return self.scores(totals)
+        count = max(totals["count"], 1.0)
+        return {f"eval_{name}": total / count for name, total in totals.items() if name != "count"}
 
     def means(self, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
         """The metrics of a step, from its sums."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,8 +56,8 @@ def reading(rows: int = 0) -> Iterator[None]:
 
     Those of NNX with axes are made although no mesh is set.
     """
-    within = functools.partial(_within_layer, rows)
-    with flax.config.temp_flip_flag("always_shard_variable", False), nn.intercept_methods(within):
+    lazily = _nnx().use_eager_sharding(False) if _nnx() else contextlib.nullcontext()
+    with lazily, nn.intercept_methods(functools.partial(_within_layer, rows)):
         yield
 
 
@@ -204,8 +203,9 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _is_state(params: Any) -> bool:
-    return "flax.nnx" in sys.modules and isinstance(params, _nnx().State)
+    return _nnx() is not None and isinstance(params, _nnx().State)
 
 
 def _nnx() -> Any:
-    return sys.modules["flax.nnx"]
+    """The module flax.nnx, if anything has imported it."""
+    return sys.modules.get("flax.nnx")

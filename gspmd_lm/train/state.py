@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import Processor
@@ -17,6 +18,7 @@ from gspmd_lm.sharding.placement import Recorder, mark, record
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays
 from gspmd_lm.train import decoder, optimizer
+from gspmd_lm.workdir import compatible
 
 
 class State(NamedTuple):
@@ -121,6 +123,18 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         )
         warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))
     return warnings
+
+
+def architecture(task: Task) -> dict[str, Any]:
+    """What the checkpoints of a task must agree in."""
+    return compatible.facts(task.config.model) if task.config else {"task": task.name}
+
+
+def described(config: Config | Task) -> dict[str, Any]:
+    """What a run computes, as plain values for its workdir; of a model of one's own, its name and the settings."""
+    if isinstance(config, Config):
+        return configs.to_dict(config)
+    return {"task": config.name} | ({"train": configs.to_dict(config.train)} if config.train else {})
 
 
 def attention_pass(config: Config) -> Pass:
