@@ -29,6 +29,7 @@ from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.samples import SampleGenerator
+from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
@@ -36,7 +37,6 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.model.task import Task
 from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
