@@ -1,6 +1,7 @@
 """The batches of a model of one's own, which a function of the step gives: the step is the position in the data."""
 
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -32,7 +33,7 @@ class Batches:
         which = "a function of the step" if self.count is None else f"{self.count:,} batches"
         return f"{self.use}: {which}"
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Equal only where the first batch is, as it must be in every process."""
         first, sums = self.read(0), hashlib.sha256()
