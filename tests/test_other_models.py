@@ -112,6 +112,14 @@ def test_a_plain_model_under_fsdp_sends_what_the_decoder_of_this_package_does(pl
     assert sent(program) <= 1.05 * sent(step.compile(step.lower_train()))
 
 
+def test_weights_are_gathered_and_not_activations_also_without_constraints(monkeypatch):
+    monkeypatch.setattr(nn, "with_logical_constraint", lambda x, axes: x)
+    task = plain_models.decoder(rows=8, width=256, hidden=1024)  # few rows: the compiler would move them
+    step = gspmd_lm.build(task, plain_rules(task, PLAIN["fsdp"]))
+    moved = count(step.compile(step.lower_train()).as_text())
+    assert {one.kind for one in moved if one.elements > 256} == {"all-gather", "all-to-all", "reduce-scatter"}
+
+
 def test_a_layer_that_computes_in_bfloat16_gathers_bfloat16():
     program = gspmd_lm.build(task := plain_models.decoder(dtype="bfloat16"), plain_rules(task, PLAIN["fsdp"]))
     text = program.lower_train().as_text()
