@@ -4,10 +4,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from classifier import HELD_OUT as HELD_OUT
-from classifier import LABELS, ROWS, SIZE, annotated
+from classifier import LABELS, SIZE, annotated
+from classifier import TASK as OTHER
 from classifier import batch as batch
 
-from gspmd_lm import Input, Task
+from gspmd_lm import Task
 from gspmd_lm.config import Train
 
 PATCH, WIDTH, HEADS, HIDDEN, LAYERS = 2, 32, 4, 64, 2
@@ -69,8 +70,7 @@ def optimizer(named):
     return optax.adamw(1e-2)
 
 
-IMAGES = Input((ROWS, SIZE, SIZE, 3), "float32", "images: batch height width channel")
 TASK = Task(
-    name="vit", init=init, sums=losses, optimizer=optimizer, matmul_precision="highest",
-    inputs={"images": IMAGES, "labels": Input((ROWS,), "int32", "labels: batch")}, train=Train(steps=120, eval_every=60),
+    name="vit", inputs=OTHER.inputs, init=init, sums=losses, optimizer=optimizer, matmul_precision="highest",
+    train=Train(steps=120, eval_every=60),
 )  # fmt: skip

@@ -231,21 +231,18 @@ def train(
 
 def _rows(task: "Task", data: Any, held_out: Sequence[Any]) -> Any:
     """A function that opens the batches of a task. Raises InputError where the task cannot be trained so."""
-    settings = task.train
+    settings, wrong = task.train, ""
     if settings is None or data is None:
-        missing = "the task has no train" if settings is None else "there is no data"
+        wrong = "the task has no train" if settings is None else "there is no data"
+    elif settings.samples or settings.init_from:
+        wrong = "train.samples and train.init_from need the decoder of a config"
+    elif settings.keeps_best and not held_out:
+        wrong = "train.keep_best and train.patience need held_out"
+    if wrong or data is None:
         raise InputError(
-            f"train: task {task.name}: {missing}\n"
+            f"train: task {task.name}: {wrong}\n"
             "  fix   Task(..., train=gspmd_lm.config.Train(steps=1000)), and train(task, rules, data=batch), where "
-            "batch(step) gives numpy arrays"
-        )
-    other = [key for key in ("samples", "init_from") if getattr(settings, key)]
-    other += ["keep_best", "patience"] if settings.keeps_best and not held_out else []
-    if other:
-        raise InputError(
-            f"train: task {task.name}: train.{other[0]} needs "
-            + ("held_out" if settings.keeps_best else "the decoder of a config")
-            + f"\n  fix   drop {other[0]}"
+            "batch(step) gives numpy arrays; held_out has such batches"
         )
     from gspmd_lm.data.batches import Batches
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gspmd_lm import config as configs
 from gspmd_lm import files
-from gspmd_lm.config import Config, Train
+from gspmd_lm.config import Config
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
@@ -37,10 +37,10 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.train import decoder, loop, state, step
+from gspmd_lm.train import loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
-from gspmd_lm.workdir import checkpoint, layout, lock, trackers
+from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
 
 OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
 ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
@@ -246,11 +246,7 @@ def opened(
 
 def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """A context in which a workdir that can hold checkpoints exists, and this run alone writes to it."""
-    settings = decoder.task(session.config).train
-    with checkpoint.opened(
-        workdir, settings or Train(steps=1), {}
-    ):  # a path that cannot hold them is refused before it is made
-        pass
+    orbax_folder.opened(f"{workdir}/{layout.CHECKPOINTS}")  # a path that cannot hold them is refused before it is made
     return lock.exclusive(workdir, session.machine.is_main, session.say)
 
 

@@ -129,7 +129,7 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        return use(Weight(value, self.path, names.named(variable.get_metadata("out_sharding")), value.dtype))
+        return use(Weight(value, self.path, names.named(variable.get_metadata("out_sharding", ())), value.dtype))
 
 
 # The layers of linen.

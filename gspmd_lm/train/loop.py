@@ -208,7 +208,7 @@ class _Training:
         run, start = self.run, self.start
         if report := run.programs.report:
             self.say(textwrap.fill(report.paragraph, 80, break_on_hyphens=False))
-        has_peak = self.meter.peak_flops_per_s is not None and self.meter.flops > 0
+        has_peak = self.meter.peak_flops_per_s is not None
         self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak)
         self.say(saving.line(self.config, run.step.abstract_state))
         with (
@@ -359,10 +359,11 @@ class _Training:
     def _meter(self) -> metrics.Meter:
         run, task = self.run, self.run.step.task
         report = run.programs.report
-        peak = report.peak_flops_per_s if report else None
+        flops = metrics.model_flops(run.config, run.step.arrays)
+        peak = report.peak_flops_per_s if report and flops else None
         return metrics.Meter(
             self.start, self.stop, task.tokens or task.rows, run.rows[0].epochs_per_step,
-            metrics.model_flops(run.config, run.step.arrays), peak and peak * run.step.mesh.size,
+            flops, peak and peak * run.step.mesh.size,
         )  # fmt: skip
 
     def _log(self) -> Any:

@@ -116,7 +116,7 @@ class Meter:
                 "tokens_per_s": self.tokens_per_s,
                 "data_wait_s": self.wait_s / steps,
             }
-            if self.peak_flops_per_s and self.flops:
+            if self.peak_flops_per_s:
                 logged["mfu"] = self.flops / step_time_s / self.peak_flops_per_s
         self.restart(step)
         return logged
