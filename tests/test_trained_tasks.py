@@ -88,6 +88,8 @@ def test_a_run_says_that_its_data_are_others_now_and_does_nothing_at_its_end(tra
     workdir = trained[0]
     again = gspmd_lm.train(classifier.TASK, layout(classifier.TASK, "none"), workdir, data=classifier.batch)
     assert not again and "nothing to do up to step 40" in capsys.readouterr().out
+    with pytest.raises(InputError, match="a run of the task classifier, whose model is no decoder of a config"):
+        gspmd_lm.load(workdir)
     other = dataclasses.replace(classifier.TASK, name="another")
     with pytest.raises(InputError, match="another"):
         gspmd_lm.train(other, layout(other, "none"), workdir, data=classifier.batch)

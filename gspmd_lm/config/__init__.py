@@ -125,6 +125,11 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
+    if "task" in raw:
+        raise InputError(
+            f"{path}: a run of the task {raw['task']}, whose model is no decoder of a config\n"
+            "  fix   gspmd_lm.train(task, rules, workdir, data=batch) goes on with it, and plot shows it"
+        )
     override(raw, overrides, str(path))
     raw.setdefault("name", path.stem)
     return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
