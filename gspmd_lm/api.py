@@ -166,15 +166,13 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
     Raises:
         InputError: the path is not a folder. The methods raise it for another model's checkpoint and for damage.
     """
-    from contextlib import closing
-
     from gspmd_lm.workdir import checkpoint
 
     task = _task(task)
     if isinstance(task, Config):
         return checkpoint.of_run(str(workdir), task)
-    folder = f"{workdir}/{layout.CHECKPOINTS}"
-    return closing(checkpoint.Checkpoints(folder, keep=keep, keep_every=0, architecture={"task": task.name}))
+    kept = configs.Train(steps=1, keep_checkpoints=keep)
+    return checkpoint.opened(str(workdir), kept, {"task": task.name}, _log.warning)
 
 
 def train(
@@ -186,8 +184,7 @@ def train(
     data: "Callable[[int], Mapping[str, Any]] | None" = None,
     held_out: "Sequence[Mapping[str, Any]]" = (),
 ) -> "Trained":
-    """Trains the decoder of a config, as the command line does, or a model of one's own: data, checkpoints, evaluation,
-    metrics.
+    """Trains what a config or a task computes, as the command line does: data, checkpoints, evaluation, metrics.
 
     A run goes on from the newest checkpoint in its workdir.
 
@@ -197,8 +194,7 @@ def train(
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
-        data: of a task, the batch of a step as numpy arrays with the rows of all devices, from the step's number,
-            which is all that a resumed run knows of the data. A thread calls it ahead.
+        data: of a task, a function from a step's number to its batch: numpy arrays with the rows of all devices.
         held_out: of a task, the batches that evaluation reads.
 
     Returns:
@@ -210,45 +206,17 @@ def train(
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
     if steps is not None and steps < 1:
-        raise InputError(
-            f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
-        )
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
     folder = str(workdir) if workdir else None
-    config = load_config(config) if isinstance(config, str) else config
-    rules, rows = _rules(rules, config), None
-    if isinstance(config, Config):
-        if data or held_out:
-            raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
-        config = _with_vocabulary(config, folder)
-    else:
-        rows = _rows(config, data, held_out)
+    config = _task(config)
+    rules = _rules(rules, config)
+    config = _with_vocabulary(config, folder) if isinstance(config, Config) else config
     machine = start(rules, platform)
     from gspmd_lm import session
-    from gspmd_lm.show.notebook import Trained
+    from gspmd_lm.show import notebook
 
-    return Trained(*session.train(session.begin(config, rules, machine, folder), steps, rows))
-
-
-def _rows(task: "Task", data: Any, held_out: Sequence[Any]) -> Any:
-    """A function that opens the batches of a task. Raises InputError where the task cannot be trained so."""
-    settings, wrong = task.train, ""
-    if settings is None or data is None:
-        wrong = "the task has no train" if settings is None else "there is no data"
-    elif settings.samples or settings.init_from:
-        wrong = "train.samples and train.init_from need the decoder of a config"
-    elif settings.keeps_best and not held_out:
-        wrong = "train.keep_best and train.patience need held_out"
-    if wrong or data is None:
-        raise InputError(
-            f"train: task {task.name}: {wrong}\n"
-            "  fix   Task(..., train=gspmd_lm.config.Train(steps=1000)), and train(task, rules, data=batch), where "
-            "batch(step) gives numpy arrays; held_out has such batches"
-        )
-    from gspmd_lm.data.batches import Batches
-
-    shapes = task.batch(task.rows)
-    evaluation = Batches(held_out.__getitem__, shapes, "evaluation", len(held_out)) if held_out else None
-    return lambda: (Batches(data, shapes), evaluation)
+    begun, rows = session.begin(config, rules, machine, folder), session.task_rows(config, data, held_out)
+    return notebook.Trained(*session.train(begun, steps, rows))
 
 
 def load(

@@ -23,6 +23,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
+from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
@@ -150,6 +151,30 @@ def no_checkpoint(workdir: str) -> InputError:
 
 
 # A run
+
+
+def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
+    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    if isinstance(task, Config):
+        if data or held_out:
+            raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
+        return None
+    settings, wrong = task.train, ""
+    if settings is None or data is None:
+        wrong = "the task has no train" if settings is None else "there is no data"
+    elif settings.samples or settings.init_from:
+        wrong = "train.samples and train.init_from need the decoder of a config"
+    elif settings.keeps_best and not held_out:
+        wrong = "train.keep_best and train.patience need held_out"
+    if wrong or data is None:
+        raise InputError(
+            f"train: task {task.name}: {wrong}\n"
+            "  fix   Task(..., train=gspmd_lm.config.Train(steps=1000)), and train(task, rules, data=batch), where "
+            "batch(step) gives numpy arrays; held_out has such batches"
+        )
+    shapes = task.batch(task.rows)
+    evaluation = Batches(held_out.__getitem__, shapes, "evaluation", len(held_out)) if held_out else None
+    return lambda: (Batches(data, shapes), evaluation)
 
 
 def train(

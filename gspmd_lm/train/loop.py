@@ -25,11 +25,11 @@ from gspmd_lm.runtime.preemption import StopSignal
 from gspmd_lm.train import init_from, metrics, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
-from gspmd_lm.train.state import State, architecture, described
+from gspmd_lm.train.state import State, described
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint, history, trackers
+from gspmd_lm.workdir import checkpoint, compatible, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
 
@@ -126,7 +126,8 @@ class Run:
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
-        return checkpoint.opened(self.workdir, self.settings, architecture(self.step.task), self.say)
+        facts = compatible.facts(self.config.model) if self.config else {"task": self.step.task.name}
+        return checkpoint.opened(self.workdir, self.settings, facts, self.say)
 
     def _begin(self, checkpoints: Checkpoints, chosen: Chosen | None) -> tuple[int, State, Any]:
         """The step to begin with, the state at that step, and the train step, which is compiled meanwhile."""

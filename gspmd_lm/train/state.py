@@ -18,7 +18,6 @@ from gspmd_lm.sharding.placement import Recorder, mark, record
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays
 from gspmd_lm.train import decoder, optimizer
-from gspmd_lm.workdir import compatible
 
 
 class State(NamedTuple):
@@ -123,11 +122,6 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         )
         warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))
     return warnings
-
-
-def architecture(task: Task) -> dict[str, Any]:
-    """What the checkpoints of a task must agree in."""
-    return compatible.facts(task.config.model) if task.config else {"task": task.name}
 
 
 def described(config: Config | Task) -> dict[str, Any]:
