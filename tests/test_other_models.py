@@ -83,19 +83,19 @@ def plain_steps():
 
 
 def losses_of(step, program, tokens, steps=3):
-    state, found = step.compile(step.lower_init())(), []
+    state, values = step.compile(step.lower_init())(), []
     for _ in range(steps):
         batch = jax.device_put({"tokens": tokens, "targets": np.roll(tokens, -1, 1)}, step.batch_shardings)
         state, metrics = program(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
+        values.append(float(metrics["loss"]))
+    return values
 
 
 def test_a_plain_model_has_the_losses_of_one_device_under_every_layout(plain_steps):
     tokens = np.random.default_rng(0).integers(0, 128, (32, 16), dtype=np.int32)
-    found = {name: losses_of(step, program, tokens) for name, (step, program) in plain_steps.items()}
-    assert found["none"][0] > found["none"][-1] > 1
-    np.testing.assert_allclose([found["fsdp"], found["tensor"]], [found["none"]] * 2, rtol=0, atol=1e-5)
+    values = {name: losses_of(step, program, tokens) for name, (step, program) in plain_steps.items()}
+    assert values["none"][0] > values["none"][-1] > 1
+    np.testing.assert_allclose([values["fsdp"], values["tensor"]], [values["none"]] * 2, rtol=0, atol=1e-5)
 
 
 def sent(program):
@@ -196,17 +196,17 @@ def test_a_model_of_nnx_is_placed_as_one_of_linen():
     raw = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
     page = gspmd_lm.dry_run(task, plain_rules(task, raw))
     assert re.search(r"layers.1.wi.kernel +embed mlp +64 x 256 +embed/fsdp +replicated ", page)
-    tokens, found = np.random.default_rng(0).integers(0, 128, (32, 16), dtype=np.int32), []
+    tokens, values = np.random.default_rng(0).integers(0, 128, (32, 16), dtype=np.int32), []
     for layout in (raw, {"mesh": {"data": 1}}):
         step = gspmd_lm.build(task, plain_rules(task, layout))
         program = step.compile(step.lower_train())
-        found.append(losses_of(step, program, tokens))
+        values.append(losses_of(step, program, tokens))
         if layout is raw:
             gathered = {one.elements for one in count(program.as_text()) if one.kind == "all-gather"}
             moved = {one.elements for one in count(program.as_text()) if one.elements > 64 * 256}
             assert 64 * 256 in gathered and not moved  # each activation has more elements
-    assert found[1][0] > found[1][-1] > 1
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+    assert values[1][0] > values[1][-1] > 1
+    np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
 
 
 class Layers(nnx.Module):

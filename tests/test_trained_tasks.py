@@ -31,11 +31,11 @@ def layout(task, name):
 
 def losses(model, name, steps=2):
     step = gspmd_lm.build(model.TASK, layout(model.TASK, name))
-    program, state, found = step.compile(step.lower_train()), step.compile(step.lower_init())(), []
+    program, state, values = step.compile(step.lower_train()), step.compile(step.lower_init())(), []
     for number in range(steps):
         state, metrics = program(state, jax.device_put(dict(model.batch(number)), step.batch_shardings))
-        found.append(float(metrics["loss"]))
-    return found
+        values.append(float(metrics["loss"]))
+    return values
 
 
 @pytest.mark.parametrize(("name", "split"), [("vit", "tensor"), ("reverser", "fsdp")])
@@ -58,7 +58,7 @@ def test_explain_and_plan_take_the_vision_transformer():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of the classifier that was stopped and went on under other rules, and the numbers of its batches."""
-    workdir, asked, found = tmp_path_factory.mktemp("run"), [], []
+    workdir, asked, values = tmp_path_factory.mktemp("run"), [], []
 
     def batch(step):
         asked.append(step)
@@ -67,8 +67,8 @@ def trained(tmp_path_factory):
     for name, steps in (("fsdp", 20), ("none", None)):
         asked.append(name)
         rules = layout(classifier.TASK, name)
-        found.append(gspmd_lm.train(classifier.TASK, rules, workdir, steps, data=batch, held_out=classifier.HELD_OUT))
-    return workdir, asked, found
+        values.append(gspmd_lm.train(classifier.TASK, rules, workdir, steps, data=batch, held_out=classifier.HELD_OUT))
+    return workdir, asked, values
 
 
 def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, capsys):
