@@ -56,8 +56,11 @@ def reading(rows: int = 0) -> Iterator[None]:
 
     Those of NNX with axes are made although no mesh is set.
     """
-    lazily = _nnx().use_eager_sharding(False) if _nnx() else contextlib.nullcontext()
-    with lazily, nn.intercept_methods(functools.partial(_within_layer, rows)):
+    eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
+    with (
+        eagerly(False) if eagerly else contextlib.nullcontext(),
+        nn.intercept_methods(functools.partial(_within_layer, rows)),
+    ):
         yield
 
 
