@@ -15,18 +15,16 @@ def main():
     parser.add_argument("--dry_run", action="store_true", help="print every array, and stop")
     parser.add_argument("--explain", metavar="TARGET", help="print what the layout costs there, such as cpu:8")
     parser.add_argument("--plan", metavar="TARGET", help="print the best layouts there, such as cpu:8")
-    options = parser.parse_args()
-    model = importlib.import_module(options.model)
-    if options.dry_run:
-        print(gspmd_lm.dry_run(model.TASK, options.rules))
-    elif options.explain:
-        print(gspmd_lm.explain(model.TASK, options.rules, options.explain))
-    elif options.plan:
-        print(gspmd_lm.plan(model.TASK, options.plan))
+    flags = parser.parse_args()
+    model = importlib.import_module(flags.model)
+    if flags.dry_run:
+        print(gspmd_lm.dry_run(model.TASK, flags.rules))
+    elif flags.explain:
+        print(gspmd_lm.explain(model.TASK, flags.rules, flags.explain))
+    elif flags.plan:
+        print(gspmd_lm.plan(model.TASK, flags.plan))
     else:
-        gspmd_lm.train(
-            model.TASK, options.rules, options.workdir, options.steps, data=model.batch, held_out=model.HELD_OUT
-        )
+        gspmd_lm.train(model.TASK, flags.rules, flags.workdir, flags.steps, data=model.batch, held_out=model.HELD_OUT)
 
 
 if __name__ == "__main__":
