@@ -6,7 +6,7 @@ imported where they are used, so that a config or a rules file is read without j
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides:
     Raises:
         InputError: there is no such file, it is not a YAML mapping, or `mesh` or an override does not fit it.
     """
-    return rules_file.load(name, mesh, task.vocabulary if task else DECODER, _several(overrides))
+    return rules_file.load(name, mesh, task.names if task else DECODER, _several(overrides))
 
 
 def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
@@ -166,34 +166,36 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
     Raises:
         InputError: the path is not a folder. The methods raise it for another model's checkpoint and for damage.
     """
-    from contextlib import closing
-
     from gspmd_lm.workdir import checkpoint
 
     task = _task(task)
     if isinstance(task, Config):
         return checkpoint.of_run(str(workdir), task)
-    folder = f"{workdir}/{layout.CHECKPOINTS}"
-    return closing(checkpoint.Checkpoints(folder, keep=keep, keep_every=0, architecture={"task": task.name}))
+    kept = configs.Train(steps=1, keep_checkpoints=keep)
+    return checkpoint.opened(str(workdir), kept, {"task": task.name}, _log.warning)
 
 
 def train(
-    config: Config | str,
+    config: "Config | Task | str",
     rules: Rules | str = "none",
     workdir: str | Path | None = None,
     steps: int | None = None,
     platform: str | None = None,
+    data: "Callable[[int], Mapping[str, Any]] | None" = None,
+    held_out: "Sequence[Mapping[str, Any]]" = (),
 ) -> "Trained":
-    """Trains the decoder of a config, as the command line does: data, checkpoints, evaluation, metrics.
+    """Trains what a config or a task computes, as the command line does: data, checkpoints, evaluation, metrics.
 
-    A run goes on from the newest checkpoint in its workdir. For a model of one's own, `build` gives the step.
+    A run goes on from the newest checkpoint in its workdir.
 
     Args:
-        config: what is computed.
+        config: what is computed; a task says in `train` how long.
         rules: where it runs; says how many devices are simulated where no accelerator is.
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
+        data: of a task, a function from a step's number to its batch: numpy arrays with the rows of all devices.
+        held_out: of a task, the batches that evaluation reads.
 
     Returns:
         The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has
@@ -204,17 +206,17 @@ def train(
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
     if steps is not None and steps < 1:
-        raise InputError(
-            f"steps={steps}: not a step to stop at\n  fix   a whole number from 1, or None for train.steps"
-        )
-    rules = _rules(rules)
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
     folder = str(workdir) if workdir else None
-    config = _with_vocabulary(load_config(config) if isinstance(config, str) else config, folder)
+    config = _task(config)
+    rules = _rules(rules, config)
+    config = _with_vocabulary(config, folder) if isinstance(config, Config) else config
     machine = start(rules, platform)
     from gspmd_lm import session
-    from gspmd_lm.show.notebook import Trained
+    from gspmd_lm.show import notebook
 
-    return Trained(*session.train(session.begin(config, rules, machine, folder), steps))
+    begun, rows = session.begin(config, rules, machine, folder), session.task_rows(config, data, held_out)
+    return notebook.Trained(*session.train(begun, steps, rows))
 
 
 def load(

@@ -23,12 +23,14 @@ from gspmd_lm.config import Config
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
+from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.samples import SampleGenerator
+from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
@@ -39,8 +41,9 @@ from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
-from gspmd_lm.workdir import checkpoint, layout, lock, trackers
+from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
 
+OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
 ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
 
 
@@ -48,7 +51,7 @@ ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weig
 class Session:
     """One process of a command or of a program."""
 
-    config: Config
+    config: Any  # config.Config; of a model of one's own, its Task
     rules: Rules  # filled: no size is -1
     machine: Runtime
     devices: list[Any]
@@ -60,7 +63,7 @@ class Session:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
-def begin(config: Config, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
+def begin(config: Config | Task, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
     """The session of a process whose devices are started. stderr: messages go there, because stdout has results."""
     devices = startup.devices_of(rules.devices)
     stream = sys.stderr if stderr else sys.stdout
@@ -150,16 +153,45 @@ def no_checkpoint(workdir: str) -> InputError:
 # A run
 
 
-def train(session: Session, steps: int | None = None) -> tuple[dict[str, float], epath.Path]:
-    """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir."""
+def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
+    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    if isinstance(task, Config):
+        if data or held_out:
+            raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
+        return None
+    settings, wrong = task.train, ""
+    if settings is None or data is None:
+        wrong = "the task has no train" if settings is None else "there is no data"
+    elif settings.samples or settings.init_from:
+        wrong = "train.samples and train.init_from need the decoder of a config"
+    elif settings.keeps_best and not held_out:
+        wrong = "train.keep_best and train.patience need held_out"
+    if wrong or data is None:
+        raise InputError(
+            f"train: task {task.name}: {wrong}\n"
+            "  fix   Task(..., train=gspmd_lm.config.Train(steps=1000)), and train(task, rules, data=batch), where "
+            "batch(step) gives numpy arrays; held_out has such batches"
+        )
+    shapes = task.batch(task.rows)
+    evaluation = Batches(held_out.__getitem__, shapes, "evaluation", len(held_out)) if held_out else None
+    return lambda: (Batches(data, shapes), evaluation)
+
+
+def train(
+    session: Session, steps: int | None = None, rows: OpenRows | None = None
+) -> tuple[dict[str, float], epath.Path]:
+    """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir.
+
+    rows: opens the data, of a model of one's own.
+    """
     built, warnings = build_step(session)
-    with opened(session, built, warnings) as run:
+    with opened(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir
 
 
 def train_to(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:
     """Trains a run to step `steps`, from checkpoint `step` or the newest. Returns what was logged last."""
-    last = run.train(run.config.train.steps if steps is None else steps, step)
+    last = run.train(run.settings.steps if steps is None else steps, step)
     if last:
         run.say(f"metrics {run.workdir / layout.METRICS}, checkpoints {run.workdir / layout.CHECKPOINTS}")
     return last
@@ -185,9 +217,15 @@ def opened(
     compile_cache: str | None = None,
     profile: tuple[int, int] | None = None,
     executable: Any = None,
+    rows: OpenRows | None = None,
 ) -> Iterator[loop.Run]:
-    """A context of the run in the session's workdir, or in a fresh one; `writes` says whether it trains there."""
+    """A context of the run in the session's workdir, or in a fresh one; `writes` says whether it trains there.
+
+    rows: opens the data; None: those of the config.
+    """
     config, rules, machine, console = session.config, session.rules, session.machine, session.console
+    settings = built.task.train
+    assert settings is not None, "a config has a section train, and api.train asks for it"
     if session.workdir is None and machine.process_count > 1:
         raise InputError(
             "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
@@ -195,12 +233,12 @@ def opened(
     with contextlib.ExitStack() as stack:
         writer = None
         if writes:
-            if config.train.samples:
+            if settings.samples:
                 shown = progress(console) if machine.is_main else None
                 writer = SampleGenerator(
                     trained.with_trained_tokenizer(config, shown), rules, session.devices, machine.platform
                 )
-            trackers.check_installed(config.train.trackers)
+            trackers.check_installed(settings.trackers)
             workdir = session.workdir or _fresh_workdir(f"{config.name}-{rules.name}")
             check_lock = stack.enter_context(exclusive(session, workdir))
         else:
@@ -214,7 +252,7 @@ def opened(
                 report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
-            open_rows=lambda: loader.open_loaders(config, progress(console) if machine.is_main else None),
+            open_rows=rows or (lambda: loader.open_loaders(config, progress(console) if machine.is_main else None)),
             workdir=workdir,
             console=console,
             profile=profile,
@@ -226,15 +264,14 @@ def opened(
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
                 f"{len(session.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
         run.say(f"workdir {workdir}")
-        if writes and (rate := _learning_rate(config)):
+        if writes and built.config and (rate := _learning_rate(config)):
             run.say(rate)
         yield run
 
 
 def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """A context in which a workdir that can hold checkpoints exists, and this run alone writes to it."""
-    with checkpoint.of_run(workdir, session.config):  # a path that cannot hold them is refused before it is made
-        pass
+    orbax_folder.opened(f"{workdir}/{layout.CHECKPOINTS}")  # a path that cannot hold them is refused before it is made
     return lock.exclusive(workdir, session.machine.is_main, session.say)
 
 
@@ -264,7 +301,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
         devices = target.from_devices(list(built.mesh.devices.flat))
         reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
         program = compile.described(built, compiled, reading, options, devices, trace_s, compile_s)
-        report = explain.report(built.config, built.rules, devices, built.arrays, problems, program)
+        report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = io.StringIO()
             comparison.show([report], Console(file=page, width=120))

@@ -46,6 +46,7 @@ LONGEST = (
     "foresight/test_said_once.py",
     "model/test_transformer.py",
     "test_your_own_model.py",
+    "test_trained_tasks.py",
     "train/test_lora.py",
     "train/test_context_layouts.py",
     "model/test_experts.py",

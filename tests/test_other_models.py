@@ -4,17 +4,21 @@ import collections
 import dataclasses
 import re
 
+import flax.linen as nn
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 import gspmd_lm
+from benchmarks.collectives import count
 from gspmd_lm import InputError
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
-from tests import own_models
+from tests import own_models, plain_models
 from tests.quick import QUICK
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}}
@@ -52,21 +56,129 @@ def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
     assert estimated["data"] == pytest.approx(compiled["data"], rel=0.02)
 
 
-def test_what_places_nothing_is_said_and_not_shown_as_placed():
-    page = gspmd_lm.dry_run(own_models.PLAIN, rules(FSDP))
-    assert "nn.with_logical_constraint: calls of it, 1 in all, place nothing here" in page
-    assert "up.kernel: read without use(), so `rules` does not place it" in page
-    assert re.search(r"up.kernel +width wide +128 x 512 +width/fsdp +width/fsdp ", page)
-    said = gspmd_lm.dry_run(own_models.POOLED, rules(FSDP))
-    assert "warning" not in said
-    assert re.search(r"block_0.up +width wide +128 x 512 +width/fsdp +replicated ", said)
+def plain_rules(task, raw):
+    quick = {**raw, "compiler_options": {"cpu": QUICK}}
+    return rules_file.from_dict(quick, "layout.yaml", vocabulary=task.names)
 
 
-def test_explain_does_not_say_of_split_weights_that_all_devices_compute_the_same():
-    split = {"mesh": {"tensor": 8}, "rules": {"wide": "tensor"}}
-    report = gspmd_lm.explain(own_models.PLAIN, rules(split), "cpu:8")
-    assert [one.code for one in report.warnings] == ["rule-matched-nothing"]
-    assert "with_logical_constraint" in report.warnings[0].message
+PLAIN = {
+    "none": {"mesh": {"data": 1}},
+    "fsdp": {"mesh": {"fsdp": 8}, "rules": {"activation_batch": "fsdp"}, "weights": {"embed": "fsdp"}},
+    "tensor": {
+        "mesh": {"fsdp": 2, "tensor": 4},
+        "rules": {"activation_batch": "fsdp", **dict.fromkeys(
+            ("activation_heads", "activation_mlp", "activation_vocab", "heads", "mlp", "vocab"), "tensor")},
+        "weights": {"embed": "fsdp"},
+        "microbatches": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain_steps():
+    """Layout -> the compiled step of a decoder of flax that knows nothing of this package, and its initial state."""
+    task = plain_models.decoder()
+    steps = {name: gspmd_lm.build(task, plain_rules(task, raw)) for name, raw in PLAIN.items()}
+    return {name: (step, step.compile(step.lower_train())) for name, step in steps.items()}
+
+
+def losses_of(step, program, tokens, steps=3):
+    state, values = step.compile(step.lower_init())(), []
+    for _ in range(steps):
+        batch = jax.device_put({"tokens": tokens, "targets": np.roll(tokens, -1, 1)}, step.batch_shardings)
+        state, metrics = program(state, batch)
+        values.append(float(metrics["loss"]))
+    return values
+
+
+def test_a_plain_model_has_the_losses_of_one_device_under_every_layout(plain_steps):
+    tokens = np.random.default_rng(0).integers(0, 128, (32, 16), dtype=np.int32)
+    values = {name: losses_of(step, program, tokens) for name, (step, program) in plain_steps.items()}
+    assert values["none"][0] > values["none"][-1] > 1
+    np.testing.assert_allclose([values["fsdp"], values["tensor"]], [values["none"]] * 2, rtol=0, atol=1e-5)
+
+
+def sent(program):
+    """What each device sends in a step, in elements of eight devices' arrays."""
+    return sum((2 if one.kind == "all-reduce" else 1) * one.elements * one.times for one in count(program.as_text()))
+
+
+def test_a_plain_model_under_fsdp_sends_what_the_decoder_of_this_package_does(plain_steps):
+    config = plain_models.same_decoder()
+    layout = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}, "remat": "block"}
+    step = gspmd_lm.build(config, rules_file.from_dict(layout, "layout.yaml"))
+    plain, program = plain_steps["fsdp"]
+    assert plain.arrays.parameter_count == step.arrays.parameter_count
+    assert sent(program) <= 1.05 * sent(step.compile(step.lower_train()))
+
+
+def test_weights_are_gathered_and_not_activations_also_without_constraints(monkeypatch):
+    monkeypatch.setattr(nn, "with_logical_constraint", lambda x, axes: x)
+    task = plain_models.decoder(rows=8, width=256, hidden=1024)  # few rows: the compiler would move them
+    step = gspmd_lm.build(task, plain_rules(task, PLAIN["fsdp"]))
+    moved = count(step.compile(step.lower_train()).as_text())
+    assert {one.kind for one in moved if one.elements > 256} == {"all-gather", "all-to-all", "reduce-scatter"}
+
+
+def test_a_layer_that_computes_in_bfloat16_gathers_bfloat16():
+    program = gspmd_lm.build(task := plain_models.decoder(dtype="bfloat16"), plain_rules(task, PLAIN["fsdp"]))
+    text = program.lower_train().as_text()
+    gathered = re.findall(r"sharding_constraint .*\[\{\}, \{\}\].*tensor<64x256x(\w+)>", text)
+    assert gathered and set(gathered) == {"bf16"}
+
+
+def test_what_is_shown_of_a_plain_model_is_what_happens(plain_steps):
+    task = plain_models.decoder()
+    page = gspmd_lm.dry_run(task, plain_rules(task, PLAIN["fsdp"]))
+    assert "warning" not in page
+    assert re.search(r"layers.wi.kernel +layers embed mlp +2 x 64 x 256 +embed/fsdp +replicated ", page)
+    assert re.search(r"constraint +activation_batch activation_length activation_mlp +32 x 16 x 256 +"
+                     r"activation_batch/fsdp +65,536\n", page)  # fmt: skip
+    assert "kinds of nn.with_logical_constraint: 4, 0 of them without an axis that a row maps\n" in page
+    text = plain_steps["tensor"][1].as_text()
+    assert "f32[8,16,64]" in text and "f32[8,16,256]" not in text  # the hidden units of a microbatch
+
+
+def test_constraints_that_no_row_speaks_of_are_counted():
+    task = plain_models.decoder()
+    raw = {"mesh": {"data": 8}, "rules": {"activation_batch": "data"}}
+    of_inputs = {name: one._replace(spec="tokens: rows length") for name, one in task.inputs.items()}
+    task = dataclasses.replace(task, inputs=of_inputs)
+    page = gspmd_lm.dry_run(task, plain_rules(task, {**raw, "rules": {"rows": "data"}}))
+    assert "task plain_decoder: sums: of 4 kinds of nn.with_logical_constraint, 4 name no axis that a row" in page
+    assert "rule  layout.yaml: rules.rows: data\n  fix   rules.activation_batch: data" in page
+    with pytest.raises(InputError, match=r"unknown axis activation_bach \(did you mean activation_batch\?\)"):
+        gspmd_lm.dry_run(task, plain_rules(task, {**raw, "rules": {"activation_bach": "data"}}))
+
+
+def constrained(place):
+    """A task whose loss goes through `place`."""
+
+    def sums(params, batch, key):
+        return place(params["up"]["kernel"].unbox().sum() + batch["rows"]).sum((1, 2))
+
+    return dataclasses.replace(own_models.PLAIN, sums=sums)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (lambda x: nn.with_logical_constraint(x, ("batch", "positoin")),
+         "x, ('batch', 'positoin')): the model has no axis positoin (did you mean position?)\n  fix   use one of "),
+        (lambda x: nn.with_logical_constraint(x, ("batch", None, None, None)), "x has 3 dimensions"),
+        (lambda x: nn.with_logical_constraint(x, ("batch",), fallback=nn.spmd.RulesFallback.NO_CONSTRAINT),
+         "without mesh= and fallback=: the rules file says both"),
+        (lambda x: nn.with_logical_constraint(x, ("batch", "position")),
+         "constraint,batch,position,_2: position=16 does not divide over tensor=5\n"
+         "  rule  layout.yaml: rules.position: tensor"),
+        (lambda x: jax.lax.with_sharding_constraint(x, jax.P("data")),
+         "jax.lax.with_sharding_constraint with a PartitionSpec, which needs a mesh of its own"),
+    ],
+)  # fmt: skip
+def test_constraints_that_would_do_nothing_are_refused(place, message):
+    with pytest.raises(InputError) as error:
+        gspmd_lm.dry_run(constrained(place), rules({"mesh": {"tensor": 5}, "rules": {"position": "tensor"}}))
+    assert message in str(error.value)
 
 
 def test_a_task_that_another_module_has_configured_is_refused(monkeypatch):
@@ -79,12 +191,31 @@ def test_a_task_that_another_module_has_configured_is_refused(monkeypatch):
     assert gspmd_lm.explain(handed, rules(FSDP), "cpu:8").parameters == 1024 * (128 + 8)
 
 
+def test_a_model_of_nnx_is_placed_as_one_of_linen():
+    task = plain_models.NNX
+    raw = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
+    page = gspmd_lm.dry_run(task, plain_rules(task, raw))
+    assert re.search(r"layers.1.wi.kernel +embed mlp +64 x 256 +embed/fsdp +replicated ", page)
+    tokens, values = np.random.default_rng(0).integers(0, 128, (32, 16), dtype=np.int32), []
+    for layout in (raw, {"mesh": {"data": 1}}):
+        step = gspmd_lm.build(task, plain_rules(task, layout))
+        program = step.compile(step.lower_train())
+        values.append(losses_of(step, program, tokens))
+        if layout is raw:
+            gathered = {one.elements for one in count(program.as_text()) if one.kind == "all-gather"}
+            moved = {one.elements for one in count(program.as_text()) if one.elements > 64 * 256}
+            assert 64 * 256 in gathered and not moved  # each activation has more elements
+    assert values[1][0] > values[1][-1] > 1
+    np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
+
+
 class Layers(nnx.Module):
     """A model of NNX, with a list, whose keys are numbers."""
 
     def __init__(self, rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("width", "wide"))
         self.layers = nnx.List(nnx.Linear(128, 128, use_bias=False, kernel_init=kernel, rngs=rngs) for _ in range(2))
+        self.norm = nnx.BatchNorm(128, use_bias=False, use_scale=False, rngs=rngs)
 
     def __call__(self, rows_BPW):
         for layer in self.layers:
@@ -92,22 +223,11 @@ class Layers(nnx.Module):
         return rows_BPW.mean(1)
 
 
-@pytest.fixture
-def lazily():
-    before = nnx.using_eager_sharding()
-    nnx.use_eager_sharding(False)
-    yield
-    nnx.use_eager_sharding(before)
-
-
-def test_the_state_of_an_nnx_module_is_refused_and_what_the_fix_names_works(lazily):
-    def init(key):
-        return nnx.split(Layers(nnx.Rngs(key)))[1]
-
-    state = own_models.task("nnx", nnx.bridge.to_linen(Layers))
-    wrong = dataclasses.replace(state, init=init)
-    with pytest.raises(InputError) as error:
-        gspmd_lm.dry_run(wrong, rules(FSDP))
-    assert "the model's parameters are not nested dicts of arrays: .value in ['layers'][0]" in str(error.value)
-    assert "flax.nnx.bridge.to_linen" in str(error.value)
-    assert "layers.0.kernel" in gspmd_lm.dry_run(state, rules(FSDP))
+def test_what_is_no_parameter_of_nnx_is_refused_and_a_bridge_works():
+    task = own_models.task("nnx", nnx.bridge.to_linen(Layers))
+    with pytest.raises(InputError, match=r"norm.mean is a BatchStat, and only parameters are trained"):
+        gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: nnx.state(Layers(nnx.Rngs(key)))), rules(FSDP))
+    with pytest.raises(InputError, match=r"are not nested dicts of arrays: \[0\] in \[0\]"):
+        gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: [jax.random.normal(key, (8, 8))]), rules(FSDP))
+    page = gspmd_lm.dry_run(task, rules(FSDP))
+    assert re.search(r"layers.0.kernel +width wide +128 x 128 +width/fsdp +replicated ", page)

@@ -125,6 +125,11 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
         raise InputError(f"{path}: a config is a mapping of sections; this one {kind}")
+    if "task" in raw:
+        raise InputError(
+            f"{path}: a run of the task {raw['task']}, whose model is no decoder of a config\n"
+            "  fix   gspmd_lm.train(task, rules, workdir, data=batch) goes on with it, and plot shows it"
+        )
     override(raw, overrides, str(path))
     raw.setdefault("name", path.stem)
     return from_dict(raw, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
@@ -172,6 +177,6 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """The plain values of a config, ready for YAML or JSON."""
-    return pydantic.TypeAdapter(Config).dump_python(config, mode="json")
+def to_dict(config: Config | Train) -> dict[str, Any]:
+    """The plain values of a config or of its section `train`, ready for YAML or JSON."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")

@@ -5,8 +5,9 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -42,6 +43,11 @@ class Loader:
     fingerprint: str  # equal only for equal rows; it must be equal in every process
     shares: tuple[int, ...] = ()  # how many of BLOCK rows each part of packing.Joined gets
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
+
+    @property
+    def epochs_per_step(self) -> float:
+        """The share of all rows that a batch has."""
+        return self.batch / len(self.rows)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,19 +105,22 @@ class Loader:
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
             stop = min(stop, self.steps_per_epoch)
-        steps = grain.MapDataset.range(start_step, max(start_step, stop))
-        reads = steps.map(lambda step: (step, self.rows_at(step, local_rows)))
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
-        ahead = iter(reads.to_iter_dataset(options))
+        reads = ahead(start_step, stop, lambda step: self.rows_at(step, local_rows))
         try:
-            for step, local in ahead:
+            for step, local in reads:
                 arrays = {}
                 for name, sharding in shardings.items():
                     part = functools.partial(_part, local[name], local_rows)
                     arrays[name] = jax.make_array_from_callback(shapes[name], sharding, part)
                 yield step, arrays
         finally:
-            ahead.close()
+            reads.close()
+
+
+def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
+    """An iterator over pairs of a step and what `read` gives for it, which a thread reads ahead. It must be closed."""
+    reads = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
+    return iter(reads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
 
 
 def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from gspmd_lm.config import Config
 from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays, pairs
@@ -67,7 +68,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
             table.add_section()
         weights = row.at_rest is not None
         at_rest = "" if row.at_rest is None else split(row.axes, row.at_rest)
-        table.add_row(row.path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
+        path = annotate.CONSTRAINT if annotate.Spec(row.path, row.axes).is_constraint else row.path
+        table.add_row(path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
                       f"{row.bytes_per_device:,}")  # fmt: skip
     console.print(table)
     console.print()
@@ -81,6 +83,9 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     trained = f" ({arrays.trained_count:,} trained)" if some else ""
     parameters = f"{arrays.parameter_count:,} parameters{trained}"
     console.print(f"{config.name} under {rules.path}: {parameters}, mesh {mesh}", soft_wrap=True)
+    if kinds := len(recorder.constraints):
+        whole = len(recorder.unmapped)
+        console.print(f"kinds of nn.with_logical_constraint: {kinds}, {whole} of them without an axis that a row maps")
     console.print("bytes per device, counted:")
     for name, held in totals.items():
         console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")

@@ -1,16 +1,19 @@
 """What is computed, as plain functions: a model, its loss, its batch and its optimizer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError
-from gspmd_lm.sharding.annotate import Spec
+from gspmd_lm.sharding import of_flax, shapes
+from gspmd_lm.sharding.annotate import Spec, placed_by
 from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.shapes import Arrays
 
 Batch = Mapping[str, jax.Array]
 
@@ -21,6 +24,12 @@ class Input(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     spec: str  # its name and logical axes, as in `shard`: "images: batch patch pixel"; the first axis is the rows
+
+
+class Losses(NamedTuple):
+    """The sums of a task that says the loss of each row and no more."""
+
+    loss: jax.Array
 
 
 def everything(params: Any) -> tuple[Any, Any]:
@@ -36,17 +45,19 @@ class Task:
     """
 
     name: str
-    vocabulary: Vocabulary
     inputs: Mapping[str, Input]
-    # A random key -> parameters: a nested dict of arrays, each annotated with `nn.with_logical_partitioning`.
+    # A random key -> parameters: those of a linen module, or nnx.state(model, nnx.Param), annotated with logical axes.
     init: Callable[[jax.Array], Any]
-    # (parameters, batch, key or None) -> a NamedTuple of float32 sums over the batch, one of them `loss`.
+    # (parameters, batch, key or None) -> a NamedTuple of float32 sums over the batch, one of them `loss`; or the loss
+    # of each row. A parameter is placed for use where a module of flax reads it.
     sums: Callable[[Any, Batch, jax.Array | None], Any]
     # A tree of placement.Named, shaped like what is trained -> the optimizer. Axes and paths may decide who decays.
     optimizer: Callable[[Any], Any]
+    vocabulary: Vocabulary | None = None  # None: the names that the model uses; `names` has them
     count: Callable[[Batch], jax.Array] | None = None  # what the sums are divided by; None: the number of rows
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
+    scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
     partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
     # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
@@ -56,22 +67,28 @@ class Task:
     compute_dtype: str = "float32"  # of activations
     float32: tuple[str, ...] = ()  # activations that are float32 whatever `compute_dtype` says
     tokens: int = 0  # of a batch, for speeds; 0: the number of rows
+    train: Train | None = None  # for `gspmd_lm.train`: how long, and how often it logs, evaluates and saves
     # Of the decoder, the config that it was made from: `train.decoder.task` sets it. A changed copy has none, since its
     # functions may be others.
     config: Config | None = dataclasses.field(default=None, init=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is worked out of them is not sent to other processes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def __post_init__(self):
         if not self.inputs:
             raise InputError(f"task {self.name}: a batch has no arrays\n  fix   name them in inputs")
+        rows = self.vocabulary.rows if self.vocabulary else (*next(iter(self.specs().values())).axes, "batch")[0]
         wrong = [
             f"  {name}: {tuple(one.shape)} has another number of dimensions than its spec {one.spec!r}"
             for name, one in self.inputs.items()
             if len(one.shape) != len(_spec(one).axes)
         ]
         wrong += [
-            f"  {name}: the first axis of {one.spec!r} is not {self.vocabulary.rows}"
+            f"  {name}: the first axis of {one.spec!r} is not {rows}"
             for name, one in self.inputs.items()
-            if _spec(one).axes[:1] != (self.vocabulary.rows,)
+            if _spec(one).axes[:1] != (rows,)
         ]
         if len({one.shape[:1] for one in self.inputs.values()}) > 1:
             wrong.append("  inputs have different numbers of rows")
@@ -79,13 +96,55 @@ class Task:
             lines = "\n".join(wrong)
             raise InputError(
                 f"task {self.name}: inputs\n{lines}\n"
-                f'  fix   Input((rows, 16), "float32", "name: {self.vocabulary.rows} axis"), alike for all in rows'
+                f'  fix   Input((rows, 16), "float32", "name: {rows} axis"), alike for all in rows'
             )
 
     @property
     def rows(self) -> int:
         """Rows of a batch, over all devices."""
         return next(iter(self.inputs.values())).shape[0]
+
+    @functools.cached_property
+    def names(self) -> Vocabulary:
+        """The names of the model's axes and arrays, which rules files use."""
+        if self.vocabulary:
+            return self.vocabulary
+        return shapes.used_names(
+            self.initial, self.specs(), lambda params, batch: self.summed(params, batch, None).loss,
+            self.batch(self.rows),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def weights(self) -> Arrays:
+        """The shapes and names of the parameters. Raises InputError for those that no rules can place."""
+        return shapes.arrays(self.initial, self.names, lambda params: self.partition(params)[1])
+
+    @functools.cached_property
+    def _like(self) -> Any:
+        """The shapes of what `init` gives, in its own kind of tree."""
+        return jax.eval_shape(self._drawn, jax.eval_shape(jax.random.key, 0))
+
+    def _drawn(self, key: jax.Array) -> Any:
+        with placed_by(None), of_flax.reading():  # the shapes may be asked for while a program is traced
+            return self.init(key)
+
+    def initial(self, key: jax.Array) -> Any:
+        """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
+        return of_flax.boxed(self._drawn(key))
+
+    def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> Any:
+        """The sums over a batch, a NamedTuple. Raises InputError where `sums` gives something else."""
+        with of_flax.reading(_rows(batch)):
+            sums = self.sums(of_flax.readable(self._like, params), batch, key)
+        if getattr(sums, "shape", None) == (_rows(batch),):
+            return Losses(sums.sum(dtype=jnp.float32))
+        if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
+            raise InputError(
+                f"task {self.name}: sums() must return a NamedTuple with a scalar field named loss, or the loss of "
+                "each row\n"
+                "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
+            )
+        return sums
 
     def specs(self) -> dict[str, Spec]:
         """The array's name and the logical axes of each input."""
@@ -100,19 +159,31 @@ class Task:
 
     def counted(self, batch: Batch) -> jax.Array:
         """What the sums over a batch are divided by."""
-        return self.count(batch) if self.count else jnp.asarray(next(iter(batch.values())).shape[0], jnp.float32)
+        return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
         if self.evaluate:
-            return self.evaluate(params, batch)
-        return self.sums(params, batch, None)._asdict() | {"count": self.counted(batch)}
+            with of_flax.reading(_rows(batch)):
+                return self.evaluate(of_flax.readable(self._like, params), batch)
+        return self.summed(params, batch, None)._asdict() | {"count": self.counted(batch)}
+
+    def scored(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What evaluation logs, from its totals; `eval_loss` decides what is best."""
+        if self.scores:
+            return self.scores(totals)
+        count = max(totals["count"], 1.0)
+        return {f"eval_{name}": total / count for name, total in totals.items() if name != "count"}
 
     def means(self, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
         """The metrics of a step, from its sums."""
         if self.metrics:
             return self.metrics(sums, count, step)
         return {name: total / count for name, total in sums._asdict().items()} | {"count": count}
+
+
+def _rows(batch: Batch) -> int:
+    return next(iter(batch.values())).shape[0]
 
 
 def _spec(one: Input) -> Spec:

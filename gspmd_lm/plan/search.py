@@ -319,7 +319,7 @@ def _distance(one: Candidate, other: Candidate) -> int:
 
 def _no_mesh(task: Task, target: Target, refused: int) -> InputError:
     why = f"; the rules' own checks refused {refused} layouts" if refused else ""
-    setting = task.vocabulary.settings.get(task.vocabulary.rows, "rows of a batch")
+    setting = task.names.settings.get(task.names.rows, "rows of a batch")
     return InputError(
         f"{task.name}: no mesh of the {target.devices} devices of {target.text} divides its {task.rows} rows{why}\n"
         f"  fix   make {setting} a multiple of {target.devices}, or of a large part of it"

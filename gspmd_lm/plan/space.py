@@ -83,7 +83,7 @@ class Space:
         self.refused = 0  # how many a check of the rules refused
         self.left_out = 0  # meshes and tables for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
-        single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.vocabulary)
+        single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.names)
         self.trace = self.traces.trace(single)
         self.asked = self.trace.recorder.asked
         self.roles = _roles(self.traces, self.trace.graph, "attention" in self.asked)
@@ -131,7 +131,7 @@ class Space:
 
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""
-        rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.vocabulary)
+        rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.names)
         return settled(self.task, rules.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
@@ -230,7 +230,7 @@ class Space:
     @functools.cached_property
     def names(self) -> remats.Names:
         """What a remat policy has a choice about."""
-        return remats.Names.from_trace(self.trace, self.fused, self.task.vocabulary.kept)
+        return remats.Names.from_trace(self.trace, self.fused, self.task.names.kept)
 
 
 def _plain(remat: Remat) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def describe(raw: Mapping[str, Any]) -> str:
 
 def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> Roles:
     """`asked`: the model asks how keys reach the queries of a split sequence."""
-    rows = traces.task.vocabulary.rows
+    rows = traces.task.names.rows
     used = {path: nodes[0] for path, nodes in graph.used.items()}
     matrices = [path for path in used if path in graph.multiplied]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.names import Vocabulary, is_unnamed, named
 from gspmd_lm.sharding.op_names import scope
+
+CONSTRAINT = "constraint"  # how the name of an array begins that a model places without naming it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,11 @@ class Spec(NamedTuple):
     array: str
     axes: tuple[str, ...]
     table: str = "rules"  # in use; "weights" at rest; "optimizer" as a gradient
+
+    @property
+    def is_constraint(self) -> bool:
+        """Whether a constraint of flax places it, which names axes and no array."""
+        return self.array == ",".join((CONSTRAINT, *self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +144,12 @@ _current: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 @contextlib.contextmanager
 def placed_by(placement: Placement | None) -> Iterator[None]:
-    """A context in which `placement` places the arrays of what is traced."""
+    """A context in which `placement` places the arrays of what is traced, flax's logical constraints included."""
+    _answer_constraints()
     token = _current.set(placement)
     try:
-        yield
+        with nn.logical_axis_rules([("", None)] if placement else ()):  # without rules, flax drops its constraints
+            yield
     finally:
         _current.reset(token)
 
@@ -164,16 +174,17 @@ def parse(text: str, rank: int) -> Spec:
         )
     if place:
         known = place.vocabulary
-        _check_name(text, "activation", array, known.activations)
+        word = f'shard(x, "{text}")'
+        _check_name(word, "activation", array, known.activations)
         for axis in axes:
-            _check_name(text, "axis", axis, known.axes)
+            _check_name(word, "axis", axis, known.axes)
     return Spec(array, axes)
 
 
-def _check_name(text: str, what: str, name: str, known: Iterable[str]) -> None:
+def _check_name(word: str, what: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise InputError(
-            f'shard(x, "{text}"): the model has no {what} {name}{did_you_mean(name, known)}\n'
+            f"{word}: the model has no {what} {name}{did_you_mean(name, known)}\n"
             f"  fix   use one of {', '.join(known)}, or add {name} to the model's vocabulary"
         )
 
@@ -268,7 +279,9 @@ def parameter(
     It rests in `dtype` and is used in `compute_dtype`, by default the same.
     """
     names = tuple(axes.split())
-    array: Any = module.param(name, nn.with_logical_partitioning(init, names), shape, jnp.dtype(dtype))
+    boxed = nn.with_logical_partitioning(init, names)
+    array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
+    array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
     return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
 
 
@@ -287,6 +300,34 @@ def like(x: jax.Array, spec: str) -> jax.Array:
     """
     place, parsed = placement(), parse(spec, x.ndim)
     return place.constrain(x, parsed) if place else x
+
+
+@functools.cache
+def _answer_constraints() -> None:
+    """Has flax ask the placement in effect where `nn.with_logical_constraint` places an array.
+
+    Flax (0.12) places it on the mesh of the context, which a compiler for absent hardware does not have, and takes an
+    unknown axis, and a mesh axis that is used twice, for one that is not split.
+    """
+    of_flax = spmd._with_sharding_constraint_one_fallback
+
+    def constrained(axes: Any, x: Any, fallback: Any, rules: Any, mesh: Any) -> Any:
+        place = placement()
+        if place is None or axes is None:
+            return of_flax(axes, x, fallback=fallback, rules=rules, mesh=mesh)
+        text = f"nn.with_logical_constraint(x, {tuple(axes)})"
+        if mesh is not None or fallback != spmd.RulesFallback.AXIS_IS_UNSHARDED or len(axes) > x.ndim:
+            raise InputError(
+                f"{text}: x has {x.ndim} dimensions, fallback={fallback.name}, mesh={mesh}\n"
+                "  fix   name at most one axis per dimension, without mesh= and fallback=: the rules file says both"
+            )
+        names = named((*axes, *(None,) * (x.ndim - len(axes))))
+        for axis in names:
+            if not is_unnamed(axis):
+                _check_name(text, "axis", axis, place.vocabulary.axes)
+        return place.constrain(x, Spec(",".join((CONSTRAINT, *names)), names))
+
+    spmd._with_sharding_constraint_one_fallback = constrained
 
 
 def use(weight: Weight, dtype: Any = None) -> jax.Array:

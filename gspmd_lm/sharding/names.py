@@ -1,7 +1,19 @@
 """The names that a model brings: its logical axes and its arrays."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+_UNNAMED = "_"  # how the axis of a dimension begins that a model gives no name
+
+
+def named(axes: Iterable[str | None]) -> tuple[str, ...]:
+    """The logical axes of an array; a dimension without a name, which is never split, gets one of its own: _0."""
+    return tuple(f"{_UNNAMED}{number}" if axis is None else str(axis) for number, axis in enumerate(axes))
+
+
+def is_unnamed(axis: str) -> bool:
+    """Whether the model gave a dimension no name."""
+    return axis.startswith(_UNNAMED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,17 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
 from gspmd_lm.sharding.names import Vocabulary
@@ -209,7 +209,7 @@ class Recorder:
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.used: set[str] = set()  # paths of the weights that the model places for use
-        self.constraints = 0  # how often the model calls flax's with_logical_constraint, which places nothing here
+        self.constraints: dict[Spec, None] = {}  # of flax's with_logical_constraint, each once
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
 
@@ -229,7 +229,9 @@ class Recorder:
         self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
-        if spec.array in self.vocabulary.activations:
+        if spec.is_constraint:
+            self.constraints[spec] = None
+        if spec.is_constraint or spec.array in self.vocabulary.activations:
             self.note(spec, x.shape)
         elif spec.table == "rules":
             self.used.add(spec.array)
@@ -258,6 +260,11 @@ class Recorder:
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         return function
+
+    @property
+    def unmapped(self) -> list[Spec]:
+        """The constraints that gather an array whole, since no row maps any of their axes."""
+        return [one for one in self.constraints if not any(self.rules.row("rules", one.array, x) for x in one.axes)]
 
 
 def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
@@ -303,21 +310,18 @@ def marked(name: str) -> Spec | None:
 
 def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Recorder:
     """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
-    recorder, of_flax = Recorder(rules), _NoRules([("", None)])
-    with placed_by(recorder), nn.logical_axis_rules(of_flax):
-        recorder.program = jax.make_jaxpr(function)(*abstract)
-    recorder.constraints = of_flax.asked
+    recorder = Recorder(rules)
+    with placed_by(recorder):
+        try:
+            recorder.program = jax.make_jaxpr(function)(*abstract)
+        except RuntimeError as error:
+            if "non-empty mesh" not in str(error):
+                raise
+            raise InputError(
+                "the model calls jax.lax.with_sharding_constraint with a PartitionSpec, which needs a mesh of its own\n"
+                "  fix   nn.with_logical_constraint(x, axes), whose axes the rules file maps"
+            ) from error
     return recorder
-
-
-class _NoRules(list[tuple[str, None]]):
-    """Axis rules for flax that place nothing, and count how often a constraint reads them. Empty rules are not read."""
-
-    asked = 0
-
-    def __iter__(self) -> Iterator[tuple[str, None]]:
-        self.asked += 1
-        return super().__iter__()
 
 
 def as_recorded(recorder: Recorder) -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
 """What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,8 @@ import jax
 
 from gspmd_lm.config import Model
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.sharding import placement
+from gspmd_lm.sharding import names, of_flax, placement, rules_file
+from gspmd_lm.sharding.annotate import Spec
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Named, Recorder
 from gspmd_lm.sharding.rules import Problem, Rules, check
@@ -52,14 +54,42 @@ def arrays(
     `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
     for another tree than nested dicts, and for parameters and axes that the vocabulary does not have.
     """
-    boxed = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-    params = nn.unbox(boxed)
-    _check_dicts(params)
-    named = jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(str(key.key) for key in path), tuple(spec)), nn.get_partition_spec(boxed)
-    )
+    named, params = _named(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
     _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
+
+
+def used_names(
+    init: Callable[[jax.Array], Any], inputs: Mapping[str, Spec], loss: Callable[[Any, Any], Any], batch: Any
+) -> Vocabulary:
+    """The names that a model uses: of the parameters that `init` draws, of its inputs, and of what `loss` places."""
+    named, params = _named(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
+    weights, specs = [leaf for leaf, _ in pairs(named, params)], [*inputs.values()]
+    every = Vocabulary(axes=_Every(), weights={}, activations=_Every(), rows=specs[0].axes[0])
+    recorder = placement.record(rules_file.from_dict({"mesh": {"data": 1}}, "", vocabulary=every), loss, params, batch)
+    paths = {leaf.path for leaf in weights}
+    placed = [Spec(array, axes) for array, axes in recorder.axes.items() if array not in paths]
+    axes = itertools.chain(*(one.axes for one in (*specs, *weights, *placed)))
+    return dataclasses.replace(
+        every,
+        axes={axis: ("", "") for axis in axes if not names.is_unnamed(axis)},
+        weights={path.rpartition(".")[2]: "" for path in paths},
+        activations={spec.array: "" for spec in (*specs, *placed) if not spec.is_constraint},
+    )
+
+
+class _Every(dict[str, Any]):
+    """Names of which no name is unknown."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _named(boxed: Any) -> tuple[Any, Any]:
+    """Trees of the names and of the shapes of parameters. Raises InputError if they are not nested dicts."""
+    params = nn.unbox(boxed)
+    _check_dicts(params)
+    return of_flax.named(boxed), params
 
 
 def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
@@ -87,12 +117,12 @@ def checked(
 
 
 def _check_dicts(params: Any) -> None:
-    """Raises InputError for parameters that are not nested dicts of arrays, such as the state of an NNX module."""
+    """Raises InputError for parameters that are not nested dicts of arrays."""
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
         if other := [key for key in path if not isinstance(key, jax.tree_util.DictKey)]:
             raise InputError(
                 f"the model's parameters are not nested dicts of arrays: {other[0]} in {jax.tree_util.keystr(path)}\n"
-                "  fix   have init return such dicts, as that of flax.nnx.bridge.to_linen does for an NNX module"
+                "  fix   have init return such dicts, as that of a linen module does, or nnx.state(model, nnx.Param)"
             )
 
 
@@ -108,7 +138,7 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         wrong += [
             f"{known}: unknown axis {axis}{did_you_mean(str(axis), vocabulary.axes)}"
             for axis in leaf.axes
-            if axis not in vocabulary.axes
+            if axis not in vocabulary.axes and not names.is_unnamed(axis)
         ]
     if wrong:
         lines = "\n".join(dict.fromkeys(wrong))

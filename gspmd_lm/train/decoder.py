@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gspmd_lm.config import Config, Model
@@ -40,6 +41,7 @@ def task(config: Config | Task) -> Task:
         count=_targets,
         evaluate=functools.partial(_evaluate, model),
         metrics=functools.partial(_metrics, config),
+        scores=_scores,
         partition=functools.partial(lora.partition, cfg=model),
         moved=functools.partial(_moved, model) if model.balance == "bias" and not model.lora else None,
         random=bool(model.dropout),
@@ -48,6 +50,7 @@ def task(config: Config | Task) -> Task:
         compute_dtype=model.compute_dtype,
         float32=("logits",),
         tokens=data.batch * data.seq,
+        train=config.train,
     )
     object.__setattr__(decoder, "config", config)
     return decoder
@@ -87,6 +90,17 @@ def _targets(batch: Batch) -> jax.Array:
 def _evaluate(model: Model, params: Any, batch: Batch) -> dict[str, jax.Array]:
     sums = _sums(model, params, batch, None)
     return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": _targets(batch)}
+
+
+def _scores(totals: Mapping[str, float]) -> dict[str, float]:
+    targets = totals["target_tokens"]
+    loss = totals["cross_entropy"] / targets
+    return {
+        "eval_loss": loss,
+        "eval_perplexity": float(np.exp(loss)),
+        "eval_accuracy": totals["correct"] / targets,
+        "eval_tokens": targets,
+    }
 
 
 def _metrics(config: Config, sums: Sums, targets: jax.Array, step: jax.Array) -> dict[str, jax.Array]:

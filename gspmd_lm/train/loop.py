@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from etils import epath
 from rich.console import Console
 
-from gspmd_lm import config as configs
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Train
 from gspmd_lm.data import trained
+from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
@@ -26,13 +25,15 @@ from gspmd_lm.runtime.preemption import StopSignal
 from gspmd_lm.train import init_from, metrics, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
-from gspmd_lm.train.state import State
+from gspmd_lm.train.state import State, described
 from gspmd_lm.train.step import Step
 from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
-from gspmd_lm.workdir import checkpoint, history, trackers
+from gspmd_lm.workdir import checkpoint, compatible, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen
 from gspmd_lm.workdir.log import Log, Sample
+
+Rows = Loader | Batches
 
 
 class SampleWriter(Protocol):
@@ -50,7 +51,7 @@ class Run:
     """One run on one process: what it computes, and where its files and messages go."""
 
     programs: TrainPrograms
-    open_rows: Callable[[], tuple[Loader, Loader | None]]  # to train on, and to evaluate on; called once
+    open_rows: Callable[[], tuple[Rows, Rows | None]]  # to train on, and to evaluate on; called once
     workdir: epath.Path
     console: Console
     profile: tuple[int, int] | None = None
@@ -71,13 +72,20 @@ class Run:
         return self.programs.say
 
     @functools.cached_property
-    def config(self) -> Config:
-        """The config of the step, with the tokenizer that the run keeps in its workdir if it trains one."""
+    def config(self) -> Config | None:
+        """The config of the decoder, with the tokenizer that the run keeps in its workdir if it trains one."""
         config = self.step.config
-        return trained.with_kept_tokenizer(config, self.workdir) if trained_size(config.data.tokenizer) else config
+        trains_one = config and trained_size(config.data.tokenizer)
+        return trained.with_kept_tokenizer(config, self.workdir) if trains_one else config
+
+    @property
+    def settings(self) -> Train:
+        """How long the run trains, and how often it logs, evaluates and saves."""
+        assert self.step.task.train is not None, "the session has checked it"
+        return self.step.task.train
 
     @functools.cached_property
-    def rows(self) -> tuple[Loader, Loader | None]:
+    def rows(self) -> tuple[Rows, Rows | None]:
         """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
@@ -95,15 +103,15 @@ class Run:
         with self.checkpoints() as checkpoints:
             chosen = checkpoints.choose(step, self.step.abstract_state)
             best = Best.of(chosen.extra) if chosen else Best()
-            if chosen and (chosen.step >= stop or best.ends(self.config.train.patience)):
-                self.say(_nothing_to_do(chosen.step, stop, best, self.config.train.patience))
+            if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
+                self.say(_nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
             return _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen)).train(chosen)
 
     def evaluate(self, step: int | None = None) -> dict[str, float]:
         """The metrics of the held-out rows under the checkpoint of `step`, by default the newest of the workdir."""
         with self.checkpoints() as checkpoints:
-            if self.config.data.held_out == 0:
+            if self.config and self.config.data.held_out == 0:
                 raise InputError("data.held_out: 0 leaves no rows to evaluate\n  fix   set data.held_out, such as 0.02")
             chosen = checkpoints.choose(step)
             if chosen is None:
@@ -118,12 +126,13 @@ class Run:
 
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
-        return checkpoint.of_run(self.workdir, self.config, self.say)
+        facts = compatible.facts(self.config.model) if self.config else {"task": self.step.task.name}
+        return checkpoint.opened(self.workdir, self.settings, facts, self.say)
 
     def _begin(self, checkpoints: Checkpoints, chosen: Chosen | None) -> tuple[int, State, Any]:
         """The step to begin with, the state at that step, and the train step, which is compiled meanwhile."""
-        train = self.config.train
-        origin = init_from.find(self.config) if train.init_from and not chosen else None
+        train, config = self.settings, self.config
+        origin = init_from.find(config) if config and train.init_from and not chosen else None
         self.say(self.rows[0].description)
         with ThreadPoolExecutor(1) as background:
             compiling = background.submit(self.programs.train)
@@ -164,24 +173,16 @@ class Run:
         assert held_out_rows is not None
         program = self.programs.ready(self.programs.evaluate())
         totals: collections.Counter[str] = collections.Counter()
-        for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.config.train.eval_batches):
+        for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches):
             totals.update({name: float(value) for name, value in program(params, batch).items()})
-        targets = totals["target_tokens"]
-        loss = totals["cross_entropy"] / targets
-        values = {
-            "eval_loss": loss,
-            "eval_perplexity": float(np.exp(loss)),
-            "eval_accuracy": totals["correct"] / targets,
-            "eval_tokens": targets,
-        }
-        self.say(f"step {step}: held-out loss {loss:.4f}, perplexity {values['eval_perplexity']:.2f}, "
-                 f"accuracy {values['eval_accuracy']:.3f}")  # fmt: skip
+        values = self.step.task.scored(totals)
+        self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
     def _write_description(self) -> None:
         if self.machine.is_main:
             history.write_description(
-                self.workdir, self.config, self.step.rules.text, self.rows[0].tokenizer,
+                self.workdir, described(self.config or self.step.task), self.step.rules.text, self.rows[0].tokenizer,
                 mesh=dict(self.step.rules.mesh), rows=self.rows[0].description, device=self.machine.device_kind,
             )  # fmt: skip
 
@@ -194,7 +195,7 @@ class _Training:
     ):
         """program: (state, batch) -> (state, values), with the state of step `start` donated."""
         self.run, self.checkpoints, self.program = run, checkpoints, program
-        self.config, self.say, self.is_main = run.config.train, run.say, run.machine.is_main
+        self.config, self.say, self.is_main = run.settings, run.say, run.machine.is_main
         self.start, self.stop, self.done = start, stop, start
         self.state, self.best = state, best
         self.interrupted = False  # whether the run was asked to stop
@@ -357,18 +358,21 @@ class _Training:
         )
 
     def _meter(self) -> metrics.Meter:
-        run, config = self.run, self.run.config
+        run, task = self.run, self.run.step.task
         report = run.programs.report
-        peak = report.peak_flops_per_s if report else None
+        flops = metrics.model_flops(run.config, run.step.arrays)
+        peak = report.peak_flops_per_s if report and flops else None
         return metrics.Meter(
-            self.start, self.stop, config.data.batch * config.data.seq, config.data.batch / len(run.rows[0].rows),
-            metrics.model_flops(config, run.step.arrays), peak and peak * run.step.mesh.size,
+            self.start, self.stop, task.tokens or task.rows, run.rows[0].epochs_per_step,
+            flops, peak and peak * run.step.mesh.size,
         )  # fmt: skip
 
     def _log(self) -> Any:
         if not self.is_main:
             return _Silent()
-        return Log(self.run.workdir, self.start, self.config, configs.to_dict(self.run.config), self.say)
+        return Log(
+            self.run.workdir, self.start, self.config, described(self.run.config or self.run.step.task), self.say
+        )
 
 
 class _Silent:

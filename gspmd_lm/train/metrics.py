@@ -31,8 +31,10 @@ def flops_per_token(
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
 
 
-def model_flops(config: Config, arrays: Arrays) -> float:
-    """Model FLOPs of one train step: see `flops_per_token`."""
+def model_flops(config: Config | None, arrays: Arrays) -> float:
+    """Model FLOPs of one train step: see `flops_per_token`. 0 for a model of one's own, of which they are not known."""
+    if config is None:
+        return 0.0
     active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
     return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
 
@@ -101,8 +103,9 @@ class Meter:
         """The values of the step just dispatched, and the speed since the last read. Waits for the step."""
         logged = {name: float(value) for name, value in jax.device_get(values).items()}
         now, steps = time.perf_counter(), step - self.at
-        logged["perplexity"] = math.exp(min(logged.pop("cross_entropy"), 700.0))
-        logged |= {"tokens": float(step * self.tokens), "epoch": step * self.epochs}
+        if "cross_entropy" in logged:
+            logged["perplexity"] = math.exp(min(logged.pop("cross_entropy"), 700.0))
+        logged |= {"tokens": float(step * self.tokens)} | ({"epoch": step * self.epochs} if self.epochs else {})
         if self.first_step_s is None:
             self.first_step_s = now - self.began
         else:

@@ -94,6 +94,13 @@ def line(step: int, stop: int, values: Mapping[str, float], mfu: bool) -> str:
     return _step(step, stop, values["loss"]) + "".join(cells)
 
 
+def scores(values: Mapping[str, float]) -> str:
+    """What an evaluation found: 'loss 2.3456, perplexity 10.44, accuracy 0.532'."""
+    digits = {"loss": 4, "perplexity": 2}
+    names = {name.removeprefix("eval_"): value for name, value in values.items() if name != "eval_tokens"}
+    return ", ".join(f"{name} {value:.{digits.get(name, 3)}f}" for name, value in names.items())
+
+
 def sample(prompt: str, text: str) -> str:
     """A text that the model wrote, below its prompt. What would control a terminal is shown as U+FFFD."""
     lines = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in prompt + text).split("\n")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import Processor
@@ -33,7 +34,7 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known."""
     task = decoder.task(config)
-    weights = model_shapes.arrays(task.init, task.vocabulary, lambda params: task.partition(params)[1])
+    weights = task.weights
     transform = task.optimizer(weights.named_trained)
     state = jax.eval_shape(transform.init, weights.trained)
     named = optimizer.named_state(state, weights.named_trained, weights.trained)
@@ -54,13 +55,7 @@ def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Ru
         # A model may multiply its inputs with weights without placing them first.
         floats = [name for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)]
         batch = batch | {name: mark(batch[name], specs[name]) for name in floats}
-        sums = task.sums(params, batch, None)
-        if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
-            raise InputError(
-                f"task {task.name}: sums() must return a NamedTuple with a scalar field named loss\n"
-                "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
-            )
-        return sums.loss
+        return task.summed(params, batch, None).loss
 
     batch = task.batch(max(task.rows // microbatches, 1))
     recorder = record(rules, forward, arrays.params, batch)
@@ -76,7 +71,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
     Raises ShardingError that lists everything that does not fit.
     """
     task = decoder.task(config)
-    if rules.vocabulary != task.vocabulary:
+    if rules.vocabulary != task.names:
         raise InputError(
             f"{rules.path}: was loaded with another vocabulary than that of {task.name}\n"
             "  fix   load it with the vocabulary of the task"
@@ -89,7 +84,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
             Problem(
                 f"{first.array}: {first.axes[0]}={task.rows} does not divide into microbatches={rules.microbatches}",
                 rules.place("microbatches", rules.microbatches),
-                f"use a divisor of {task.vocabulary.settings.get(first.axes[0], task.rows)}",
+                f"use a divisor of {task.names.settings.get(first.axes[0], task.rows)}",
             )
         )
     if task.config:
@@ -108,12 +103,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
 
 def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
     """The warnings that a model of one's own does not ask the rules where its arrays live."""
-    warnings, place = [], f"task {task.name}: sums"
-    if calls := named.constraints:
-        message = f"nn.with_logical_constraint: calls of it, {calls} in all, place nothing here"
-        fix = 'write shard(x, "array: axis axis ...") in its place, with names of the vocabulary'
-        warnings.append(Problem(message, place, fix, warning=True))
-    moved = []
+    warnings, place, moved = [], f"task {task.name}: sums", []
     for leaf, like in model_shapes.pairs(arrays.named_params, arrays.params):
         at_rest, in_use = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in ("weights", "rules"))
         if leaf.path not in named.used and at_rest != in_use:
@@ -123,7 +113,22 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         warnings.append(Problem(message, place, fix, warning=True))
+    whole, rows = named.unmapped, rules.row("rules", "", task.names.rows)
+    if whole and rows and rules.piece_count(rows.mesh_axes) > 1:
+        axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
+        message = (
+            f"{place}: of {len(named.constraints)} kinds of nn.with_logical_constraint, {len(whole)} name no axis that "
+            f"a row of rules maps ({', '.join(axes)}), so each device holds these arrays whole"
+        )
+        warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))
     return warnings
+
+
+def described(config: Config | Task) -> dict[str, Any]:
+    """What a run computes, as plain values for its workdir; of a model of one's own, its name and the settings."""
+    if isinstance(config, Config):
+        return configs.to_dict(config)
+    return {"task": config.name} | ({"train": configs.to_dict(config.train)} if config.train else {})
 
 
 def attention_pass(config: Config) -> Pass:

@@ -112,7 +112,7 @@ class Step(Program):
 
     def _init_from(self, weights: Any) -> State:
         task, zero = self.task, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), task.init(jax.random.key(task.seed)), is_leaf=_is_boxed)
+        params = jax.tree.map(lambda box: box.unbox(), task.initial(jax.random.key(task.seed)), is_leaf=_is_boxed)
         params = lora.joined(params, weights)
         _, trained = task.partition(params)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
@@ -160,7 +160,7 @@ class Step(Program):
         key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
-            sums = self.task.sums(lora.joined(frozen, trained), batch, key)
+            sums = self.task.summed(lora.joined(frozen, trained), batch, key)
             return sums.loss / count, sums
 
         def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
@@ -197,7 +197,7 @@ class Step(Program):
             return jnp.zeros((*lead, *like.shape), jnp.float32)
 
         rows = self.task.batch(self.task.rows // microbatches)
-        sums = jax.eval_shape(self.task.sums, self.arrays.params, rows, None)
+        sums = jax.eval_shape(self.task.summed, self.arrays.params, rows, None)
         start = constrain(jax.tree.map(zeros, trained)), jax.tree.map(zeros, sums)
         pieces = {name: cut(name, x) for name, x in sorted(batch.items())}
         (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gspmd_lm import files
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
@@ -35,12 +35,22 @@ def of_run(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
 ) -> "closing[Checkpoints]":
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
+    return opened(workdir, config.train, compatible.facts(config.model), report)
+
+
+def opened(
+    workdir: epath.Path | str,
+    train: Train,
+    architecture: Mapping[str, Any],
+    report: Callable[[str], None] = lambda _: None,
+) -> "closing[Checkpoints]":
+    """As `of_run`, of a model that `architecture` describes."""
     return closing(
         Checkpoints(
             str(epath.Path(workdir) / layout.CHECKPOINTS),
-            keep=config.train.keep_checkpoints,
-            keep_every=config.train.keep_every,
-            architecture=compatible.facts(config.model),
+            keep=train.keep_checkpoints,
+            keep_every=train.keep_every,
+            architecture=architecture,
             report=report,
         )
     )

@@ -10,9 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from gspmd_lm import config as configs
 from gspmd_lm import files, versions
-from gspmd_lm.config import Config, core_yaml, paths
+from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 from gspmd_lm.workdir import layout, log
@@ -22,7 +21,7 @@ LAST = 10  # speeds are medians over so many of the last logged rows
 
 def write_description(
     workdir: epath.Path,
-    config: Config,
+    config: Mapping[str, Any],
     rules: str,
     tokenizer: Path | None,
     *,
@@ -37,7 +36,7 @@ def write_description(
     workdir.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         files.replace(workdir / layout.TOKENIZER, tokenizer.read_bytes())
-    files.replace(workdir / layout.CONFIG, core_yaml.dump(configs.to_dict(config)))
+    files.replace(workdir / layout.CONFIG, core_yaml.dump(config))
     files.replace(workdir / layout.RULES, rules)
     packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
     about = {

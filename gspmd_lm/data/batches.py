@@ -1,0 +1,72 @@
+"""The batches of a model of one's own, which a function of the step gives: the step is the position in the data."""
+
+import dataclasses
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspmd_lm.data.loader import ahead
+from gspmd_lm.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+    """Batches by number. Each process makes the whole batch and hands its devices their parts."""
+
+    at: Callable[[int], Mapping[str, np.ndarray]]  # the batch of a number, with the rows of all devices
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    use: str = "training"
+    count: int | None = None  # how many there are; None: as many as are asked for
+
+    epochs_per_step = 0.0  # nothing tells when rows come again
+    tokenizer: Path | None = None
+
+    @property
+    def description(self) -> str:
+        """For the user: what is read."""
+        which = "a function of the step" if self.count is None else f"{self.count:,} batches"
+        return f"{self.use}: {which}"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal only where the first batch is, as it must be in every process."""
+        first, sums = self.read(0), hashlib.sha256()
+        for name in sorted(first):
+            sums.update(name.encode() + np.ascontiguousarray(first[name]).tobytes())
+        return f"{self.use}-{sums.hexdigest()}"
+
+    def read(self, number: int) -> dict[str, np.ndarray]:
+        """A batch. Raises InputError if its arrays are not those of the task."""
+        batch = {name: np.asarray(array) for name, array in self.at(number).items()}
+        arrays = {name: f"{array.dtype}{list(array.shape)}" for name, array in batch.items()}
+        wanted = {name: f"{like.dtype}{list(like.shape)}" for name, like in self.shapes.items()}
+        if arrays != wanted:
+            wrong = [name for name in {**wanted, **arrays} if arrays.get(name) != wanted.get(name)]
+            lines = [f"  {name}: {arrays.get(name, 'absent')}, and the task's inputs say {wanted.get(name, 'nothing')}"
+                     for name in wrong]  # fmt: skip
+            raise InputError("\n".join([f"{self.use}: batch {number}", *lines, "  fix   make both say the same"]))
+        return batch
+
+    def batches(
+        self, start_step: int, shardings: Mapping[str, Any], stop_step: int | None = None
+    ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
+        """Pairs of a step and its arrays, from `start_step` to before `stop_step`, made ahead by a thread."""
+        stop = min(sys.maxsize if stop_step is None else stop_step, sys.maxsize if self.count is None else self.count)
+        made = ahead(start_step, stop, self.read)
+        try:
+            for step, batch in made:
+                yield (
+                    step,
+                    {
+                        name: jax.make_array_from_callback(batch[name].shape, sharding, batch[name].__getitem__)
+                        for name, sharding in shardings.items()
+                    },
+                )
+        finally:
+            made.close()

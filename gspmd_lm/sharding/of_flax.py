@@ -1,0 +1,214 @@
+"""Parameters as flax hands them to models that know nothing of this package: each is placed for use when it is read."""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import meta
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import names
+from gspmd_lm.sharding.annotate import Spec, Split, Weight, placement, use
+from gspmd_lm.sharding.placement import Named
+
+
+class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
+    """A parameter in a box of flax. Modules open the box where they read the parameter, and find it placed for use."""
+
+    value: Any
+    path: str = struct.field(pytree_node=False)
+    axes: tuple[str, ...] = struct.field(pytree_node=False)
+
+    def unbox(self) -> jax.Array:
+        dtype, layer = self.value.dtype, _layer.get()
+        if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
+            dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
+        weight = Weight(self.value, self.path, self.axes, dtype)
+        if layer:
+            layer.weights[self.value.shape] = weight
+        return use(weight)
+
+    def replace_boxed(self, val: Any) -> "Box":
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Box":
+        return self.replace(axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Box":
+        return self.replace(axes=(*self.axes[:index], *self.axes[index + 1 :]))
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """For a module of NNX within `flax.nnx.bridge.to_linen`."""
+        return {"value": self.unbox()}
+
+
+@contextlib.contextmanager
+def reading(rows: int = 0) -> Iterator[None]:
+    """A context in which modules of flax are made and called, with a batch of so many rows.
+
+    Those of NNX with axes are made although no mesh is set.
+    """
+    eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
+    with (
+        eagerly(False) if eagerly else contextlib.nullcontext(),
+        nn.intercept_methods(functools.partial(_within_layer, rows)),
+    ):
+        yield
+
+
+def boxed(params: Any) -> Any:
+    """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
+
+    Those of a linen module are such dicts; the state of an NNX module becomes one. Raises InputError for a state with
+    variables that are no parameters.
+    """
+    if not _is_state(params):
+        return params
+    tree: dict[str, Any] = {}
+    for path, variable in _nnx().to_flat_state(params):
+        name = ".".join(map(str, path))
+        if not isinstance(variable, _nnx().Param):
+            raise InputError(
+                f"{name} is a {type(variable).__name__}, and only parameters are trained\n"
+                "  fix   have init return nnx.state(model, nnx.Param); what a step changes otherwise is not supported"
+            )
+        *modules, last = map(str, path)
+        within = tree
+        for module in modules:
+            within = within.setdefault(module, {})
+        axes = variable.get_metadata("out_sharding", None)
+        value = variable.get_raw_value()
+        within[last] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+    return tree
+
+
+def named(boxes: Any) -> Any:
+    """The path and logical axes of each parameter of nested dicts, as a tree of Named."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: Named(".".join(str(key.key) for key in path), names.named(spec)),
+        nn.get_partition_spec(boxes),
+    )
+
+
+def readable(like: Any, params: Any) -> Any:
+    """The parameters, nested dicts of arrays, as the functions of a model take them, whose `init` gave what is like
+    `like`: each is placed for use where it is read.
+    """
+    boxes = jax.tree.map(
+        lambda leaf, array: Box(array, leaf.path, leaf.axes),
+        named(boxed(like)), params, is_leaf=lambda leaf: isinstance(leaf, Named),
+    )  # fmt: skip
+    if not _is_state(like):
+        return boxes
+    flat = []
+    for path, variable in _nnx().to_flat_state(like):
+        box = boxes
+        for key in path:
+            box = box[str(key)]
+        variable = variable.replace(box.value)
+        variable.set_metadata(on_get_value=_Read(box.path))
+        flat.append((path, variable))
+    return _nnx().from_flat_state(flat)
+
+
+class _Read:
+    """What NNX calls where a module reads a variable. Equal for equal paths, since variables are compared by it."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Read) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        return use(Weight(value, self.path, names.named(variable.get_metadata("out_sharding", ())), value.dtype))
+
+
+# The layers of linen.
+
+
+@dataclasses.dataclass
+class _Layer:
+    """A layer that casts its parameters to its dtype before all else, while it is called."""
+
+    dtype: Any
+    weights: dict[tuple[int, ...], Weight] = dataclasses.field(default_factory=dict)  # shape -> what was read
+
+
+_layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
+_PRODUCTS = (nn.Dense, nn.DenseGeneral)
+_CASTING = (*_PRODUCTS, nn.Embed, nn.Conv, nn.Einsum)
+
+
+def _within_layer(rows: int, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
+    """What a method of a module gives; the products of a layer are those of `_product`."""
+    module: Any = context.module
+    if type(module) not in _CASTING or placement() is None:
+        return call(*args, **kwargs)
+    layer = _Layer(module.dtype)
+    token = _layer.set(layer)
+    replaced = type(module) in _PRODUCTS and module.dot_general is None and module.dot_general_cls is None
+    try:
+        if replaced:
+            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer, rows))
+        return call(*args, **kwargs)
+    finally:
+        _layer.reset(token)
+        if replaced:
+            object.__setattr__(module, "dot_general", None)
+
+
+def _dot_general(layer: _Layer, rows: int, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None):
+    """`jax.lax.dot_general` of an input whose first dimension is that of the rows, with a parameter of the layer."""
+    place, weight = placement(), layer.weights.get(w.shape)
+    assert place is not None, "else the product is not replaced"
+    (summed, _), (batch, _) = dimensions
+    over = place.split("", place.vocabulary.rows)
+    if weight is None or batch or 0 in summed or x.shape[0] != rows or rows % max(over.pieces, 1) or not over.over:
+        return jax.lax.dot_general(x, w, dimensions, precision)
+    return _product(Spec(weight.path, weight.axes, "optimizer"), over, (dimensions, precision), x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(gradient: Spec, over: Split, how: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product whose weight has its gradient summed once, to where `gradient` says: compilers reduce it to all."""
+    return jax.lax.dot_general(x, w, *how)
+
+
+def _product_forward(gradient: Spec, over: Split, how: Any, x: jax.Array, w: jax.Array):
+    return jax.lax.dot_general(x, w, *how), (x, w)
+
+
+def _product_backward(gradient: Spec, over: Split, how: Any, factors: tuple[jax.Array, jax.Array], dy: jax.Array):
+    (x, w), place = factors, placement()
+    assert place is not None, "a program is traced with one placement"
+    (dx,) = jax.vjp(lambda x: jax.lax.dot_general(x, w, *how), x)[1](dy)
+
+    def of_a_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return jax.vjp(lambda w: jax.lax.dot_general(x, w, *how), w)[1](dy)[0]
+
+    pieces = (array.reshape(over.pieces, -1, *array.shape[1:]) for array in (x, dy))
+    return dx, place.total(jax.vmap(of_a_piece)(*pieces), over, gradient)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _is_state(params: Any) -> bool:
+    return _nnx() is not None and isinstance(params, _nnx().State)
+
+
+def _nnx() -> Any:
+    """The module flax.nnx, if anything has imported it."""
+    return sys.modules.get("flax.nnx")

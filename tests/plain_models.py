@@ -1,0 +1,162 @@
+"""Models of people who know flax and not this package, as its guides write them, and the tasks made of them."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from gspmd_lm import Input, Task
+from gspmd_lm import config as configs
+
+
+def annotated(init, *axes):
+    return nn.with_logical_partitioning(init, axes)
+
+
+class Block(nn.Module):
+    """One layer of a decoder, with logical axes for weights and others for activations."""
+
+    heads: int
+    hidden: int
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x, _):
+        def norm(name):
+            return nn.RMSNorm(name=name, scale_init=annotated(nn.initializers.ones, "embed"))
+
+        def dense(name, shape, axes, axis=-1):
+            init = annotated(nn.initializers.lecun_normal(), *axes)
+            return nn.DenseGeneral(shape, axis=axis, use_bias=False, name=name, kernel_init=init, dtype=self.dtype)
+
+        width = x.shape[-1]
+        of_heads = "activation_batch", "activation_length", "activation_heads", "activation_kv"
+        y = norm("attention_norm")(x)
+        q, k, v = (
+            nn.with_logical_constraint(
+                dense(name, (self.heads, width // self.heads), ("embed", "heads", "kv"))(y), of_heads
+            )
+            for name in ("query", "key", "value")
+        )
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x += dense("out", width, ("heads", "kv", "embed"), axis=(-2, -1))(y)
+        x = nn.with_logical_constraint(x, ("activation_batch", "activation_length", "activation_embed"))
+        y = nn.gelu(dense("wi", self.hidden, ("embed", "mlp"))(norm("mlp_norm")(x)))
+        y = nn.with_logical_constraint(y, ("activation_batch", "activation_length", "activation_mlp"))
+        x += dense("wo", width, ("mlp", "embed"))(y)
+        return nn.with_logical_constraint(x, ("activation_batch", "activation_length", "activation_embed")), None
+
+
+class Decoder(nn.Module):
+    """A decoder whose layers are scanned and computed again in the backward pass."""
+
+    layers: int = 2
+    width: int = 64
+    heads: int = 8
+    hidden: int = 256
+    vocab: int = 128
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = annotated(nn.initializers.normal(0.02), "vocab", "embed")
+        x = nn.Embed(self.vocab, self.width, embedding_init=table, name="token_embedder")(tokens)
+        x = nn.with_logical_constraint(x, ("activation_batch", "activation_length", "activation_embed"))
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True},
+            length=self.layers, metadata_params={nn.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        x, _ = layers(self.heads, self.hidden, self.dtype, name="layers")(x, None)
+        x = nn.RMSNorm(name="final_norm", scale_init=annotated(nn.initializers.ones, "embed"))(x)
+        out = annotated(nn.initializers.lecun_normal(), "embed", "vocab")
+        logits = nn.Dense(self.vocab, use_bias=False, name="logits", kernel_init=out)(x)
+        return nn.with_logical_constraint(logits, ("activation_batch", "activation_length", "activation_vocab"))
+
+
+class NnxBlock(nnx.Module):
+    """One layer of a network for rows of tokens, of NNX."""
+
+    def __init__(self, width, hidden, rngs):
+        def init(*axes):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+        ones = nnx.with_partitioning(nnx.initializers.ones, ("embed",))
+        self.norm = nnx.RMSNorm(width, scale_init=ones, rngs=rngs)
+        self.wi = nnx.Linear(width, hidden, use_bias=False, kernel_init=init("embed", "mlp"), rngs=rngs)
+        self.wo = nnx.Linear(hidden, width, use_bias=False, kernel_init=init("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.wo(nnx.gelu(self.wi(self.norm(x))))
+
+
+class Network(nnx.Module):
+    """Layers over each token, of NNX, between a table of tokens and logits."""
+
+    def __init__(self, rngs, layers=2, width=64, hidden=256, vocab=128):
+        table = nnx.with_partitioning(nnx.initializers.normal(0.02), ("vocab", "embed"))
+        self.embed = nnx.Embed(vocab, width, embedding_init=table, rngs=rngs)
+        self.layers = nnx.List(NnxBlock(width, hidden, rngs) for _ in range(layers))
+        self.head = nnx.Param(rngs.params.normal((width, vocab)) / width**0.5, out_sharding=("embed", "vocab"))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head[...]
+
+
+# What follows is all that the package needs.
+
+
+def init(model, length, key):
+    return model.init(key, jnp.zeros((1, length), jnp.int32))["params"]
+
+
+def losses(model, params, batch, key):
+    logits = model.apply({"params": params}, batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean(1)
+
+
+def optimizer(named):
+    return optax.adamw(1e-3)
+
+
+def decoder(rows=32, length=16, **sizes):
+    model, of_tokens = Decoder(**sizes), "tokens: activation_batch activation_length"
+    return Task(
+        name="plain_decoder", init=functools.partial(init, model, length), sums=functools.partial(losses, model),
+        optimizer=optimizer, matmul_precision="highest",
+        inputs={name: Input((rows, length), "int32", of_tokens) for name in ("tokens", "targets")},
+    )  # fmt: skip
+
+
+def same_decoder(rows=32, length=16, **sizes):
+    """The config of the package's own decoder that has the weights and the products of `decoder`."""
+    model = Decoder(**sizes)
+    sizes = {
+        "layers": model.layers, "embed": model.width, "heads": model.heads, "kv_heads": model.heads,
+        "head_dim": model.width // model.heads, "mlp": model.hidden, "mlp_kind": "plain", "activation": "gelu_tanh",
+        "vocab": model.vocab, "context": length, "positions": "none", "tied_embeddings": False,
+        "compute_dtype": "float32", "matmul_precision": "highest",
+    }  # fmt: skip
+    raw = {"name": "same_decoder", "model": sizes, "data": {"source": "random:64", "batch": rows, "seq": length},
+           "train": {"steps": 4}}  # fmt: skip
+    return configs.from_dict(raw, "tests")
+
+
+def nnx_init(key):
+    return nnx.state(Network(nnx.Rngs(key)), nnx.Param)
+
+
+def nnx_losses(params, batch, key):
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Network(nnx.Rngs(0)))), params)
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean(1)
+
+
+NNX = Task(
+    name="nnx_network", init=nnx_init, sums=nnx_losses, optimizer=optimizer, matmul_precision="highest",
+    inputs={name: Input((32, 16), "int32", "tokens: batch length") for name in ("tokens", "targets")},
+)  # fmt: skip

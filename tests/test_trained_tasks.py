@@ -1,0 +1,134 @@
+"""The examples in plain Flax get the whole trainer, and other layouts do not change what they learn."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import gspmd_lm
+from gspmd_lm import InputError
+from gspmd_lm.config import Samples, Train
+from tests.quick import QUICK
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import classifier  # noqa: E402
+import train  # noqa: E402
+
+MODELS = ("classifier", "vit", "reverser")
+
+
+def layout(task, name):
+    rules = gspmd_lm.load_rules(name if name == "none" else f"examples/rules/plain_{name}.yaml", task)
+    return dataclasses.replace(rules, compiler_options={"cpu": QUICK})
+
+
+def losses(model, name, steps=2):
+    step = gspmd_lm.build(model.TASK, layout(model.TASK, name))
+    program, state, values = step.compile(step.lower_train()), step.compile(step.lower_init())(), []
+    for number in range(steps):
+        state, metrics = program(state, jax.device_put(dict(model.batch(number)), step.batch_shardings))
+        values.append(float(metrics["loss"]))
+    return values
+
+
+@pytest.mark.parametrize(("name", "split"), [("vit", "tensor"), ("reverser", "fsdp")])
+def test_an_example_has_the_losses_of_one_device(name, split):
+    model = importlib.import_module(name)
+    np.testing.assert_allclose(losses(model, split), losses(model, "none"), rtol=0, atol=1e-5)
+
+
+def test_explain_and_plan_take_the_vision_transformer():
+    vit = importlib.import_module("vit")
+    report = gspmd_lm.explain(vit.TASK, layout(vit.TASK, "tensor"), "cpu:8")
+    assert report.floor.communication_bytes and not report.floor.estimated_because
+    assert 1 <= report.above_floor < 1.05
+    assert {row for one in report.collectives for row in one.rules} == {"rules.batch", "rules.mlp", "weights.embed"}
+    assert {one.source.split(":")[0] for one in report.memory.largest} == {"examples/vit.py"}
+    plan = gspmd_lm.plan(vit.TASK, "cpu:8")
+    assert plan.searched > 50 and {row.axis for row in plan.rules.rows} >= {"batch"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of the classifier that was stopped and went on under other rules, and the numbers of its batches."""
+    workdir, asked, values = tmp_path_factory.mktemp("run"), [], []
+
+    def batch(step):
+        asked.append(step)
+        return classifier.batch(step)
+
+    for name, steps in (("fsdp", 20), ("none", None)):
+        asked.append(name)
+        rules = layout(classifier.TASK, name)
+        values.append(gspmd_lm.train(classifier.TASK, rules, workdir, steps, data=batch, held_out=classifier.HELD_OUT))
+    return workdir, asked, values
+
+
+def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, capsys):
+    workdir, asked, (first, last) = trained
+    first_rows, later_rows = asked[1 : asked.index("none")], asked[asked.index("none") + 1 :]
+    # The first batch also says which data they are.
+    assert sorted(first_rows) == [0, *range(20)] and sorted(later_rows) == [0, *range(20, 40)]
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row["eval_accuracy"] for row in rows if "eval_accuracy" in row}
+    assert [*scores] == [20, 40] and scores[20] < 0.7 < 0.9 < scores[40]
+    assert first["loss"] > 1 > last["loss"] and rows[-2]["tokens"] == 40 * classifier.ROWS
+    assert last.losses[-1] == (40, last["loss"]) and last.run.config["task"] == "classifier"
+    np.testing.assert_allclose(last["loss"], losses(classifier, "none", 40)[-1], rtol=0, atol=1e-4)
+
+
+def test_a_run_says_that_its_data_are_others_now_and_does_nothing_at_its_end(trained, capsys):
+    workdir = trained[0]
+    again = gspmd_lm.train(classifier.TASK, layout(classifier.TASK, "none"), workdir, data=classifier.batch)
+    assert not again and "nothing to do up to step 40" in capsys.readouterr().out
+    with pytest.raises(InputError, match="a run of the task classifier, whose model is no decoder of a config"):
+        gspmd_lm.load(workdir)
+    other = dataclasses.replace(classifier.TASK, name="another")
+    with pytest.raises(InputError, match="another"):
+        gspmd_lm.train(other, layout(other, "none"), workdir, data=classifier.batch)
+    shifted = dataclasses.replace(classifier.TASK, train=Train(steps=41))
+    gspmd_lm.train(shifted, layout(shifted, "none"), workdir, data=lambda step: classifier.batch(step + 1))
+    assert "warning: the rows are not those that" in capsys.readouterr().out
+
+
+def wide(step):
+    return {name: array[:, None] if name == "labels" else array for name, array in classifier.batch(step).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"train": None}, {"data": classifier.batch}, "train: task classifier: the task has no train\n  fix   Task("),
+        ({}, {}, "train: task classifier: there is no data"),
+        ({"train": Train(steps=1, init_from="runs/a")}, {"data": classifier.batch},
+         "train.samples and train.init_from need the decoder of a config"),
+        ({"train": Train(steps=1, samples=Samples(prompts=("a",)))}, {"data": classifier.batch},
+         "train.samples and train.init_from need the decoder"),
+        ({"train": Train(steps=2, eval_every=1, keep_best=True)}, {"data": classifier.batch},
+         "train.keep_best and train.patience need held_out"),
+        ({}, {"data": wide}, "training: batch 0\n  labels: int32[32, 1], and the task's inputs say int32[32]\n  fix"),
+    ],
+)  # fmt: skip
+def test_what_a_task_cannot_be_trained_with_is_told(settings, arguments, message, tmp_path):
+    task = dataclasses.replace(classifier.TASK, **settings)
+    with pytest.raises(InputError) as error:
+        gspmd_lm.train(task, "none", tmp_path, **arguments)
+    assert message in str(error.value)
+    with pytest.raises(InputError, match="data and held_out are a task's"):
+        gspmd_lm.train("tiny", "none", tmp_path, data=classifier.batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_script_shows_each_example(name, monkeypatch, capsys):
+    arguments = [name, "--rules=examples/rules/plain_fsdp.yaml", "--dry_run"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    train.main()
+    page = capsys.readouterr().out
+    assert "warning" not in page and page.count("embed/fsdp  replicated") > 5 and ", 0 of them without an axis" in page
