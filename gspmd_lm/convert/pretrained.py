@@ -233,7 +233,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     like["torch_dtype"] = source_dtype
     if text is not whole:
         like["architectures"] = [row.architecture]
-    if raw.get(multimodal.LATER_TOKENS):
+    if len(stored) < with_unused and raw.get(multimodal.LATER_TOKENS):
         like[multimodal.LATER_TOKENS] = 0
     left_out += with_unused - len(stored)
     return Pretrained(run_config, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)

@@ -57,7 +57,7 @@ ESTIMATES: Mapping[tuple[str, bool], tuple[int, float]] = {
     ("v5p", False): (31, 0.054),
     ("v6e", False): (15, 0.051),
     ("v6e", True): (15, 0.059),
-    ("v5e", False): (15, 0.041),
+    ("v5e", False): (15, 0.043),
 }
 
 
