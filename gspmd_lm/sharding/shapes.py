@@ -89,7 +89,8 @@ def _named(boxed: Any) -> tuple[Any, Any]:
     """Trees of the names and of the shapes of parameters. Raises InputError if they are not nested dicts."""
     params = nn.unbox(boxed)
     _check_dicts(params)
-    return of_flax.named(boxed), params
+    with of_flax.reading():
+        return of_flax.named(boxed), params
 
 
 def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:

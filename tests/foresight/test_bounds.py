@@ -314,8 +314,8 @@ def test_a_split_sequence_gathers_keys_or_passes_them_or_exchanges_heads(floor_o
     passed, exchanged = L * 7 / 8 * key_bytes, L * 7 / 8 * head_bytes / 8
     assert again - gathered == pytest.approx(passed)  # gathered once more for what is computed again
     assert sent("ring") == pytest.approx(again)  # a ring goes round again in any case
-    assert sent("ulysses") == pytest.approx(gathered - 2 * passed + 2 * exchanged, rel=1e-5)
-    assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged, rel=1e-5)
+    assert sent("ulysses") == pytest.approx(gathered - 2 * passed + 2 * exchanged, rel=1e-4)
+    assert sent("ulysses", "block") == pytest.approx(gathered - 2 * passed + 3 * exchanged, rel=1e-4)
 
 
 def test_tokens_travel_to_their_experts_and_back(built, read, monkeypatch):

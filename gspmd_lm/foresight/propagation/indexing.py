@@ -176,6 +176,14 @@ def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
     return [ArraySharding(target, operand.unreduced, operand.is_constant)] * len(operation.equation.outvars)
 
 
+def unstack(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """An array is cut along a dimension into arrays that lack it."""
+    axis = operation.params["axis"] % operation.inputs[0].ndim
+    return [
+        dataclasses.replace(one, dims=(*one.dims[:axis], *one.dims[axis + 1 :])) for one in split(reader, operation)
+    ]
+
+
 def pad(reader: Reader, operation: Operation) -> ArraySharding:
     """An array between rows of a constant. A split dimension stays split: rows move to where they lie afterwards."""
     operand, aval = operation.operands[0], operation.inputs[0]
@@ -282,6 +290,7 @@ RULES: dict[str, Rule] = {
     "scatter": scatter,
     "slice": slice_,
     "split": split,
+    "unstack": unstack,
     "pad": pad,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

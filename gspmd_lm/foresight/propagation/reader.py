@@ -31,8 +31,8 @@ from gspmd_lm.sharding import op_names
 ADDITIVE = frozenset((
     "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
     "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
-    "concatenate", "slice", "split", "pad", "rev", "reduce_window_sum", "dynamic_slice", "optimization_barrier",
-    "reshard",
+    "concatenate", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
+    "optimization_barrier", "reshard",
 ))  # fmt: skip
 # Those that are so in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
