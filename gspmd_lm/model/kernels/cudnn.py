@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as kernels
+from jax.interpreters import batching
 
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
@@ -104,6 +105,28 @@ def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any 
         variadic_args=(False, False), mask_type=mask, layout=kernels.AttentionLayout.BTNH.value,
         sliding_window_length=cfg.sliding_window or None, **options,
     )  # fmt: skip
+
+
+def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple[list[jax.Array], list[int]]:
+    """What `jax.vmap` makes of a primitive, for which jax has no rule: a call for each element.
+
+    The replicas of data parallelism are such a dimension while gradients of microbatches are added up. A device has one
+    element of it.
+    """
+    count = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    calls = [
+        primitive.bind(
+            *(x if axis is None else jnp.take(x, number, axis)
+              for x, axis in zip(arrays, axes, strict=True)),
+            **options,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    return [jnp.stack(results) for results in zip(*calls, strict=True)], [0] * len(calls[0])
+
+
+for _primitive in (kernels._dot_product_attention_fwd_p, kernels._dot_product_attention_bwd_p):
+    batching.primitive_batchers[_primitive] = functools.partial(_one_by_one, _primitive)
 
 
 def _lengths_and_begins(ranges: Ranges, x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:

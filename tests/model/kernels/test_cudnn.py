@@ -143,6 +143,23 @@ def test_cudnn_computes_what_xla_does(packed, at_once, changes, calls, monkeypat
     assert got[4].any() == cfg.attention_sinks
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_are_computed_one_after_the_other(replicas, calls):
+    """As data parallelism over several microbatches asks for: `jax.vmap`, for which jax has no rule here."""
+    qkv, weigh, _ = arrays(2 * replicas, 24, 8)
+    parts = [x.reshape(replicas, 2, *x.shape[1:]) for x in (*qkv, weigh)]
+
+    def gradients(q, k, v, weigh):
+        function = functools.partial(attention.fused, segments_BT=None, kernel="cudnn", cfg=settings(8))
+        out, pull = jax.vjp(lambda *arrays: function(*arrays, None), q, k, v)
+        return out, *pull(weigh)
+
+    together = jax.jit(gradients)(*qkv, weigh)
+    apart = jax.jit(jax.vmap(gradients))(*parts)
+    for a, b in zip(apart, together, strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, atol=2e-6)
+
+
 def test_a_window_is_jaxs_own_of_one_key_less():
     """Where jax is asked for a window it tells cuDNN this length, and masks so without cuDNN."""
     (q, k, v), *_ = arrays(1, 24, 8)
