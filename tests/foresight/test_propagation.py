@@ -131,6 +131,19 @@ def test_a_loop_counts_each_time_but_sends_once_what_does_not_change():
     assert found.is_bound
 
 
+def test_a_loop_of_one_iteration_is_none():
+    def nested(x, weights):
+        def outer(x, _):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ put(w, None, None)), None), x, weights)[0], None
+
+        return put(jax.lax.scan(outer, x, None, length=3)[0], None, None)
+
+    x = array((8, 16), None, None)
+    one, two = (reading(nested, x, array((layers, 16, 16), None, "fsdp")) for layers in (1, 2))
+    assert kinds(one) == [("all-gather", "fsdp", 16 * 16 * 4 / 2, 1)]  # as what stands before the loop
+    assert kinds(two) == [("all-gather", "fsdp", 16 * 16 * 4 / 2, 6)]
+
+
 def test_a_sum_that_a_loop_carries_is_made_after_it():
     def accumulated(xs, ys):
         return put(jax.lax.scan(lambda total, xy: (total + xy[0].T @ xy[1], None), jnp.zeros((16, 32)), (xs, ys))[0])

@@ -42,12 +42,16 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     constants = same_rank(body.invars, operation.equation.invars) - carried
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
     reader.loops.append(operation.params["length"])
-    depth = len(reader.loops)
-    slices = [dataclasses.replace(one, dims=one.dims[1:], loop_depth=depth, identity=object()) for one in stacked]
+    depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
+
+    def inside(one: ArraySharding, outside: ArraySharding) -> ArraySharding:
+        return dataclasses.replace(one, loop_depth=outside.loop_depth if once else depth, identity=object())
+
+    slices = [inside(dataclasses.replace(one, dims=one.dims[1:]), one) for one in stacked]
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
-        inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
-        return reader.read(body, [*operation.operands[:constants], *inside, *slices], operation.stack)
+        carried = map(inside, carry, begin)
+        return reader.read(body, [*operation.operands[:constants], *carried, *slices], operation.stack)
 
     with reader.trial():
         carry = _settled_carry(iterate, begin)
