@@ -60,6 +60,7 @@ class BuiltProgram:
     """A program on its mesh, ready to be compiled."""
 
     traced: jax.stages.Traced
+    lowered: jax.stages.Lowered
     mesh: Mesh
     arguments: Mapping[str, jax.ShapeDtypeStruct]  # by path, such as state.params['w']; those that the step reads
     options: Mapping[str, Any]  # of the compiler, as `jax.jit` was given them
@@ -74,9 +75,6 @@ class BuiltProgram:
         """Its mesh, and the path, shape, split and bytes of each argument, as plain values."""
         arguments = [[path, like.shape, split(like), bytes_per_device(like)] for path, like in self.arguments.items()]
         return {"mesh": dict(self.mesh.shape), "arguments": arguments}
-
-    def trace(self) -> jax.stages.Traced:
-        return self.traced
 
 
 def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
@@ -120,7 +118,7 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
         for number, (path, like) in enumerate(zip(named, leaves, strict=True))
         if like.sharding
     }
-    return BuiltProgram(traced, mesh, arguments, dict(lowering._compiler_options_kvs))
+    return BuiltProgram(traced, lowered, mesh, arguments, dict(lowering._compiler_options_kvs))
 
 
 def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:

@@ -288,7 +288,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         _answer_for(target.chip.gpu)
     if isinstance(config, any_step.Program):
         built = any_step.build(config, devices)
-        trace = built.trace
+        trace: Any = None  # it is traced and lowered already
     elif request.phase == "train":
         arrays = state.arrays_and_warnings(config, rules, target.platform)[0]
         if request.sizes is not None:
@@ -310,8 +310,11 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()
-    traced = trace()
-    lowered = traced.lower()
+    if isinstance(built, any_step.BuiltProgram):
+        traced, lowered = built.traced, built.lowered
+    else:
+        traced = trace()
+        lowered = traced.lower()
     lowered_at = time.monotonic()
     reading = any_step.read(traced, lowered, built.mesh)
     try:

@@ -92,7 +92,7 @@ class TrainPrograms:
         options = self._options(*self.step.rules.compiled_for)
         began = time.perf_counter()
         compiled, report_step = self.executable, self.report_step
-        traced = self.step.trace_train()
+        traced: Any = self.step.trace_train() if report_step or not compiled else None
         lowered_at = time.perf_counter()
         if not compiled:
             lowered, lowered_at = traced.lower(), time.perf_counter()

@@ -81,10 +81,11 @@ def product(reader: Reader, product: Product) -> ArraySharding:
 def _agree(reader: Reader, product: Product, name: str) -> None:
     """Chooses for which dimensions both operands have a mesh axis that they have for different ones."""
     sides = [side for side in (LEFT, RIGHT) if product.dimension(side, name) is not None]
-    side = min(sides, key=lambda side: _cost(reader, product, name, side))
+    costs = {side: _cost(reader, product, name, side) for side in sides}
+    side = min(sides, key=costs.__getitem__)
     dimension, other = product.dimension(side, name), product.dimension(1 - side, name)
     assert dimension is not None
-    if other is None and _gathered_cost(reader, product, name, side) < _cost(reader, product, name, side):
+    if other is None and _gathered_cost(reader, product, name, side) < costs[side]:
         product.dims[side][dimension].remove(name)
         return
     partner = product.partner(side, dimension)
