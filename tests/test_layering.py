@@ -244,7 +244,7 @@ def test_models_see_three_words_of_attention_over_a_split_sequence():
     modules = [module for module in MODULES if room(module) == "model" and module not in ON_DEVICES]
     layers = [module for module in modules if not module.startswith("gspmd_lm.model.kernels.")]
     seen = {name for module in layers for name in imports(ast.walk(tree(module))) if name.startswith(APART)}
-    assert seen <= {f"gspmd_lm.model.kernels.context.{word}" for word in ("attend", "dealt", "keys_spec")}
+    assert seen <= {f"gspmd_lm.model.kernels.context.{word}" for word in ("attend", "zigzag_sharded", "keys_spec")}
 
 
 def test_the_model_reads_as_if_there_were_one_device():

@@ -293,7 +293,7 @@ def _not_effective(rules: Rules, arrays: Sequence[PlacedArray], module: Module) 
         if scope and len(instruction.shape.arrays) == 1:
             sizes[scope].add(instruction.shape.arrays[0].elements)
     for array in arrays:
-        pieces = rules.piece_count(itertools.chain(*array.in_use))
+        pieces = rules.num_shards(itertools.chain(*array.in_use))
         whole, held = math.prod(array.shape), sizes[array.path]
         if array.at_rest is None and pieces > 1 and whole in held and whole // pieces not in held:
             yield Finding(

@@ -155,7 +155,7 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
 def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
     """The bytes that one device holds of an array where `table` puts it."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return math.prod(like.shape) * itemsize / rules.piece_count(itertools.chain(*spec))
+    return math.prod(like.shape) * itemsize / rules.num_shards(itertools.chain(*spec))
 
 
 def _saved_bytes(rules: Rules, graph: DataflowGraph) -> float:
@@ -175,4 +175,4 @@ def _saved_bytes(rules: Rules, graph: DataflowGraph) -> float:
 def _activation_bytes(rules: Rules, node: Node) -> float:
     assert node.placed
     spec = rules.resolve("rules", node.placed.array, node.placed.axes, node.shape)[0]
-    return node.bytes / rules.piece_count(itertools.chain(*spec))
+    return node.bytes / rules.num_shards(itertools.chain(*spec))

@@ -246,5 +246,5 @@ def _known(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.Devic
     """What a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
-            pieces = map(rules.piece_count, spec)
+            pieces = map(rules.num_shards, spec)
             yield memory.DeviceArray(array.path, array.axes, tuple(map(operator.floordiv, array.shape, pieces)))

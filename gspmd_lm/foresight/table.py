@@ -51,7 +51,7 @@ def rows(
         spec = rules.resolve("rules", name, axes, shape)[0]
         itemsize = jnp.dtype(dtypes.get(name, task.compute_dtype)).itemsize
         yield PlacedArray(
-            name, axes, shape, None, spec, math.prod(shape) * itemsize // rules.piece_count(itertools.chain(*spec))
+            name, axes, shape, None, spec, math.prod(shape) * itemsize // rules.num_shards(itertools.chain(*spec))
         )
 
 
@@ -96,7 +96,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
 def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
     """How an array is split, and the bytes of it on each device."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // rules.piece_count(itertools.chain(*spec))
+    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // rules.num_shards(itertools.chain(*spec))
 
 
 def _sizes(shape: tuple[int, ...]) -> str:

@@ -81,7 +81,7 @@ def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = 
 def _num_shards(rules: Rules, axis: str) -> int:
     """The number that must divide the size of an axis, so that all activations can be split along it."""
     splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
-    return math.lcm(*map(rules.piece_count, splits))
+    return math.lcm(*map(rules.num_shards, splits))
 
 
 def _up(size: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
-from gspmd_lm.model.kernels.context import dealt
+from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.model.supported import Pass, layer_problems, settled
 from gspmd_lm.model.transformer import decode
@@ -78,7 +78,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     """The scores of each row; logits are made for one chunk of the sequence after the other, never all at once."""
     B, T = rows.tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    batch = dealt({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
+    batch = zigzag_sharded({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
     batch["row"] = jnp.arange(B, dtype=jnp.int32)
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", LOSS):

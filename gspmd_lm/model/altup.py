@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, Norm, root
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.sharding.annotate import cheap, like, shard, use
+from gspmd_lm.sharding.annotate import like, recomputed, shard, use
 from gspmd_lm.sharding.matmuls import look_up
 
 STREAMS = "residual: streams batch seq embed"
@@ -42,7 +42,7 @@ class AltUp(nn.Module):
         M = len(x_MBTD)
         parts_UBT = jnp.einsum("BTM,UM->UBT", self._features(x_MBTD[0]), use(self.altup_predict))
 
-        @cheap
+        @recomputed
         def predicted(x_MBTD: jax.Array, parts_UBT: jax.Array) -> jax.Array:
             exact_MBTD, parts_MMBT1 = x_MBTD.astype(jnp.float32), parts_UBT.reshape(M, M, *parts_UBT.shape[1:], 1)
             return (exact_MBTD + (parts_MMBT1 * exact_MBTD).sum(1)).astype(x_MBTD.dtype)
@@ -54,7 +54,7 @@ class AltUp(nn.Module):
         cfg = self.cfg
         parts_MBT = jnp.einsum("BTM,UM->UBT", self._features(x_BTD), use(self.altup_correct))
 
-        @cheap
+        @recomputed
         def corrected(predicted_MBTD: jax.Array, x_BTD: jax.Array, parts_MBT: jax.Array) -> jax.Array:
             change_BTD = (x_BTD - predicted_MBTD[0]).astype(jnp.float32)
             return predicted_MBTD + ((1 + parts_MBT)[..., None] * change_BTD).astype(x_BTD.dtype)

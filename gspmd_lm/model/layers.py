@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
-from gspmd_lm.sharding.annotate import cheap, shard, use
+from gspmd_lm.sharding.annotate import recomputed, shard, use
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -51,7 +51,7 @@ class Norm(nn.Module):
         if cfg.norm_bias:
             shift = use(weight(self, "bias", self.axes, size, cfg, nn.initializers.zeros))
 
-        @cheap
+        @recomputed
         def normalized(x: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> jax.Array:
             y = x.astype(jnp.float32)
             if share > 1:
@@ -115,7 +115,7 @@ class Mlp(nn.Module):
         if cfg.mlp_bias:
             in_BTF = [x_BTF + b_F for x_BTF, b_F in zip(in_BTF, self.inward_bias, strict=True)]
 
-        hidden = cheap(functools.partial(activated, cfg))
+        hidden = recomputed(functools.partial(activated, cfg))
         hidden_BTF = shard(hidden(*(shard(x_BTF, HIDDEN) for x_BTF in in_BTF)), HIDDEN)
         y = unreduced_matmul(hidden_BTF, self.w_down)
         return y + self.b_down if cfg.mlp_bias else y, None

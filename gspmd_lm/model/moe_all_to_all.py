@@ -82,21 +82,21 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
     B, T, k = chosen_BTk.shape
     most = B * T * min(k, experts)  # rows of one device for the experts of another
     most = min(most, B * experts * min(T, capacity)) if capacity else most
-    flat_N, all_ = chosen_BTk.reshape(-1), experts * over.pieces
-    if not all_to_all and over.pieces > 1:
+    flat_N, all_ = chosen_BTk.reshape(-1), experts * over.num_shards
+    if not all_to_all and over.num_shards > 1:
         flat_N = flat_N - experts * jax.lax.axis_index(over.over)
         flat_N = jnp.where(flat_N < 0, experts, flat_N)
     local = all_ if all_to_all else experts
     order_N = jnp.argsort(flat_N)
     sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
     routing = Routing(k, order_N, jnp.argsort(order_N), most if not all_to_all else len(flat_N), sizes)
-    if not all_to_all or over.pieces == 1:
+    if not all_to_all or over.num_shards == 1:
         return routing
     device = jax.lax.axis_index(over.over)
     sizes_sE = jax.lax.all_gather(sizes, over.over)  # s: the device that sends
     before_sE = jnp.cumsum(sizes_sE, 0) - sizes_sE  # what earlier devices send to the same expert
     starts_sE = jnp.cumsum(sizes_sE, 1) - sizes_sE
-    totals_re = sizes_sE.sum(0).reshape(over.pieces, experts)  # r: the device that receives
+    totals_re = sizes_sE.sum(0).reshape(over.num_shards, experts)  # r: the device that receives
     first_E = (jnp.cumsum(totals_re, 1) - totals_re).reshape(-1)  # where the rows of an expert begin at its device
     targets_sE = first_E + before_sE
 
@@ -106,7 +106,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
 
     to_experts = Segments(over, starts_sE[device], sizes_sE[device], targets_sE[device], mine(sizes_sE))
     from_experts = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[device])
-    rows, sizes_E = over.pieces * most, totals_re[device]
+    rows, sizes_E = over.num_shards * most, totals_re[device]
     return dataclasses.replace(routing, rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
 
 

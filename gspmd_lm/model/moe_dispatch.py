@@ -48,7 +48,7 @@ def mixture_of_experts(
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
     layout = layout._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
     y_zBTD: Any = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
-    return unreduced(y_zBTD if layout.inner.pieces > 1 else y_zBTD[0], layout.sum)
+    return unreduced(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum)
 
 
 def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ class _MoeLayout(NamedTuple):
     @property
     def sum(self) -> Sum:
         axes = ("mlp", self.mlp), ("expert", self.expert)
-        names = [f"{self.down}.{axis}" for axis, over in axes if over.pieces > 1]
+        names = [f"{self.down}.{axis}" for axis, over in axes if over.num_shards > 1]
         return Sum(self.inner, tuple(names), tuple(w.path for w in self.weights))
 
     @property
@@ -144,7 +144,7 @@ def _mixture(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
 
 def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
     used = [use(w.holding(array)) for w, array in zip(layout.weights, arrays, strict=True)]
-    experts = used[0].shape[0] // layout.expert.pieces
+    experts = used[0].shape[0] // layout.expert.num_shards
 
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
         routing = route(chosen_BTk, experts, layout.expert, layout.all_to_all, layout.capacity)
@@ -220,7 +220,7 @@ def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
-    weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.pieces > 1 else weighted[0]
+    weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)
@@ -239,7 +239,7 @@ _mixture.defvjp(_forward, _backward)
 def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:
     """The reduced gradient of a weight. `down`: see `_MoeLayout`."""
     with scope("of", weight.path):
-        if over.pieces == 1:
+        if over.num_shards == 1:
             return gradient(Unreduced((), (partials[0],)), weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
         axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
@@ -253,7 +253,7 @@ def _x(layout: _MoeLayout) -> tuple[tuple[str, ...], ...]:
 
 def _first(layout: _MoeLayout) -> jax.Array | float:
     """1 on one of the devices that compute parts of the same outputs, 0 on the others."""
-    return 1.0 if layout.mlp.pieces == 1 else jnp.where(jax.lax.axis_index(layout.mlp.over) == 0, 1.0, 0.0)
+    return 1.0 if layout.mlp.num_shards == 1 else jnp.where(jax.lax.axis_index(layout.mlp.over) == 0, 1.0, 0.0)
 
 
 def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:

@@ -10,7 +10,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
-from gspmd_lm.model.kernels.context import ALIKE, deals
+from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
 
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
@@ -37,8 +37,8 @@ def attention_lacks(
     if over and rules.context != "ulysses":
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
-        num_shards = rules.piece_count(over)
-        local_seq = seq // num_shards // (2 if deals(seq, num_shards, rules.context) else 1)
+        num_shards = rules.num_shards(over)
+        local_seq = seq // num_shards // (2 if zigzag_supported(seq, num_shards, rules.context) else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
         for kind in config.model.layer_kinds
@@ -130,7 +130,7 @@ def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass
 def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """The problems that the attention kernel that the rules choose cannot do what a pass asks (see `attention_lacks`),
     and that the keys of a split sequence cannot reach their queries as `context` says."""
-    problems = _context_problems(config, rules, asked.seq, dealt=not asked.padded)
+    problems = _context_problems(config, rules, asked.seq, zigzag=not asked.padded)
     kernel = rules.kernel(platform)
     reason = attention_lacks(kernel, config, rules, asked)
     if not reason:
@@ -141,8 +141,8 @@ def attention_problems(config: Config, rules: Rules, platform: str, asked: Pass)
     return [*problems, Problem(f"attention: {kernel} cannot do {reason}", place, fix)]
 
 
-def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> list[Problem]:
-    """`dealt`: whether rows are dealt to devices, as in training. A prompt is not, and its keys are gathered."""
+def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> list[Problem]:
+    """`zigzag`: whether rows are sharded in zigzag, as in training. A prompt is not, and its keys are gathered."""
     form, over, model = rules.context, split_sequence(rules), config.model
     place, problems = rules.place("context", form), []
 
@@ -161,26 +161,26 @@ def _context_problems(config: Config, rules: Rules, seq: int, dealt: bool) -> li
                 f"do not split seq over {', '.join(over)}",
             )
         )  # fmt: skip
-    num_shards = rules.piece_count(over)
+    num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
         key_heads = model.kv_head_rows
         heads = rules.split("rules", "q", "heads")
         if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
             key_heads = model.head_rows
-        each = key_heads // rules.piece_count(heads)
-        if key_heads % rules.piece_count(heads) == 0 and each % num_shards:
+        each = key_heads // rules.num_shards(heads)
+        if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
             most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
             wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                   f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
-    elif dealt and seq % (2 * num_shards) and seq % num_shards == 0:
+    elif zigzag and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
         else:
             wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
                   "the work of a causal mask", fix, warning=True)  # fmt: skip
-    if form == "ring" and dealt:
+    if form == "ring" and zigzag:
         window = next((kind.sliding_window for kind in model.layer_kinds if kind.sliding_window), 0)
         lacking = {
             f"sliding_window: {window}": window,
@@ -219,7 +219,7 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         place = seq.place if seq else rules.path
         fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
         problems.append(Problem(message, place, fix))
-    sides = [size // rules.piece_count(rules.split("rules", path, axis))
+    sides = [size // rules.num_shards(rules.split("rules", path, axis))
              for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
     if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
         narrow = model.compute_dtype == "bfloat16"

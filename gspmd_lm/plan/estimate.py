@@ -272,7 +272,7 @@ class Estimator:
                 for matmuls in _CUDNN_MATMULS
             ], (0.0, 0.0)
         assert queries.placed
-        devices = rules.piece_count(rules.split(queries.placed.table, queries.placed.array, "seq"))
+        devices = rules.num_shards(rules.split(queries.placed.table, queries.placed.array, "seq"))
         ring = devices if rules.context == "ring" else 1
         kernels_s = attention.splash_passes_s(count, size, seq, queries.itemsize, op.mask_window, ring, chip)
         blocks = seq // splash_block(seq, size, queries.itemsize)
@@ -391,5 +391,5 @@ class Estimator:
                 assert node.placed
                 array, axes, table = node.placed
                 names |= {name for split in rules.resolve(table, array, axes, node.shape)[0] for name in split}
-            shard_counts[nodes] = rules.piece_count(names)
+            shard_counts[nodes] = rules.num_shards(names)
         return shard_counts[nodes]

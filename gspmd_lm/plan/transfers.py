@@ -142,14 +142,14 @@ class Transfers(abc.ABC):
             name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))
         }
         bytes_over: dict[str, float] = collections.defaultdict(float)
-        local = size_bytes / self.rules.piece_count(source_axes | (target_axes - summed))
+        local = size_bytes / self.rules.num_shards(source_axes | (target_axes - summed))
         for kind, over in (
             ("reduce-scatter", summed & target_axes),
             ("all-reduce", summed - target_axes),
             ("all-to-all", exchanged),
             ("all-gather", source_axes - target_axes),
         ):
-            if (shards := self.rules.piece_count(over)) > 1:
+            if (shards := self.rules.num_shards(over)) > 1:
                 size_bytes = local * shards if kind == "all-gather" else local
                 bytes_over[self.axes_key(over)] += sent_bytes(kind, size_bytes, shards)
                 local /= shards if kind == "reduce-scatter" else 1

@@ -53,10 +53,10 @@ class Adapted:
 
 
 class Split(NamedTuple):
-    """How an axis is split. A model compares splits and counts pieces; it never reads the mesh axes."""
+    """How an axis is split. A model compares splits and counts shards; it never reads the mesh axes."""
 
     over: tuple[str, ...] = ()  # mesh axes
-    pieces: int = 1
+    num_shards: int = 1
 
 
 class Spec(NamedTuple):
@@ -104,11 +104,11 @@ class Placement(Protocol):
         ...
 
     def split(self, array: str, axis: str) -> Split:
-        """How an axis of an array in use is split, for code that makes a copy or a partial sum for each piece."""
+        """How an axis of an array in use is split, for code that makes a copy or a partial sum for each shard."""
         ...
 
-    def pieces(self, array: str, axis: str) -> int:
-        """Into how many pieces the rules split an axis of an activation, for a loop that takes a part of each."""
+    def num_shards(self, array: str, axis: str) -> int:
+        """Into how many shards the rules split an axis of an activation, for a loop that takes a part of each."""
         ...
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
@@ -116,11 +116,11 @@ class Placement(Protocol):
         ...
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """[pieces, ...]: a copy of `x`, which is placed as `spec` says, for each piece of `split`."""
+        """[num_shards, ...]: a copy of `x`, which is placed as `spec` says, for each shard of `split`."""
         ...
 
     def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        """The sum over the first dimension, which has a partial sum for each piece of `split`, placed as
+        """The sum over the first dimension, which has a partial sum for each shard of `split`, placed as
         `spec` says.
 
         The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
@@ -220,7 +220,7 @@ def unroll(turns: int) -> int:
     return turns if turns <= short else min(some, turns)
 
 
-def cheap(function: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
 
     Elementwise steps are computed again faster than their results are read back from memory.

@@ -39,4 +39,4 @@ def _shards(length: int) -> int:
 
 def _num_shards(array: str, axis: str) -> int:
     place = placement()
-    return place.pieces(array, axis) if place else 1
+    return place.num_shards(array, axis) if place else 1

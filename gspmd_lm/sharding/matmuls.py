@@ -132,7 +132,7 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
     """
     over, tokens = split(table.path, table.axes[0]), tokens_of(ids_BT, "BT")
     with scope("of", table.path):
-        if over.pieces == 1:
+        if over.num_shards == 1:
             rows_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
             at_rest = Spec(table.path, table.axes, "weights")
             if not (place := placement()):
@@ -140,9 +140,9 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
             return place.reshard_axis_by_axis(rows_BTD, at_rest, parse(reduced_spec, rows_BTD.ndim))
         in_use = Spec(table.path, table.axes)
         table_rVD: Any = copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
-        table_rzVD = table_rVD.reshape(tokens.sum.over.pieces, over.pieces, -1, table_rVD.shape[-1])
+        table_rzVD = table_rVD.reshape(tokens.sum.over.num_shards, over.num_shards, -1, table_rVD.shape[-1])
         ids_rBT = tokens.apart(ids_BT)
-        first_z = table_rzVD.shape[2] * jnp.arange(over.pieces)
+        first_z = table_rzVD.shape[2] * jnp.arange(over.num_shards)
 
         def rows_of_shard(table_VD: jax.Array, first: jax.Array, ids_BT: jax.Array) -> jax.Array:
             """The rows of one shard of the table; zeros for ids of other shards, which are out of bounds."""
@@ -201,7 +201,7 @@ class _Gathered:
         return _product(_matmul(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
 
     def copies(self, sum_: Sum) -> jax.Array:
-        if sum_.over.pieces == 1:
+        if sum_.over.num_shards == 1:
             return self.x[None]
         return _copies(sum_, self._gathered_spec, self._fixed, self._slot(sum_))
 
@@ -220,7 +220,7 @@ _inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _slot(over: Split, reduced_spec: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
-    return jnp.zeros((over.pieces, *x.shape), x.dtype)
+    return jnp.zeros((over.num_shards, *x.shape), x.dtype)
 
 
 _slot.defvjp(
@@ -324,7 +324,7 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
     (a, b), out = _letters(equation)
     cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
     for shards, (letter, over) in cuts.items():
-        if over.pieces == 1:
+        if over.num_shards == 1:
             a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
         elif letter:
             (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
@@ -338,7 +338,7 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]
     else:
         result = jnp.einsum(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
     for shards, (letter, over) in cuts.items():
-        if over.pieces > 1 and letter and letter in out:
+        if over.num_shards > 1 and letter and letter in out:
             at, out = out.index(shards), out.replace(shards, "")
             to = out.index(letter)
             result = jnp.moveaxis(result, at, to)
@@ -353,7 +353,7 @@ def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> t
     if letter not in letters:
         return x, letters
     at = letters.index(letter)
-    shape = (*x.shape[:at], over.pieces, x.shape[at] // over.pieces, *x.shape[at + 1 :])
+    shape = (*x.shape[:at], over.num_shards, x.shape[at] // over.num_shards, *x.shape[at + 1 :])
     return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
@@ -362,7 +362,7 @@ def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
     of = () if w.used else (w.path,)
     for letter, axis in zip(letters, w.axes, strict=True):
         over = split(w.path, axis)
-        if letter in among and over.pieces > 1:
+        if letter in among and over.num_shards > 1:
             return letter, Sum(over, (f"{w.path}.{axis}",), of)
     return "", Sum(Split(), (), of)
 

@@ -175,7 +175,7 @@ def _dot_general(layer: _Layer, rows: int, x: jax.Array, w: jax.Array, dimension
     assert place is not None, "else the product is not replaced"
     (summed, _), (batch, _) = dimensions
     over = place.split("", place.vocabulary.rows)
-    if weight is None or batch or 0 in summed or x.shape[0] != rows or rows % max(over.pieces, 1) or not over.over:
+    if weight is None or batch or 0 in summed or x.shape[0] != rows or rows % max(over.num_shards, 1) or not over.over:
         return jax.lax.dot_general(x, w, dimensions, precision)
     return _product(Spec(weight.path, weight.axes, "optimizer"), over, (dimensions, precision), x, w)
 
@@ -198,7 +198,7 @@ def _product_backward(gradient: Spec, over: Split, how: Any, factors: tuple[jax.
     def of_a_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
         return jax.vjp(lambda w: jax.lax.dot_general(x, w, *how), w)[1](dy)[0]
 
-    pieces = (array.reshape(over.pieces, -1, *array.shape[1:]) for array in (x, dy))
+    pieces = (array.reshape(over.num_shards, -1, *array.shape[1:]) for array in (x, dy))
     return dx, place.total(jax.vmap(of_a_piece)(*pieces), over, gradient)
 
 

@@ -80,7 +80,7 @@ class Unreduced:
 
 def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
     """The sum over the first dimension of `partials`. A sum over one shard has no such dimension."""
-    return Unreduced((PartialSums(partials, sum_),)) if sum_.over.pieces > 1 else Unreduced((), (partials,))
+    return Unreduced((PartialSums(partials, sum_),)) if sum_.over.num_shards > 1 else Unreduced((), (partials,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -134,8 +134,8 @@ class TokenSharding(NamedTuple):
     @property
     def sum(self) -> Sum:
         """The sum over all tokens: over the shards of the batch, and in each over those of the sequence."""
-        over = Split(self.batch.over + self.seq.over, self.batch.pieces * self.seq.pieces)
-        return Sum(over, (f"{TOKENS}.batch", *([f"{TOKENS}.seq"] if self.seq.pieces > 1 else [])))
+        over = Split(self.batch.over + self.seq.over, self.batch.num_shards * self.seq.num_shards)
+        return Sum(over, (f"{TOKENS}.batch", *([f"{TOKENS}.seq"] if self.seq.num_shards > 1 else [])))
 
     @property
     def cuts(self) -> dict[str, tuple[str, Split]]:
@@ -144,11 +144,11 @@ class TokenSharding(NamedTuple):
 
     def apart(self, x_BT: jax.Array) -> jax.Array:
         """[shards, B, T]: each shard of the tokens by itself."""
-        return rearrange(x_BT, "(r B) (t T) -> (r t) B T", r=self.batch.pieces, t=self.seq.pieces)
+        return rearrange(x_BT, "(r B) (t T) -> (r t) B T", r=self.batch.num_shards, t=self.seq.num_shards)
 
     def together(self, x_rBTD: jax.Array) -> jax.Array:
         """[B, T, D] of the shards."""
-        return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.pieces, t=self.seq.pieces)
+        return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.num_shards, t=self.seq.num_shards)
 
 
 def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:

@@ -90,11 +90,11 @@ class MeshPlacement:
     def split(self, array: str, axis: str) -> Split:
         return _split(self.rules, array, axis)
 
-    def pieces(self, array: str, axis: str) -> int:
-        return _split(self.rules, array, axis).pieces
+    def num_shards(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).num_shards
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
-        return Split(mesh_axes, self.rules.piece_count(mesh_axes))
+        return Split(mesh_axes, self.rules.num_shards(mesh_axes))
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """Each device has the copy for its shard, which is the part of `x` that it has: nothing is sent."""
@@ -102,7 +102,7 @@ class MeshPlacement:
         each = [tuple(name for name in names if name not in split.over) for names in _dimensions(place.spec, x.ndim)]
         sharding = NamedSharding(self.mesh, _partition_spec([split.over, *each]))
         with scope(spec.table, spec.array):
-            return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.pieces, *x.shape)), sharding)
+            return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (split.num_shards, *x.shape)), sharding)
 
     def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """The sum over the first dimension of `partials`, which is split over the mesh axes of `split`.
@@ -239,10 +239,10 @@ class Recorder:
 
     def split(self, array: str, axis: str) -> Split:
         self.compared.add((array, axis))
-        return _split(self.rules, array, axis)._replace(pieces=1)
+        return _split(self.rules, array, axis)._replace(num_shards=1)
 
-    def pieces(self, array: str, axis: str) -> int:
-        return _split(self.rules, array, axis).pieces
+    def num_shards(self, array: str, axis: str) -> int:
+        return _split(self.rules, array, axis).num_shards
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
         return Split(mesh_axes)
@@ -351,7 +351,7 @@ def problems(
 
 def _split(rules: Rules, array: str, axis: str) -> Split:
     over = rules.split("rules", array, axis)
-    return Split(over, rules.piece_count(over))
+    return Split(over, rules.num_shards(over))
 
 
 def _partition_spec(spec: Any) -> PartitionSpec:

@@ -124,7 +124,7 @@ class Rules:
         """The attention kernel of a platform; XLA's own where none is chosen."""
         return self.attention.get(platform, "xla")
 
-    def piece_count(self, mesh_axes: Iterable[str]) -> int:
+    def num_shards(self, mesh_axes: Iterable[str]) -> int:
         """The number of shards into which these mesh axes split together."""
         return math.prod(self.mesh[name] for name in mesh_axes)
 
@@ -207,7 +207,7 @@ class Rules:
                 fix, place = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
                 problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
             taken.update(dict.fromkeys(names, row))
-            num_shards = self.piece_count(names)
+            num_shards = self.num_shards(names)
             if size % num_shards:
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
@@ -216,7 +216,7 @@ class Rules:
         self, row: Row, path: str, axis: str, size: int, names: tuple[str, ...], total_bytes: int
     ) -> Problem:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
-        num_shards = self.piece_count(names)
+        num_shards = self.num_shards(names)
         fitting = [n for n in range(1, num_shards) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
         instead = ""
         if len(names) == 1:

@@ -11,7 +11,7 @@ import optax
 
 from gspmd_lm.config import Config, Model
 from gspmd_lm.model import lora
-from gspmd_lm.model.kernels.context import dealt
+from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.moe import balanced
 from gspmd_lm.model.task import Batch, Input, Task
@@ -69,7 +69,7 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
 
 
 def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    batch = dealt(dict(batch))
+    batch = zigzag_sharded(dict(batch))
     x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
     sums = losses(x_BTD, table, bias, batch["targets"], model)
     if routed is None:

@@ -114,7 +114,7 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         warnings.append(Problem(message, place, fix, warning=True))
     whole, rows = named.unmapped, rules.row("rules", "", task.names.rows)
-    if whole and rows and rules.piece_count(rows.mesh_axes) > 1:
+    if whole and rows and rules.num_shards(rows.mesh_axes) > 1:
         axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
         message = (
             f"{place}: of {len(named.constraints)} kinds of nn.with_logical_constraint, {len(whole)} name no axis that "

@@ -173,10 +173,10 @@ class Step(Program):
             return sums, self._constrain(gradients)
 
         names = self.rules.replicas
-        replicas = Split(names, self.rules.piece_count(names))
+        replicas = Split(names, self.rules.num_shards(names))
         # A dimension of one replica would keep compilers from reduce-scattering.
         each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
-        lead = (replicas.pieces,) if names else ()
+        lead = (replicas.num_shards,) if names else ()
         specs = self.task.specs()
 
         def cut(name: str, x: jax.Array) -> jax.Array:

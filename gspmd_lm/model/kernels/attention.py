@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.sharding.annotate import attention_kernel, cheap, per_device, shard, split
+from gspmd_lm.sharding.annotate import attention_kernel, per_device, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
 Q = "q: batch seq heads head_dim"
@@ -167,7 +167,7 @@ def masked(
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
-    attention = cheap(functools.partial(_xla, cfg=cfg))
+    attention = recomputed(functools.partial(_xla, cfg=cfg))
     # The derivative of this softmax needs the weights alone, not also what they are made of.
     with sees(cfg), jax.softmax_custom_jvp(True):
         at_BS = keys.places_BT if rounded else keys.at_BT

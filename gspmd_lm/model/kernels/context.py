@@ -4,10 +4,10 @@ gather   each device gathers all keys and values; their gradients are a reduce-s
 ring     keys and values go round, and are used on the way: see kernels/ring.py (arXiv 2310.01889)
 ulysses  sequences are exchanged for heads, and back: all-to-alls (arXiv 2309.14509)
 
-A causal mask leaves little work to the first tokens and much to the last ones. So a training step deals its rows: with
-n devices and 2n pieces of a row, device i works on pieces i and 2n-1-i. The step does so itself, by `dealt`. Rows come
-in their usual order from whoever makes them, and what is computed does not depend on the order: each token takes its
-place in the row along.
+A causal mask leaves little work to the first tokens and much to the last ones. So a training step shards its rows in
+zigzag: with n devices and 2n pieces of a row, device i works on pieces i and 2n-1-i. The step does so itself, by
+`zigzag_sharded`. Rows come in their usual order from whoever makes them, and what is computed does not depend on the
+order: each token takes its place in the row along.
 """
 
 import functools
@@ -36,34 +36,34 @@ def sequence() -> Split:
 
 def keys_spec(array: str) -> str:
     """The spec of keys or values: of the tokens that a device has, or of those that its queries read."""
-    return f"{array}: batch {'seq' if sequence().pieces > 1 else 'kv_seq'} kv_heads head_dim"
+    return f"{array}: batch {'seq' if sequence().num_shards > 1 else 'kv_seq'} kv_heads head_dim"
 
 
-def order(length: int, devices: int) -> np.ndarray:
-    """The places in a row of `length` tokens that are dealt to each device in turn."""
+def zigzag_order(length: int, devices: int) -> np.ndarray:
+    """The places in a row of `length` tokens that each device has, one device after the other."""
     piece = np.arange(length).reshape(2 * devices, -1)
     return np.concatenate([np.r_[piece[i], piece[-1 - i]] for i in range(devices)])
 
 
-def deals(length: int, pieces: int, form: str) -> bool:
-    """Whether rows of `length` tokens, split into pieces, are dealt."""
-    return pieces > 1 and form != "ulysses" and length % (2 * pieces) == 0
+def zigzag_supported(length: int, num_shards: int, form: str) -> bool:
+    """Whether rows of `length` tokens, in so many shards, are sharded in zigzag."""
+    return num_shards > 1 and form != "ulysses" and length % (2 * num_shards) == 0
 
 
-def dealt(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with its tokens dealt to the devices, and `places`: where each token stands in its row, [B, T].
+def zigzag_sharded(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tokens sharded in zigzag, and `places`: where each token stands in its row, [B, T].
 
     Without `places`, tokens stand in their order.
     """
     over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2]
     B, T = batch["tokens"].shape
-    if over.pieces == 1 or not deals(T, over.pieces, context()):
+    if over.num_shards == 1 or not zigzag_supported(T, over.num_shards, context()):
         return batch
     stacked = "q: whole batch seq"
 
     def exchanged(x_ABT: jax.Array) -> jax.Array:
         """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
-        to = [*range(over.pieces), *reversed(range(over.pieces))]
+        to = [*range(over.num_shards), *reversed(range(over.num_shards))]
         sent = [
             permuted(half, over, dict(enumerate(to[first::2]))) for first, half in enumerate(jnp.split(x_ABT, 2, -1))
         ]
@@ -71,7 +71,7 @@ def dealt(batch: dict[str, Any]) -> dict[str, Any]:
         return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
 
     moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
-    places_BT = jnp.broadcast_to(jnp.asarray(order(T, over.pieces), jnp.int32), (B, T))
+    places_BT = jnp.broadcast_to(jnp.asarray(zigzag_order(T, over.num_shards), jnp.int32), (B, T))
     return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
 
 
@@ -80,7 +80,7 @@ def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
     # jax.lax.ppermute counts them along the axes of the mesh, in whatever order the names are passed.
     along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
     sizes = [jax.lax.axis_size(name) for name in over.over]
-    counted = np.argsort(np.arange(over.pieces).reshape(sizes).transpose(along).ravel()).tolist()
+    counted = np.argsort(np.arange(over.num_shards).reshape(sizes).transpose(along).ravel()).tolist()
     return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
 
 
@@ -90,8 +90,8 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
-    With a slot in the batch, a single token of each row attends to the row's cache. A row that is not dealt, such as a
-    prompt, has no order that a ring could go round in: its keys are gathered.
+    With a slot in the batch, a single token of each row attends to the row's cache. A row that is not in zigzag,
+    such as a prompt, has no order that a ring could go round in: its keys are gathered.
     """
     if attention.keys_axis() == "heads":
         group = q_BTNH.shape[2] // k_BSKH.shape[2]
@@ -103,7 +103,7 @@ def attend(
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, sinks_N)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
     form = context() if over.over else "gather"
-    if over.pieces == 1 or q_BTNH.shape[1] == 1:
+    if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, sinks_N)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
     if form == "ulysses":
@@ -113,34 +113,34 @@ def attend(
 
         local = functools.partial(ring.attend, **how)
     else:
-        local = functools.partial(_gather, **how, dealt="places" in batch)
+        local = functools.partial(_gather, **how, zigzag="places" in batch)
     tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
     inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
     heads_N = attention.of_heads(cfg, sinks_N)
     return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_N, *tokens), OUT)
 
 
-def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, dealt):
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
-    gather: Any = functools.partial(_whole, over, dealt)
+    gather: Any = functools.partial(_whole, over, zigzag)
     k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
 
     def whole(x_BT: jax.Array) -> jax.Array:
         return gather(x_BT[None])[0]
 
     T, device = k_BSKH.shape[1], jax.lax.axis_index(over.over)
-    places_T = order(T, over.pieces) if dealt else np.arange(T)
+    places_T = zigzag_order(T, over.num_shards) if zigzag else np.arange(T)
     segments = None if segments_BT is None else (segments_BT, whole(segments_BT))
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
 
-        piece = T // over.pieces // (2 if dealt else 1)
+        piece = T // over.num_shards // (2 if zigzag else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.pieces, **named)
-        made = splash.of_device(made, over.pieces, device)
+        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
+        made = splash.of_device(made, over.num_shards, device)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
-    own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.pieces, -1), device)
+    own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.num_shards, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
     queries = Tokens(own_1T, segments and segments[0], None)
     keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
@@ -148,28 +148,28 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(over: Split, dealt: bool, x_ABT: jax.Array) -> jax.Array:
+def _whole(over: Split, zigzag: bool, x_ABT: jax.Array) -> jax.Array:
     """The tokens of all devices, in the order of the text, of several arrays."""
     with jax.named_scope("keys"):
         x_nABT = jax.lax.all_gather(x_ABT, over.over)
-        if dealt:
+        if zigzag:
             early, late = jnp.split(x_nABT, 2, axis=3)
             x_nABT = jnp.concatenate([early, late[::-1]])
         return jnp.moveaxis(x_nABT, 0, 2).reshape(*x_ABT.shape[:2], -1, *x_ABT.shape[3:])
 
 
-def _apart(over: Split, dealt: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.Array]:
+def _apart(over: Split, zigzag: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.Array]:
     """The derivative of `_whole`. It is written here because autodiff would add up halves that are mostly zeros."""
     with jax.named_scope("keys"):
-        pieces = over.pieces * (2 if dealt else 1)
+        pieces = over.num_shards * (2 if zigzag else 1)
         dx_nABT = jnp.moveaxis(dx_ABT.reshape(*dx_ABT.shape[:2], pieces, -1, *dx_ABT.shape[3:]), 2, 0)
-        if dealt:
+        if zigzag:
             early, late = jnp.split(dx_nABT, 2)
             dx_nABT = jnp.concatenate([early, late[::-1]], axis=3)
         return (jax.lax.psum_scatter(dx_nABT, over.over),)
 
 
-_whole.defvjp(lambda over, dealt, x: (_whole(over, dealt, x), None), _apart)
+_whole.defvjp(lambda over, zigzag, x: (_whole(over, zigzag, x), None), _apart)
 
 
 def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
@@ -184,7 +184,7 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *,
     q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments_BT = None if segments_BT is None else whole(segments_BT)
     device = jax.lax.axis_index(over.over)
-    own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.pieces, -1), device, keepdims=False)
+    own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.num_shards, -1), device, keepdims=False)
     if kernel != "xla":
         fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
         out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_N, segments_BT)

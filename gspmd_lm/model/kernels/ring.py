@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the devices, and each uses them on the way (arXiv 2310.01889).
 
-Rows are dealt (context.py): device i has an early half, piece i, and a late half, piece 2n-1-i. In turn 0 each device
-attends to its own tokens, causally. In each other turn it has the keys of another device j, and two of the four
+Rows are in zigzag (context.py): device i has an early half, piece i, and a late half, piece 2n-1-i. In turn 0 each
+device attends to its own tokens, causally. In each other turn it has the keys of another device j, and two of the four
 products of halves are seen, both of them whole: its late queries see j's early keys, and either its early queries see
 them too (j before i), or its late queries see j's late keys. So all devices have equal work, and no block of a mask is
 computed in vain.
@@ -129,7 +129,7 @@ class _Turns:
 
     def passed(self, arrays: Any) -> Any:
         """The arrays of the device before this one."""
-        n = self.over.pieces
+        n = self.over.num_shards
         return jax.tree.map(lambda x: permuted(x, self.over, {i: (i + 1) % n for i in range(n)}), arrays)
 
     def loop(self, turn, carried: Any, kv: Any) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ class _Turns:
 
         Keys are passed on once the turn before is computed. Without barriers, XLA gathers all of them first on GPUs.
         """
-        n = self.over.pieces
+        n = self.over.num_shards
         carried, kv = jax.lax.optimization_barrier((carried, kv))
         if n > 2:
             # The first turn stands before the loop: it may give what it carries another form.
@@ -163,7 +163,7 @@ class _Turns:
             return None
         of_queries, of_keys = (
             jax.lax.dynamic_index_in_dim(self.all_segments, device, keepdims=False)
-            for device in (self.device, (self.device - turn) % self.over.pieces)
+            for device in (self.device, (self.device - turn) % self.over.num_shards)
         )
         return queries(of_queries) if queries else of_queries, keys(of_keys) if keys else of_keys
 

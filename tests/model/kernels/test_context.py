@@ -48,13 +48,13 @@ def settings(H, **changes):
 def both(cfg, place, qkv, weigh, batch):
     """Results and gradients on one device, and as `place` has them, in the order of the text.
 
-    Besides, where each token stands that the step has dealt.
+    Besides, where each token stands that the step has sharded in zigzag.
     """
 
     def split(qkv, weigh, batch):
         with placed_by(place):
             B, T = batch["tokens"].shape
-            batch = context.dealt(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
+            batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
             function = functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True)
@@ -111,7 +111,7 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
 
             def loss(qkv, layers, batch, place=place, weigh=weigh):
                 with placed_by(place):
-                    batch, (q, k, v) = context.dealt(batch), qkv
+                    batch, (q, k, v) = context.zigzag_sharded(batch), qkv
                     layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
                     return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
 
