@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspmd_lm import Input, Task
+from gspmd_lm import Generation, Input, Task
 from gspmd_lm.config import Train
 
 ROWS, LENGTH, VOCAB, WIDTH, HEADS, HIDDEN = 32, 8, 16, 32, 4, 64
@@ -66,12 +66,28 @@ def losses(params, batch, key):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"]).mean(1)
 
 
+def following(params, source, target, at):
+    """The logits of the token at a place of the target, and the state: what was read and written, and that place."""
+    before = jnp.pad(target, ((0, 0), (1, 0)), constant_values=START)[:, :-1]
+    return EncoderDecoder().apply({"params": params}, source, before)[:, at], (source, target, at)
+
+
+def begin(params, batch):
+    return following(params, batch["source"], jnp.zeros_like(batch["source"]), 0)
+
+
+def extend(params, state, tokens):
+    source, target, at = state
+    return following(params, source, target.at[:, at].set(tokens), at + 1)
+
+
 def optimizer(named):
     return optax.adamw(3e-3)
 
 
 TASK = Task(
     name="reverser", init=init, sums=losses, optimizer=optimizer, matmul_precision="highest", tokens=ROWS * LENGTH,
+    generation=Generation(begin, extend),
     inputs={side: Input((ROWS, LENGTH), "int32", f"{side}: batch {side}_length") for side in ("source", "target")},
     train=Train(steps=100, eval_every=50),
 )  # fmt: skip

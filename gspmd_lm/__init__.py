@@ -19,27 +19,29 @@ if TYPE_CHECKING:
         load,
         load_config,
         load_rules,
+        load_task,
         plan,
         show,
         start,
         train,
     )
     from gspmd_lm.errors import InputError, RunFailed
-    from gspmd_lm.model.task import Input, Task
+    from gspmd_lm.model.task import Generation, Input, Task
     from gspmd_lm.sharding.annotate import parameter, shard, use
     from gspmd_lm.sharding.names import Vocabulary
     from gspmd_lm.versions import __version__ as __version__
 
 __all__ = [
-    "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare", "dry_run", "explain",
-    "load", "load_config", "load_rules", "parameter", "plan", "shard", "show", "start", "train", "use",
+    "Generation", "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare",
+    "dry_run", "explain", "load", "load_config", "load_rules", "load_task", "parameter", "plan", "shard", "show",
+    "start", "train", "use",
 ]  # fmt: skip
 
 _MODULES = {
-    "api": "build checkpoints compare dry_run explain load load_config load_rules plan show start train",
+    "api": "build checkpoints compare dry_run explain load load_config load_rules load_task plan show start train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
-    "model.task": "Input Task",
+    "model.task": "Generation Input Task",
     "sharding.names": "Vocabulary",
     "versions": "__version__",
 }

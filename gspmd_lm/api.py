@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from gspmd_lm import config as configs
 from gspmd_lm import files
-from gspmd_lm.config import Config, paths
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.runtime.quiet import import_jax
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import DECODER
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from gspmd_lm.foresight.report import Report
     from gspmd_lm.infer.loaded import Model
+    from gspmd_lm.infer.of_task import TaskModel
     from gspmd_lm.model.task import Task
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
@@ -205,8 +207,6 @@ def train(
         InputError: what is wrong with the config, the rules or the workdir.
         RunFailed: the loss was not finite for too long, or the disk failed.
     """
-    if steps is not None and steps < 1:
-        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
     folder = str(workdir) if workdir else None
     config = _task(config)
     rules = _rules(rules, config)
@@ -248,22 +248,35 @@ def load(
 
     place = str(folder) if files.is_remote(folder) else str(Path(folder).expanduser())
     published = session.published(place, _several(overrides))
-    if published:
-        config = published.config
-    elif files.is_remote(place) or layout.is_run(Path(place)):
-        config = load_config(f"{place}/{layout.CONFIG}", overrides, place)
-    else:
-        what = "neither a config.yaml nor a config.json in it" if Path(place).is_dir() else "no such folder here"
-        fix = (
-            "give the folder of a run, which train or convert left, or of a published model with its config.json, "
-            "*.safetensors and tokenizer.json; nothing is fetched"
-        )
-        raise InputError(f"{place}: {what}\n  fix   {paths.download(place, fix)}")
+    if not (published or files.is_remote(place) or layout.is_run(Path(place))):
+        raise session.no_model(place)
+    config = published.config if published else load_config(f"{place}/{layout.CONFIG}", overrides, place)
     kept = None if published else layout.left(place, layout.RULES)
     chosen = _rules(rules or kept or "none")
     begun = session.begin(config, chosen, start(chosen, platform), place)
     return Model(config, begun.rules, begun.devices, begun.machine.platform, place,
                  session.reader(begun, place, step, published), begun.say)  # fmt: skip
+
+
+def load_task(
+    folder: str | Path, task: "Task", rules: Rules | str | None = None, step: int | None = None
+) -> "TaskModel":
+    """A model of one's own with the weights of a run that trained it: it evaluates batches, and generates.
+
+    Args:
+        folder: that of the run.
+        task: what the run trained.
+        rules: where the weights live; None: as the run's rules file says.
+        step: of the checkpoint; None: the newest that is not in doubt.
+
+    Raises:
+        InputError: the folder has no checkpoint of the task, or the rules do not fit the model or the devices.
+    """
+    _simulate()
+    from gspmd_lm import session
+
+    chosen = _rules(rules or layout.left(str(folder), layout.RULES) or "none", task)
+    return session.task_model(task, chosen, start(chosen), str(folder), step)
 
 
 def explain(
@@ -298,8 +311,7 @@ def explain(
 
 def _explain_step(step: "Callable[[Sequence[Any]], Any] | str", target: str, other: Any) -> "Explanation":
     if other:
-        fix = "explain(step, target='v5p:2x2x2')"
-        raise InputError(f"explain: {other}: a step of one's own is given a target alone\n  fix   {fix}")
+        raise InputError(f"explain: {other}: one's own step is given a target alone\n  fix   explain(step, target)")
     _simulate()
     from gspmd_lm.foresight import explain as reports
     from gspmd_lm.show import notebook
@@ -320,20 +332,9 @@ def compare(
         InputError: everything that is wrong with any of them, before anything is compiled.
         RunFailed: the compiler failed.
     """
-    from gspmd_lm.foresight.compile import PHASES
-    from gspmd_lm.hardware import target as targets
-
     place = targets.parse(target)
     task = _task(task)
     rules = [_rules(one, task) for one in ([layouts] if isinstance(layouts, Rules | str) else layouts)]
-    if not rules:
-        raise InputError("compare needs layouts\n  fix   compare(config, ['fsdp8', 'tp8'], target)")
-    if phase not in PHASES:
-        raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
-    if export and phase != "train":
-        raise InputError(f"export={export}: only a train step is exported\n  fix   drop phase={phase}")
-    if export and len(rules) > 1:
-        raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
     _simulate()
     from gspmd_lm.foresight import explain as reports
     from gspmd_lm.plan import advice
@@ -359,8 +360,6 @@ def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "Foun
     Raises:
         InputError: the target is not known, or no mesh of its devices divides the batch.
     """
-    from gspmd_lm.hardware import target as targets
-
     place = targets.parse(target)
     task = _task(task)
     _simulate()

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gspmd_lm import config as configs
 from gspmd_lm import files
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, paths
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
@@ -29,11 +29,13 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware import target
+from gspmd_lm.infer.of_task import TaskModel, TaskPrograms
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
@@ -138,6 +140,23 @@ def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> 
     return restored[1]
 
 
+def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: int | None) -> TaskModel:
+    """A model of one's own with the weights of checkpoint `step` of a run, or of the newest.
+
+    Raises InputError if the run's folder has none of the task, or the rules do not fit.
+    """
+    begun = begin(task, rules, machine, folder)
+    arrays, warnings = state.arrays_and_warnings(task, begun.rules, machine.platform)
+    for warning in warnings:
+        begun.say(f"warning: {warning}")
+    programs = TaskPrograms(None, begun.rules, arrays, meshes.build(begun.rules, begun.devices), task)
+    with checkpoint.opened(folder, task.train or configs.Train(steps=1), {"task": task.name}, begun.say) as checkpoints:
+        restored = checkpoints.restore_weights(programs.abstract_params, step)
+    if restored is None:
+        raise no_checkpoint(folder)
+    return TaskModel(programs, restored[1])
+
+
 def no_checkpoint(workdir: str) -> InputError:
     """The error for a workdir without weights."""
     if holds_published(workdir):
@@ -148,6 +167,16 @@ def no_checkpoint(workdir: str) -> InputError:
     return InputError(
         f"{workdir}: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR --workdir={workdir}"
     )
+
+
+def no_model(folder: str) -> InputError:
+    """The error for a folder that is neither a run's nor that of a published model."""
+    what = "neither a config.yaml nor a config.json in it" if Path(folder).is_dir() else "no such folder here"
+    fix = (
+        "give the folder of a run, which train or convert left, or of a published model with its config.json, "
+        "*.safetensors and tokenizer.json; nothing is fetched"
+    )
+    return InputError(f"{folder}: {what}\n  fix   {paths.download(folder, fix)}")
 
 
 # A run
@@ -184,6 +213,8 @@ def train(
 
     rows: opens the data, of a model of one's own.
     """
+    if steps is not None and steps < 1:
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir

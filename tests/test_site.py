@@ -14,7 +14,7 @@ from gspmd_lm.infer.loaded import Model
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-TYPES = {"Explanation", "Comparison", "FoundPlan", "Trained", "Model"}  # what functions give back
+TYPES = {"Explanation", "Comparison", "FoundPlan", "Trained", "Model", "TaskModel"}  # what functions give back
 
 
 def test_the_reference_has_every_name_once():

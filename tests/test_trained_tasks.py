@@ -98,6 +98,65 @@ def test_a_run_says_that_its_data_are_others_now_and_does_nothing_at_its_end(tra
     assert "warning: the rows are not those that" in capsys.readouterr().out
 
 
+def test_a_run_is_loaded_and_evaluated_as_training_did(trained):
+    workdir, rows = trained[0], [json.loads(line) for line in (trained[0] / "metrics.jsonl").read_text().splitlines()]
+    (last,) = [row for row in rows if row["step"] == 40 and "eval_loss" in row]
+    loaded = gspmd_lm.load_task(workdir, classifier.TASK, layout(classifier.TASK, "fsdp"), 40)
+    scores = loaded.evaluate(classifier.HELD_OUT)
+    assert scores == pytest.approx({name: last[name] for name in scores}, abs=1e-5) and "eval_accuracy" in scores
+    with pytest.raises(InputError, match=r"task classifier does not say how it generates\n  fix   Task\("):
+        gspmd_lm.load_task(workdir, classifier.TASK, "none").generate(classifier.HELD_OUT[0], 1)
+    with pytest.raises(InputError, match="no checkpoint"):
+        gspmd_lm.load_task(workdir / "empty", classifier.TASK, "none")
+
+
+@pytest.fixture(scope="module")
+def reverser(tmp_path_factory):
+    """The example, and a run of two steps."""
+    model, workdir = importlib.import_module("reverser"), tmp_path_factory.mktemp("reverser")
+    gspmd_lm.train(model.TASK, layout(model.TASK, "none"), workdir, 2, data=model.batch)
+    return model, workdir
+
+
+def test_a_task_generates_what_its_own_functions_choose_under_every_layout(reverser):
+    model, workdir = reverser
+    source, wanted = model.batch(5)["source"][:5], np.zeros((5, model.LENGTH), np.int32)
+    loaded = gspmd_lm.load_task(workdir, model.TASK, layout(model.TASK, "none"))
+    for at in range(model.LENGTH):
+        wanted[:, at] = model.following(loaded.params, source, wanted, at)[0].argmax(-1)
+    assert len({*wanted.ravel().tolist()}) > 2, "the texts must differ, else any program has them"
+    assert loaded.generate({"source": source}, model.LENGTH) == wanted.tolist()
+    split = gspmd_lm.load_task(workdir, model.TASK, layout(model.TASK, "tensor"))
+    assert split.rules.devices == 8 and split.generate({"source": source}, model.LENGTH) == wanted.tolist()
+    end = int(wanted[0, 3])
+    ends = dataclasses.replace(model.TASK, generation=model.TASK.generation._replace(end=end))
+    shorter = gspmd_lm.load_task(workdir, ends, layout(model.TASK, "none")).generate({"source": source}, model.LENGTH)
+    assert shorter == [row[: row.index(end)] if end in row else row for row in wanted.tolist()]
+    drawn = [loaded.generate({"source": source}, 4, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("functions", "batch", "tokens", "message"),
+    [
+        ({}, {"source": np.zeros((4, 3), np.int32)}, 2,
+         r"source: int32\[3\] per row, and the task's inputs say int32\[8\]"),
+        ({}, {"sauce": np.zeros((4, 8), np.int32)}, 2, "sauce: int32.*say nothing"),
+        ({}, {}, 2, "the arrays have no rows"),
+        ({}, {"source": np.zeros((4, 8), np.int32)}, 0, "nothing to generate"),
+        ({"begin": lambda params, batch: (batch["source"][0] * 1.0, ())}, None, 2, r"logits of \(8,\) for 32 rows"),
+        ({"extend": lambda params, state, tokens: (tokens[:, None] * 1.0, ())}, None, 2,
+         r"extend\(\) returned the state"),
+    ],
+)  # fmt: skip
+def test_what_generation_cannot_take_is_told(reverser, functions, batch, tokens, message):
+    model, workdir = reverser
+    task = dataclasses.replace(model.TASK, generation=model.TASK.generation._replace(**functions))
+    with pytest.raises(InputError, match=message):
+        loaded = gspmd_lm.load_task(workdir, task, layout(task, "none"))
+        loaded.generate({"source": np.zeros((4, 8), np.int32)} if batch is None else batch, tokens)
+
+
 def wide(step):
     return {name: array[:, None] if name == "labels" else array for name, array in classifier.batch(step).items()}
 

@@ -128,7 +128,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     if "task" in raw:
         raise InputError(
             f"{path}: a run of the task {raw['task']}, whose model is no decoder of a config\n"
-            "  fix   gspmd_lm.train(task, rules, workdir, data=batch) goes on with it, and plot shows it"
+            "  fix   gspmd_lm.train(task, rules, workdir, data=batch) goes on with it, "
+            "gspmd_lm.load_task(workdir, task) reads its weights, and plot shows it"
         )
     override(raw, overrides, str(path))
     raw.setdefault("name", path.stem)

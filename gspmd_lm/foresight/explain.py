@@ -10,10 +10,10 @@ import jax
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import advice, bounds, collectives, exported, hlo, memory, table
 from gspmd_lm.foresight.any_step import Program
-from gspmd_lm.foresight.compile import CompiledProgram, CompileRequest, Progress, programs, sizes
+from gspmd_lm.foresight.compile import PHASES, CompiledProgram, CompileRequest, Progress, programs, sizes
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.known_errors import NOT_COMPARED, kind_of, known_error
 from gspmd_lm.foresight.report import Report
@@ -49,6 +49,7 @@ def reports(
     checked before anything is compiled. With `export`, the executable of the only layout is kept there.
     Raises ShardingError, InputError or RunFailed.
     """
+    _check_request(layouts, phase, export)
     task = decoder.task(config)
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
@@ -66,6 +67,17 @@ def reports(
         report(task, rules, target, arrays, problems, program, phase)
         for rules, (arrays, problems), program in zip(filled, checked, compiled, strict=True)
     ]
+
+
+def _check_request(layouts: Sequence[Rules], phase: str, export: Path | None) -> None:
+    if not layouts:
+        raise InputError("compare needs layouts\n  fix   compare(config, ['fsdp8', 'tp8'], target)")
+    if phase not in PHASES:
+        raise InputError(f"phase={phase}: no such phase{did_you_mean(phase, PHASES)}\n  fix   use {', '.join(PHASES)}")
+    if export and phase != "train":
+        raise InputError(f"export={export}: only a train step is exported\n  fix   drop phase={phase}")
+    if export and len(layouts) > 1:
+        raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
 
 
 def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:

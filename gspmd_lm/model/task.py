@@ -32,6 +32,16 @@ class Losses(NamedTuple):
     loss: jax.Array
 
 
+class Generation(NamedTuple):
+    """How a model of one's own writes tokens. The functions see one device and all rows; the state is what they like,
+    such as the tokens so far, or keys and values.
+    """
+
+    begin: Callable[[Any, Batch], tuple[jax.Array, Any]]  # (parameters, batch) -> logits [B, V], state
+    extend: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]  # (parameters, state, tokens [B]) -> the same
+    end: int | None = None  # the token that ends a text
+
+
 def everything(params: Any) -> tuple[Any, Any]:
     """({}, params): all parameters are trained."""
     return {}, params
@@ -61,6 +71,7 @@ class Task:
     partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
     # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
+    generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
     random: bool = False  # whether training gives `sums` a key, another one in each step
     seed: int = 0
     matmul_precision: str = "default"
@@ -109,10 +120,7 @@ class Task:
         """The names of the model's axes and arrays, which rules files use."""
         if self.vocabulary:
             return self.vocabulary
-        return shapes.used_names(
-            self.initial, self.specs(), lambda params, batch: self.summed(params, batch, None).loss,
-            self.batch(self.rows),
-        )  # fmt: skip
+        return shapes.used_names(self.initial, self.specs(), self._placing, self.batch(self.rows))
 
     @functools.cached_property
     def weights(self) -> Arrays:
@@ -134,8 +142,7 @@ class Task:
 
     def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> Any:
         """The sums over a batch, a NamedTuple. Raises InputError where `sums` gives something else."""
-        with of_flax.reading(_rows(batch)):
-            sums = self.sums(of_flax.readable(self._like, params), batch, key)
+        sums = self._called(self.sums, params, _rows(batch), batch, key)
         if getattr(sums, "shape", None) == (_rows(batch),):
             return Losses(sums.sum(dtype=jnp.float32))
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
@@ -145,6 +152,48 @@ class Task:
                 "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
             )
         return sums
+
+    def begun(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """The logits of the first token of each row, float32 [B, V], and the state of generation. The model must say
+        how it generates. Raises InputError where `begin` gives something else.
+        """
+        assert self.generation
+        return self._logits(*self._called(self.generation.begin, params, _rows(batch), batch), _rows(batch))
+
+    def extended(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
+        """The same after one more token of each row. Raises InputError where `extend` gives another kind of state."""
+        assert self.generation
+        rows = len(tokens_B)
+        logits_BV, new = self._logits(*self._called(self.generation.extend, params, rows, state, tokens_B), rows)
+        before, after = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (state, new))
+        if before != after:
+            raise InputError(
+                f"task {self.name}: extend() returned the state {after}, and it was given {before}\n"
+                "  fix   return a state of the same shapes and dtypes"
+            )
+        return logits_BV, new
+
+    def _logits(self, logits_BV: jax.Array, state: Any, rows: int) -> tuple[jax.Array, Any]:
+        if logits_BV.ndim != 2 or len(logits_BV) != rows:
+            raise InputError(
+                f"task {self.name}: generation gave logits of {logits_BV.shape} for {rows} rows\n"
+                "  fix   return logits_BV, state: one row of logits for each row of the batch"
+            )
+        return logits_BV.astype(jnp.float32), jax.tree.map(jnp.asarray, state)
+
+    def _placing(self, params: Any, batch: Batch) -> Any:
+        """A call of all functions that place arrays."""
+        return self.summed(params, batch, None), self.generation and self.first_tokens(params, batch)
+
+    def first_tokens(self, params: Any, batch: Batch) -> Any:
+        """What generation gives first, and after the token 0 of each row."""
+        logits_BV, state = self.begun(params, batch)
+        return logits_BV, self.extended(params, state, jnp.zeros(_rows(batch), jnp.int32))
+
+    def _called(self, function: Callable[..., Any], params: Any, rows: int, *arguments: Any) -> Any:
+        """What a function of the model gives, whose modules of flax run on so many rows."""
+        with of_flax.reading(rows):
+            return function(of_flax.readable(self._like, params), *arguments)
 
     def specs(self) -> dict[str, Spec]:
         """The array's name and the logical axes of each input."""
@@ -164,8 +213,7 @@ class Task:
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
         if self.evaluate:
-            with of_flax.reading(_rows(batch)):
-                return self.evaluate(of_flax.readable(self._like, params), batch)
+            return self._called(self.evaluate, params, _rows(batch), batch)
         return self.summed(params, batch, None)._asdict() | {"count": self.counted(batch)}
 
     def scored(self, totals: Mapping[str, float]) -> dict[str, float]:

@@ -151,7 +151,7 @@ def test_where_a_function_is_looked_up(place, message):
 
 
 def test_what_a_step_of_ones_own_is_not_given():
-    with pytest.raises(InputError, match="explain: tp8: a step of one's own is given a target alone"):
+    with pytest.raises(InputError, match="explain: tp8: one's own step is given a target alone"):
         gspmd_lm.explain(own_steps.descent, "tp8", "cpu:8")
     with pytest.raises(InputError, match=r"step .*<lambda>: its functions cannot be sent"):
         gspmd_lm.explain(lambda devices: own_steps.descent(devices), target="cpu:8")

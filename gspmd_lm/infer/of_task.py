@@ -1,0 +1,170 @@
+"""A model of one's own with its weights on this program's devices, which is evaluated and writes tokens."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_lm.data.batches import Batches
+from gspmd_lm.errors import InputError
+from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
+from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.task import Task
+from gspmd_lm.sharding import placement, shapes
+
+Batch = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPrograms(Program):
+    """Evaluation and generation of a task under rules on a mesh, ready to be compiled."""
+
+    task: Task
+
+    @property
+    def matmul_precision(self) -> str:
+        return self.task.matmul_precision
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """The shapes and shardings of the weights: what a checkpoint is restored into."""
+        named, params = self.arrays.named_params, self.arrays.params
+        return placed(params, self.placement.shardings("weights", named, params))
+
+    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and shardings of the task's inputs, for so many rows."""
+        specs = self.task.specs()
+        return {
+            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
+            for name, like in self.task.batch(rows).items()
+        }
+
+    @property
+    def row_shards(self) -> int:
+        """The number that must divide the rows of a batch."""
+        splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
+        return math.lcm(*map(self.rules.num_shards, splits))
+
+    def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        """What evaluation adds up over batches."""
+        with self.traced():
+            return self.task.totals(params, batch)
+
+    def tokens(self, length: int, params: Any, batch: Batch, settings: SamplingSettings) -> jax.Array:
+        """`length` tokens for each row, int32 [B, length]."""
+        with self.traced():
+            logits_BV, state = self.task.begun(params, batch)
+            number_B = jnp.arange(len(logits_BV), dtype=jnp.int32)
+
+            def turn(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
+                logits_BV, state = carry
+                whole_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)
+                tokens_B = choose(whole_BV, settings, number_B, jnp.broadcast_to(position, number_B.shape)).tokens_B
+                return self.task.extended(params, state, tokens_B), tokens_B
+
+            _, tokens_TB = jax.lax.scan(turn, (logits_BV, state), jnp.arange(length, dtype=jnp.int32))
+        return tokens_TB.T
+
+
+class TaskModel:
+    """A model of one's own with its weights. `task` says what it computes, and `rules` where its weights live."""
+
+    def __init__(self, programs: TaskPrograms, params: Any):
+        """`params`: placed as `programs.abstract_params` says."""
+        self.task, self.rules, self.params = programs.task, programs.rules, params
+        self._programs, self._compiled = programs, dict[Any, Any]()
+
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The scores over batches of numpy arrays, as training logs them: `eval_loss` and others.
+
+        Raises InputError for arrays that are not those of the task's inputs.
+        """
+        task = self.task
+        rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
+        shardings = {name: like.sharding for name, like in self._programs.abstract_batch(task.rows).items()}
+        totals: dict[str, float] = {}
+        for _, batch in rows.batches(0, shardings):
+            program = self._program("evaluation", self._programs.totals, self.params, batch)
+            for name, total in jax.device_get(program(self.params, batch)).items():
+                totals[name] = totals.get(name, 0.0) + float(total)
+        return task.scored(totals)
+
+    def generate(
+        self,
+        batch: Batch,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """The tokens that the task's `generation` writes for each row of a batch, up to its token `end`.
+
+        The sampling options are those of `load(...).generate`. A new number of rows or of tokens is compiled.
+
+        Args:
+            batch: numpy arrays, those of the task's inputs that `begin` reads; any number of rows.
+            max_new_tokens: where to stop at the latest.
+
+        Raises:
+            InputError: the task has no `generation`, or an option, the batch or the rules do not fit it.
+        """
+        settings = Sampling(temperature, top_k, top_p, min_p, seed).settings
+        if self.task.generation is None:
+            raise InputError(
+                f"generate: task {self.task.name} does not say how it generates\n"
+                "  fix   Task(..., generation=gspmd_lm.Generation(begin, extend))"
+            )
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for 1 or more")
+        padded, rows = self._padded(batch)
+        likes = self._programs.abstract_batch(len(next(iter(padded.values()))))
+        self._check({name: likes[name] for name in padded})
+        arrays = {
+            name: jax.make_array_from_callback(x.shape, likes[name].sharding, x.__getitem__)
+            for name, x in padded.items()
+        }
+        tokens = functools.partial(self._programs.tokens, max_new_tokens)
+        program = self._program(max_new_tokens, tokens, self.params, arrays, settings)
+        tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows].tolist(), self.task.generation.end
+        return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT]
+
+    def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
+        """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""
+        inputs, arrays = self.task.batch(1), {name: np.asarray(array) for name, array in batch.items()}
+        shapes_of = {name: f"{array.dtype}{list(array.shape[1:])}" for name, array in arrays.items()}
+        wanted = {name: f"{like.dtype}{list(like.shape[1:])}" for name, like in inputs.items()}
+        wrong = [
+            f"  {name}: {shape} per row, and the task's inputs say {wanted.get(name, 'nothing')}"
+            for name, shape in shapes_of.items()
+            if shape != wanted.get(name)
+        ]
+        counts = {len(array) for array in arrays.values() if array.ndim}
+        if len(counts) != 1 or 0 in counts:
+            wrong.append(f"  the arrays have {sorted(counts) or 'no'} rows")
+        if wrong:
+            fix = "  fix   give arrays of the task's inputs that begin() reads, with one number of rows"
+            raise InputError("\n".join(["generate: batch", *wrong, fix]))
+        (rows,) = counts
+        more = -rows % self._programs.row_shards
+        return {name: np.concatenate([array, np.repeat(array[-1:], more, 0)]) for name, array in arrays.items()}, rows
+
+    def _check(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raises InputError where the rules do not fit what generation places."""
+        task, arrays = self.task, self._programs.arrays
+        shapes.checked(arrays, self.rules, [placement.record(self.rules, task.first_tokens, arrays.params, batch)])
+
+    def _program(self, name: Any, function: Any, *arguments: Any) -> Any:
+        """The compiled program for arguments of these shapes."""
+        key = name, *((x.shape, x.dtype) for x in jax.tree.leaves(arguments[1:]))
+        if key not in self._compiled:
+            lowered = jax.jit(function).lower(*arguments)
+            self._compiled[key] = self._programs.compile(lowered, "generation", "fewer rows, or rules that split more")
+        return self._compiled[key]
