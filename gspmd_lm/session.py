@@ -344,6 +344,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
             paragraph(report),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
+            report.floor.flops * built.mesh.size,
             devices.chip and devices.chip.peak_bf16_flops_per_s,
         )
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import gspmd_lm
-from gspmd_lm import InputError
+from gspmd_lm import InputError, session
 from gspmd_lm.config import Samples, Train
+from gspmd_lm.train.programs import PreRunReport
 from tests.quick import QUICK
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -112,10 +113,22 @@ def test_a_run_is_loaded_and_evaluated_as_training_did(trained):
 
 @pytest.fixture(scope="module")
 def reverser(tmp_path_factory):
-    """The example, and a run of two steps."""
+    """The example, and a run of two steps on a device whose peak is known."""
     model, workdir = importlib.import_module("reverser"), tmp_path_factory.mktemp("reverser")
-    gspmd_lm.train(model.TASK, layout(model.TASK, "none"), workdir, 2, data=model.batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "PreRunReport", lambda *facts: PreRunReport(*facts[:-1], 1e12))
+        gspmd_lm.train(model.TASK, layout(model.TASK, "none"), workdir, 2, data=model.batch)
     return model, workdir
+
+
+def test_mfu_of_a_task_is_that_of_the_products_in_its_traced_step(reverser):
+    model, workdir = reverser
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    mfu, step_time_s = next((row["mfu"], row["step_time_s"]) for row in rows if "mfu" in row)
+    R, T, D, F, V = model.ROWS, model.LENGTH, model.WIDTH, model.HIDDEN, model.VOCAB
+    attention = 4 * 2 * R * T * D * D + 2 * 2 * R * T * T * D  # its weights; its scores and their use
+    forward = 3 * attention + 2 * (2 * 2 * R * T * D * F) + 2 * R * T * D * V
+    assert mfu * step_time_s * 1e12 == pytest.approx(3 * forward, rel=1e-3)
 
 
 def test_a_task_generates_what_its_own_functions_choose_under_every_layout(reverser):

@@ -158,13 +158,13 @@ class Task:
         how it generates. Raises InputError where `begin` gives something else.
         """
         assert self.generation
-        return self._logits(*self._called(self.generation.begin, params, _rows(batch), batch), _rows(batch))
+        return self._logits(self._called(self.generation.begin, params, _rows(batch), batch), _rows(batch))
 
     def extended(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
         """The same after one more token of each row. Raises InputError where `extend` gives another kind of state."""
         assert self.generation
         rows = len(tokens_B)
-        logits_BV, new = self._logits(*self._called(self.generation.extend, params, rows, state, tokens_B), rows)
+        logits_BV, new = self._logits(self._called(self.generation.extend, params, rows, state, tokens_B), rows)
         before, after = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (state, new))
         if before != after:
             raise InputError(
@@ -173,7 +173,8 @@ class Task:
             )
         return logits_BV, new
 
-    def _logits(self, logits_BV: jax.Array, state: Any, rows: int) -> tuple[jax.Array, Any]:
+    def _logits(self, made: tuple[jax.Array, Any], rows: int) -> tuple[jax.Array, Any]:
+        logits_BV, state = made
         if logits_BV.ndim != 2 or len(logits_BV) != rows:
             raise InputError(
                 f"task {self.name}: generation gave logits of {logits_BV.shape} for {rows} rows\n"

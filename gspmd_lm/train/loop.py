@@ -360,7 +360,7 @@ class _Training:
     def _meter(self) -> metrics.Meter:
         run, task = self.run, self.run.step.task
         report = run.programs.report
-        flops = metrics.model_flops(run.config, run.step.arrays)
+        flops = report.flops if report else 0.0
         peak = report.peak_flops_per_s if report and flops else None
         return metrics.Meter(
             self.start, self.stop, task.tokens or task.rows, run.rows[0].epochs_per_step,

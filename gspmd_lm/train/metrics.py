@@ -31,10 +31,8 @@ def flops_per_token(
     return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
 
 
-def model_flops(config: Config | None, arrays: Arrays) -> float:
-    """Model FLOPs of one train step: see `flops_per_token`. 0 for a model of one's own, of which they are not known."""
-    if config is None:
-        return 0.0
+def model_flops(config: Config, arrays: Arrays) -> float:
+    """Model FLOPs of one train step: see `flops_per_token`."""
     active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
     return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
 

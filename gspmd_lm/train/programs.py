@@ -18,6 +18,7 @@ class PreRunReport:
     paragraph: str
     step_time_s: float | None  # predicted; None on a platform that is not predicted
     peak_bytes: int  # per device
+    flops: float  # of the model in a step, on all devices, recomputation not counted
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
 
 
