@@ -205,6 +205,7 @@ class Model:
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
     weight_dtype: Literal["bfloat16", "float32"] = "float32"  # of weights at rest
+    matmul_dtype: Literal["int8", "fp8"] | None = None  # of operands of products with block weights; null: compute_dtype
     matmul_precision: Literal["default", "high", "highest"] = "default"  # of jax's matrix products
 
     def __post_init__(self):

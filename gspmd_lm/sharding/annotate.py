@@ -34,6 +34,7 @@ class Weight:
     frozen: bool = False  # its gradient is never computed
     scanned: bool = False  # it belongs to a layer of the scan
     used: bool = False
+    matmul_dtype: str = ""  # of its products: int8 or fp8; "": the compute dtype
 
     def holding(self, array: Any) -> "Weight":
         return dataclasses.replace(self, array=array)
