@@ -23,7 +23,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import Pass, kernel_choice, settled
+from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands, settled
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem, Rules
@@ -134,6 +134,7 @@ def report(
         phase=phase,
         mesh=dict(rules.mesh),
         attention=_attention(config, rules, target, phase),
+        matmuls=matmul_operands(config, target.platform) if config else "",
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,

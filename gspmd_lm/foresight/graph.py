@@ -55,7 +55,8 @@ class Node:
 
     @property
     def is_float(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating)
+        """Whether it holds numbers of the model, which may be int8, or int32 as sums of their products."""
+        return jnp.issubdtype(self.dtype, jnp.floating) or self.dtype == jnp.int8 or self.primitive in MATMULS
 
     @property
     def itemsize(self) -> int:

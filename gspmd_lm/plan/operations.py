@@ -318,7 +318,8 @@ class OpGraph:
 
 def _hlo_dtype(node: Node) -> str:
     """A dtype as programs write it: bf16."""
-    return {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(node.dtype.name, node.dtype.name)
+    known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+    return known.get(node.dtype.name, node.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

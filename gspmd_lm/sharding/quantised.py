@@ -5,6 +5,9 @@ the largest absolute value over the whole axis, wherever its shards are, over th
 computed anew each time, so a run has no state for it. Operands are multiplied as they are, summed up in int32 or
 float32, and the sums are scaled. In the backward pass, the scales of an operand that are summed over go into the other
 operand, the gradient of the output, before that is quantised. So each operand of the forward pass is quantised once.
+
+Scales are rounded up to powers of two. Scaled integers then add up exactly, in whatever order devices add them, so that
+no layout rounds a later operand in another way. That costs int8 half a bit, and float8 nothing but range.
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ from gspmd_lm.sharding.op_names import scope
 
 FORWARD: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # model.matmul_dtype -> dtype of operands
 _BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
-_SMALLEST = 1e-30  # values are zero where none is larger: the inverse of a smaller scale might not be finite
+_SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +50,14 @@ def quantise(x: jax.Array, letters: str, summed: str, dtype: Any) -> Quantised:
     exact = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), over)
     top = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    scaled = exact * jnp.expand_dims(jnp.where(largest > _SMALLEST, top / largest, 0.0), over)
+    # The bits of the power of two that is not below largest / top, and those of its inverse. Division is not exact
+    # everywhere.
+    bits = jax.lax.bitcast_convert_type(largest * (1 / top), jnp.int32) + 0x007F_FFFF & 0x7F80_0000
+    scale, inverse = (jax.lax.bitcast_convert_type(one, jnp.float32) for one in (bits, 0x7F00_0000 - bits))
+    some = largest > _SMALLEST
+    scaled = exact * jnp.expand_dims(jnp.where(some, inverse, 0.0), over)
     values = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
-    return Quantised(values, largest / top, over, x.dtype)
+    return Quantised(values, jnp.where(some, scale, largest), over, x.dtype)
 
 
 def use(weight: Weight, letters: str, summed: str) -> Quantised:
