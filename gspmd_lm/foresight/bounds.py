@@ -128,9 +128,7 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
     return total + attention / rules.devices
 
 
-def _matmul_flops(
-    config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph
-) -> Iterator[tuple[Matmul, float]]:
+def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:
     """Each matmul of an activation and a weight, and its FLOPs on one device in a train step."""
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     for matmul in graph.matmuls:

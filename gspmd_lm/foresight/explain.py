@@ -123,7 +123,9 @@ def report(
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
-    error = known_error(kind_of(target, rules)) if phase == "train" and target.chip else NOT_COMPARED
+    narrow = matmul_operands(config, target.platform) if config else ""
+    compared = phase == "train" and target.chip and not narrow  # no published step has operands of 8 bits
+    error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
         target=target.text,
@@ -134,7 +136,7 @@ def report(
         phase=phase,
         mesh=dict(rules.mesh),
         attention=_attention(config, rules, target, phase),
-        matmuls=matmul_operands(config, target.platform) if config else "",
+        matmuls=narrow,
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,

@@ -72,8 +72,7 @@ class Report:
         if not least_bytes or floor.estimated_because or self.memory.refusal:
             return None
         as_float32 = (
-            collective.bytes_per_device_per_step * _NARROW.get(collective.dtype, 1)
-            for collective in self.collectives
+            collective.bytes_per_device_per_step * _NARROW.get(collective.dtype, 1) for collective in self.collectives
         )
         return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import quantised
@@ -39,15 +40,15 @@ from gspmd_lm.sharding.annotate import (
     like,
     parse,
     placement,
-    platform,
     remat,
     shard,
     split,
     use,
 )
-from gspmd_lm.sharding.op_names import einsum_equation, scope
-from gspmd_lm.sharding.quantised import Quantised
+from gspmd_lm.sharding.cut_einsum import cut_einsum, letters_of
+from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import PartialSums, Sum, Unreduced, copied, gradient, reduced, tokens_of, unreduced
+from gspmd_lm.sharding.quantised import Quantised
 
 LOW_RANK = "low_rank: batch seq rank"
 
@@ -117,14 +118,14 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     eight_bits = isinstance(w, Weight) and w.matmul_dtype
     if placement() is None and not eight_bits:
         return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
-    (a, b), out = _letters(equation)
+    (a, b), out = letters_of(equation)
     if isinstance(w, Weight):
         letter, sum_ = _summed(w, b, a)
         operand, slot = (_quantised(x, a, b, w), x) if eight_bits else (x, None)
         return unreduced(_product(_matmul(w, b, a, f"z{out}", a, letter, sum_), operand, slot, w.array), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
-        return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
+        return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
 
 
 def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: str) -> jax.Array:
@@ -199,7 +200,7 @@ class _Gathered:
         equation = _equation(self._gathered_spec.axes[:-1], 1, w)
         if placement() is None and not w.matmul_dtype:
             return jnp.einsum(equation, self.x, use(w))
-        (a, b), out = _letters(equation)
+        (a, b), out = letters_of(equation)
         letter, sum_ = _summed(w, b, out)
         x, slot = (self._fixed, self._slot(sum_)) if letter else (self.x, None)
         if w.matmul_dtype:
@@ -250,7 +251,7 @@ _copies.defvjp(lambda *args: (_copies(*args), None), lambda sum_, spec, _, dx: (
 
 def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced:
     """The matmuls of partial sums, of which the sum is made afterwards."""
-    (a, b), out = _letters(equation)
+    (a, b), out = letters_of(equation)
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
@@ -301,7 +302,8 @@ def _forward(matmul: _Matmul, x: Any, slot: jax.Array | None, w: jax.Array) -> t
     used = w if matmul.weight.used else _in_use(matmul, w)
     names = scope("of", *matmul.sum.of), scope("sum", *matmul.sum.axes if "z" in matmul.y else ())
     with names[0], names[1], jax.default_matmul_precision(matmul.precision):
-        y = _einsum(f"{matmul.x},{matmul.w}->{matmul.y}", x, used, z=(matmul.letter, matmul.sum.over))
+        y = cut_einsum(f"{matmul.x},{matmul.w}->{matmul.y}", x, used, z=(matmul.letter, matmul.sum.over))
+        y = checkpoint_name(y, quantised.SCALED) if isinstance(x, Quantised) and "z" not in matmul.y else y
     # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
     # backward pass gathers it again, so that no gathered weight outlives its product.
     return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
@@ -311,19 +313,21 @@ def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
     weight = matmul.weight.holding(at_rest)
     eight_bits = isinstance(x, Quantised)
-    tokens = tokens_of(x.values if eight_bits else x, matmul.x, without=matmul.sum.over.over)  # a mesh axis splits only one dimension of an array
+    tokens = tokens_of(
+        x.values if eight_bits else x, matmul.x, without=matmul.sum.over.over
+    )  # a mesh axis splits only one dimension of an array
     with scope("of", weight.path), jax.default_matmul_precision(matmul.precision):
         w = w if remat() else _in_use(matmul, w)
         with scope("sum", *matmul.sum.axes):
             equation = f"{matmul.y},{matmul.w}->{matmul.dx}"
             operands = quantised.pair(dy, matmul.y, w, matmul.w)
-            dx = _einsum(equation, *operands, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
+            dx = cut_einsum(equation, *operands, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
         dw = None
         if not weight.frozen:
             with scope("optimizer", weight.path):
                 cuts = {"z": (matmul.letter, matmul.sum.over), **tokens.cuts}
-                right, left = quantised.pair(dy, matmul.y, x, matmul.x)
-                partials = _einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", left, right, **cuts)
+                right, left = quantised.pair(dy, matmul.y, x, matmul.x, over_tokens=True)
+                partials = cut_einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", left, right, **cuts)
             dw = gradient(unreduced(partials, tokens.sum), weight)
         gradients = (dx, None, dw) if matmul.dx == matmul.x and not eight_bits else (None, dx, dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
@@ -332,58 +336,6 @@ def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the shard and N within it.
-
-    If the equation's result has z, so has the array: for partial sums, or for the shards of N. If the result has N but
-    not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
-    Operands may be quantised; the result is then scaled.
-    """
-    (a, b), out = _letters(equation)
-    small = [(one, letters) for one, letters in ((x, a), (y, b)) if isinstance(one, Quantised)]
-    scales = [(one.scale, "".join(one.kept(letters))) for one, letters in small]
-    x, y = (one.values if isinstance(one, Quantised) else one for one in (x, y))
-    cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards == 1:
-            a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
-            scales = [(scale, letters.replace(shards, "")) for scale, letters in scales]
-        elif letter:
-            (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
-            scales = [_cut(*scale, letter, over, shards) for scale in scales]
-            out = f"{shards}{out}" if letter in out else out
-    product = functools.partial(jnp.einsum, preferred_element_type=quantised.accumulated_in(x))
-    if platform() == "cpu" and "B" not in out and x.size > y.size:
-        # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
-        # compiler would not turn the result but the product.
-        turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
-        turned_product = jax.lax.optimization_barrier(product(f"{b},{a}->{turned}", y, x))
-        result = jnp.einsum(f"{turned}->{out}", turned_product)
-    else:
-        result = product(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
-    for scale, letters in scales:
-        result = result * quantised.aligned(scale, letters, out)
-    result = result.astype(small[0][0].dtype) if small else result
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards > 1 and letter and letter in out:
-            at, out = out.index(shards), out.replace(shards, "")
-            to = out.index(letter)
-            result = jnp.moveaxis(result, at, to)
-            result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
-    if out.startswith("rt"):  # one partial sum for each shard of the tokens
-        result = result.reshape(-1, *result.shape[2:])
-    return result
-
-
-def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> tuple[jax.Array, str]:
-    """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
-    if letter not in letters:
-        return x, letters
-    at = letters.index(letter)
-    shape = (*x.shape[:at], over.num_shards, x.shape[at] // over.num_shards, *x.shape[at + 1 :])
-    return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
 def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
@@ -411,9 +363,3 @@ def _equation(outer: Sequence[str], summed: int, w: Weight) -> str:
     ]
     rows, weight = "".join(letters[:count]), "".join(letters[count:])
     return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"
-
-
-def _letters(equation: str) -> tuple[list[str], str]:
-    """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
-    left, _, out = equation.partition("->")
-    return left.split(","), out

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.sharding.annotate import Spec, Weight, placement
+from gspmd_lm.sharding.annotate import Spec, Weight, placement, replicas
 from gspmd_lm.sharding.op_names import scope
 
 FORWARD: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # model.matmul_dtype -> dtype of operands
+SCALED = "scaled"  # what remat policies know a product by, once it is scaled
 _BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
 _SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite
 
@@ -32,7 +33,7 @@ class Quantised:
 
     values: jax.Array  # int8 or float8
     scale: jax.Array  # float32, without the dimensions of `over`
-    over: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # dimensions that share a scale, from the last, -1
+    over: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # dimensions that share a scale; -1: the last
     dtype: Any = dataclasses.field(metadata={"static": True})  # of the array, and of its products
 
     def kept(self, axes: Sequence[str]) -> list[str]:
@@ -40,15 +41,16 @@ class Quantised:
         return [axis for at, axis in enumerate(axes, -len(axes)) if at not in self.over]
 
 
-def quantise(x: jax.Array, letters: str, summed: str, dtype: Any) -> Quantised:
+def quantise(x: jax.Array, letters: str, summed: str, dtype: Any, shared_along: str = "") -> Quantised:
     """`x`, whose dimensions are `letters`, in `dtype`. What differs only in dimensions that are `summed` over shares a
-    scale.
+    scale, and so does what differs only in a vmapped axis of the name `shared_along`.
 
-    Where `x` is not finite, so is the scale: a step that is to be skipped is still seen.
+    Where `x` is not finite, neither is the scale, so that a step that is to be skipped is still seen.
     """
     over = tuple(at for at, letter in enumerate(letters, -len(letters)) if letter in summed)
     exact = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), over)
+    largest = jax.lax.pmax(largest, shared_along) if shared_along else largest
     top = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     # The bits of the power of two that is not below largest / top, and those of its inverse. Division is not exact
     # everywhere.
@@ -61,9 +63,9 @@ def quantise(x: jax.Array, letters: str, summed: str, dtype: Any) -> Quantised:
 
 
 def use(weight: Weight, letters: str, summed: str) -> Quantised:
-    """The weight, whose dimensions are `letters`, quantised over those that are `summed` over, and placed as the rules say for use.
+    """The weight, quantised and then placed as the rules say for use. Products sum over the dimensions `summed`.
 
-    It is quantised where it rests, and what is gathered has 8 bits. Compare `annotate.use`.
+    It is quantised where it rests, so that what is gathered has 8 bits. Compare `annotate.use`.
     """
     place, spec = placement(), Spec(weight.path, weight.axes)
     with scope("rules", spec.array):
@@ -75,7 +77,7 @@ def use(weight: Weight, letters: str, summed: str) -> Quantised:
     return dataclasses.replace(small, values=values, scale=scale, dtype=weight.compute_dtype)
 
 
-def pair(dy: jax.Array, letters: str, other: Any, other_letters: str) -> tuple[Any, Any]:
+def pair(dy: jax.Array, letters: str, other: Any, other_letters: str, over_tokens: bool = False) -> tuple[Any, Any]:
     """`dy` and the other operand of a product of the backward pass, which sums over the letters that both have.
 
     If `other` is quantised, so is the result, with the scales of `other` in `dy`; else nothing changes.
@@ -84,7 +86,7 @@ def pair(dy: jax.Array, letters: str, other: Any, other_letters: str) -> tuple[A
         return dy, other
     letters = letters[-dy.ndim :]  # a single shard has no z
     exact = dy.astype(jnp.float32) * aligned(other.scale, other.kept(other_letters), letters)
-    small = quantise(exact, letters, other_letters, _BACKWARD[other.values.dtype])
+    small = quantise(exact, letters, other_letters, _BACKWARD[other.values.dtype], replicas() if over_tokens else "")
     return dataclasses.replace(small, dtype=dy.dtype), other.values
 
 

@@ -48,7 +48,7 @@ def title(report: Report) -> str:
 
 
 def about(report: Report) -> str:
-    """What stands below the title: the mesh, the sizes of model and step, and how attention and products are computed."""
+    """What stands below the title: the mesh, the sizes of model and step, and the kinds of attention and matmuls."""
     if report.parameters is None or report.active_parameters is None or report.tokens is None:
         count = len(report.arrays)
         sizes = f"{count} array{'s' * (count != 1)} as arguments, {report.floor.flops:.3g} FLOPs per device"
