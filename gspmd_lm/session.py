@@ -234,8 +234,8 @@ def build_step(session: Session) -> tuple[Step, list[Problem]]:
     for warning in warnings:
         session.say(f"warning: {warning}")
     built = step.build_step(session.config, session.rules, arrays, session.devices)
-    if built.attention:
-        session.say(f"attention: {built.attention}")
+    for choice in built.choices:
+        session.say(choice)
     return built, warnings
 
 

@@ -87,8 +87,8 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     built, warnings = score.build_scoring(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
     for warning in warnings:
         begun.say(f"warning: {warning}")
-    if built.attention:
-        begun.say(f"attention: {built.attention}")
+    for choice in built.choices:
+        begun.say(choice)
     compile_cache.enable(values.compile_cache)
     _ = built.compiled  # whether the program fits is known before the weights are read
     scorer = score.Scorer(built, read(built.abstract_params), tokens)

@@ -202,9 +202,9 @@ class Model:
     z_loss: NotNegative = 0.0  # weight of the squared log-partition function
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
-
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
     weight_dtype: Literal["bfloat16", "float32"] = "float32"  # of weights at rest
+    matmul_dtype: Literal["int8", "fp8"] | None = None  # of operands of matmuls with block weights; null: compute_dtype
     matmul_precision: Literal["default", "high", "highest"] = "default"  # of jax's matrix products
 
     def __post_init__(self):

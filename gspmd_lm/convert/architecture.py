@@ -22,7 +22,8 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
-    "attention_scores_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate", "router_z_loss",
+    "attention_scores_dtype", "matmul_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate",
+    "router_z_loss",
 )  # fmt: skip
 _OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.

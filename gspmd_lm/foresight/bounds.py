@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import DataflowGraph, Node
+from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
@@ -48,9 +48,11 @@ def of_training(
     """
     if task.config:
         flops, moved_bytes = model_flops(task.config, arrays), memory_bytes(rules, arrays, graph)
+        matmuls = _matmul_flops(task.config, rules, arrays, graph)
+        narrow = task.config.model.matmul_dtype, sum(flops for matmul, flops in matmuls if _is_narrow(matmul))
     else:
-        flops, moved_bytes = reading.model_flops, updated_bytes(rules, arrays)
-    return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes)
+        flops, moved_bytes, narrow = reading.model_flops, updated_bytes(rules, arrays), (None, 0.0)
+    return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
 
 
 def of_generation(
@@ -75,7 +77,9 @@ def of_generation(
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
     flops = per_token * data.batch * tokens / rules.devices
-    return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes))
+    narrow_flops = sum(one.node.flops * one.node.trip_count for one in graph.matmuls if _is_narrow(one))
+    narrow = model.matmul_dtype, narrow_flops / rules.devices
+    return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)
 
 
 def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
@@ -84,11 +88,24 @@ def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds
     return _bounds(chip, reading, dtype, reading.model_flops / devices, None)
 
 
-def _bounds(chip: Chip | None, reading: Reading, dtype: str, flops: float, moved_bytes: float | None) -> LowerBounds:
-    """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes; None: not known."""
+def _bounds(
+    chip: Chip | None,
+    reading: Reading,
+    dtype: str,
+    flops: float,
+    moved_bytes: float | None,
+    narrow: tuple[str | None, float] = (None, 0.0),
+) -> LowerBounds:
+    """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes; None: not known.
+
+    narrow: a dtype of 8 bits, and how many of the FLOPs have operands of it.
+    """
+    matmul_dtype, narrow_flops = narrow
+    faster_peak = chip.peak_of_operands(matmul_dtype) if chip and matmul_dtype else math.inf
+    wide_flops = flops - narrow_flops
     sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
     return LowerBounds(
-        compute_s=chip and flops / chip.peak_bf16_flops_per_s,
+        compute_s=chip and wide_flops / chip.peak_bf16_flops_per_s + narrow_flops / faster_peak,
         memory_s=None if chip is None or moved_bytes is None else moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(reading.communication_bytes),
         communication_by_axis={axes: size for axes, size in sent.items() if size},
@@ -106,14 +123,22 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
     model, seq = config.model, config.data.seq
+    total = sum(flops for _, flops in _matmul_flops(config, rules, arrays, graph))
+    attention = 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
+    return total + attention / rules.devices
+
+
+def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:
+    """Each matmul of an activation and a weight, and its FLOPs on one device in a train step."""
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
-    total = 0.0
     for matmul in graph.matmuls:
         # The derivative to the first layer's input is left out where nothing before it is trained.
-        passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / model.layers
-        total += rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count
-    total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
-    return total / rules.devices
+        passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / config.model.layers
+        yield matmul, rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count / rules.devices
+
+
+def _is_narrow(matmul: Matmul) -> bool:
+    return matmul.weight.itemsize == 1
 
 
 def memory_bytes(rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
@@ -136,7 +161,7 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
 
 
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
-    """The bytes of weights that one device reads in use, once, in the dtype of activations.
+    """The bytes of weights that one device reads in use, once, in the dtype of activations or in 8 bits.
 
     Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
     """
@@ -145,8 +170,10 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     rows_read = {
         matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
     }
+    narrow = {matmul.path for matmul in graph.matmuls if _is_narrow(matmul)}
     return sum(
-        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, rows_read.get(leaf[0].path, 1.0))
+        bytes_per_device(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)
+        * min(1.0, rows_read.get(leaf[0].path, 1.0))
         for leaf in params
         if leaf[0].path not in looked_up
     )

@@ -23,7 +23,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import Pass, kernel_choice, settled
+from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands, settled
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem, Rules
@@ -135,7 +135,9 @@ def report(
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
-    error = known_error(kind_of(target, rules)) if phase == "train" and target.chip else NOT_COMPARED
+    narrow = matmul_operands(config, target.platform) if config else ""
+    compared = phase == "train" and target.chip and not narrow  # no published step has operands of 8 bits
+    error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
         target=target.text,
@@ -146,6 +148,7 @@ def report(
         phase=phase,
         mesh=dict(rules.mesh),
         attention=_attention(config, rules, target, phase),
+        matmuls=narrow,
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,

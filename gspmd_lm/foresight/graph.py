@@ -17,14 +17,13 @@ from jax.extend import core
 
 from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
 from gspmd_lm.sharding.op_names import OpName, parse
-from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
+from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, kept_dots, marked
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 _SAME_VALUES = (
     "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
 )  # fmt: skip
 MATMULS = ("dot_general", GROUPED)
-DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # of `remat: dots`; see placement.policy
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
 _CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
 _TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
@@ -55,7 +54,8 @@ class Node:
 
     @property
     def is_float(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating)
+        """Whether it holds numbers of the model, which may be int8, or int32 as sums of their products."""
+        return jnp.issubdtype(self.dtype, jnp.floating) or self.dtype == jnp.int8 or self.primitive in MATMULS
 
     @property
     def itemsize(self) -> int:
@@ -158,7 +158,7 @@ class DataflowGraph:
                 like = eqn.outvars[0].aval if eqn.outvars else None
                 node = self._node(eqn.primitive.name, name_stack, like, times, operands)
                 node.flops = flops(eqn)
-                node.saved_by_dots = bool(DOTS(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params))
+                node.saved_by_dots = kept_dots(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
                 if eqn.primitive.name == "name":
                     node.checkpoint_name = eqn.params["name"]
                     node.placed = marked(node.checkpoint_name)

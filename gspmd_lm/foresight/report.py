@@ -11,7 +11,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import Prediction
 
-_NARROW = ("bf16", "f16")
+_NARROW = {"bf16": 2, "f16": 2, "s8": 4, "f8e4m3fn": 4, "u8": 4}  # how many times as wide float32 is
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
 
@@ -49,6 +49,7 @@ class Report:
     arrays: tuple[PlacedArray, ...]
     rules_text: str = ""  # of the rules file
     attention: str = ""  # the kernel, and why it is not the fastest; "" where there is nothing to choose
+    matmuls: str = ""  # of which dtype of 8 bits the operands of products are; "" where they are not of 8 bits
 
     @property
     def layout(self) -> str:
@@ -71,8 +72,7 @@ class Report:
         if not least_bytes or floor.estimated_because or self.memory.refusal:
             return None
         as_float32 = (
-            collective.bytes_per_device_per_step * (2 if collective.dtype in _NARROW else 1)
-            for collective in self.collectives
+            collective.bytes_per_device_per_step * _NARROW.get(collective.dtype, 1) for collective in self.collectives
         )
         return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
 
@@ -83,7 +83,7 @@ class Report:
         The TPU compiler narrows some float32 products that it gathers. XLA:CPU widens all bfloat16.
         """
         if self.floor.dtype == "float32":
-            other = [collective for collective in self.collectives if collective.dtype in _NARROW]
+            other = [collective for collective in self.collectives if collective.dtype in ("bf16", "f16")]
         else:
             other = [collective for collective in self.collectives if collective.dtype == "f32" and not self.chip]
         share = sum(collective.bytes_per_device_per_step for collective in other) / max(self.sent_bytes, 1)

@@ -106,6 +106,10 @@ class Chip:
         narrow = self.peak_fp8_flops_per_s if dtype.startswith("f") else self.peak_int8_ops_per_s
         return narrow if 0 < width <= 8 and narrow else self.peak_bf16_flops_per_s
 
+    def peak_of_operands(self, matmul_dtype: str) -> float:
+        """The peak of matmuls whose operands are int8 or fp8; 0 where they are no faster than bf16."""
+        return self.peak_int8_ops_per_s if matmul_dtype == "int8" else self.peak_fp8_flops_per_s
+
     def wraps(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Whether each dimension of a slice of `topology` chips is a ring.
 

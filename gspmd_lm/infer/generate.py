@@ -94,7 +94,7 @@ def programs_for(
         )
     alone = platform == "cpu" and rules.devices == 1
     built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled=alone)
-    notes += [f"attention: {built.attention}"] if built.attention else []
+    notes += built.choices
     return built, notes
 
 

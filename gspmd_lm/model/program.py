@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gspmd_lm.model.supported import Pass, kernel_choice
+from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by
@@ -47,6 +47,13 @@ class Program:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
         on = meshes.processor(self.mesh.devices.flat[0])
         return kernel_choice(self.rules, self.config, on, self.asked) if self.config else ""
+
+    @property
+    def choices(self) -> list[str]:
+        """What a run says before it starts: how attention is computed, and products of 8 bits."""
+        operands = matmul_operands(self.config, meshes.platform(self.mesh)) if self.config else ""
+        named = ("attention", self.attention), ("matmuls", operands)
+        return [f"{name}: {choice}" for name, choice in named if choice]
 
     @property
     def matmul_precision(self) -> str:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from gspmd_lm.config import Config
-from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.errors import InputError
+from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
@@ -68,8 +69,10 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
     processor has and that can do what a pass asks.
 
-    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor.
+    Raises ShardingError where the rules choose a kernel that could do so, but not on this processor, and InputError
+    where the processor multiplies operands of `model.matmul_dtype` no faster than those of bfloat16.
     """
+    _check_matmul_dtype(config.model.matmul_dtype, on)
     kernel, capability = rules.attention.get(on.platform), on.compute_capability
     if kernel is None:
         able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
@@ -79,6 +82,23 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
         place = rules.place(f"attention.{on.platform}", kernel)
         check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
     return rules
+
+
+def _check_matmul_dtype(dtype: str | None, on: Processor) -> None:
+    """CPUs simulate, and of a chip that is not in the table nothing is known."""
+    chip = CHIPS.get(on.name)
+    if dtype and chip and not chip.peak_of_operands(dtype):
+        other = next((name for name in ("int8", "fp8") if chip.peak_of_operands(name)), "null")
+        raise InputError(
+            f"model.matmul_dtype: {dtype}: no published rate of {on.name} for operands of {dtype} is above that for "
+            f"bfloat16\n  fix   --set model.matmul_dtype={other}"
+        )
+
+
+def matmul_operands(config: Config, platform: str) -> str:
+    """What is said of products whose operands have 8 bits; '' where there are none."""
+    dtype, simulated = config.model.matmul_dtype, " (simulated)" if platform == "cpu" else ""
+    return f"{dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak" if dtype else ""
 
 
 def kernel_choice(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:

@@ -9,7 +9,7 @@ import jax
 
 from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
-from gspmd_lm.sharding.axes import ADAPTERS, TO_RESIDUAL
+from gspmd_lm.sharding.axes import ADAPTERS, QUANTISED, TO_RESIDUAL
 
 LOOPS = [(name,) for name in get_args(config.StackName)]
 
@@ -26,7 +26,8 @@ def weight(
     param = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
     frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in LOOPS
     array = jax.lax.stop_gradient(param.array) if frozen else param.array
-    return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned)
+    eight_bits = cfg.matmul_dtype if name in QUANTISED and "expert" not in param.axes else None
+    return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned, matmul_dtype=eight_bits or "")
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:

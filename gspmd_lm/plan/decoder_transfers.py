@@ -197,6 +197,7 @@ class DecoderTransfers(Transfers):
         else:
             self.transfer(inner_bytes, computed, inner, summed_over, times)
         matrix_bytes = matmul.weight.bytes
+        gradient_bytes = math.prod(matmul.weight.shape) * max(matmul.weight.itemsize, stream_end.itemsize)
         if weight_only := mesh_axes(weight.compute, *stream_axes) - summed_over:
             # A mesh axis splits the weight, but not the array at the stream. Either the weight is gathered, or partial
             # sums are reduced at the inner end and the result at the stream is gathered. Only the first is possible
@@ -212,7 +213,7 @@ class DecoderTransfers(Transfers):
                 **{axis: inner[axis] for axis in inner_axes},
             }
             self.transfer(
-                matrix_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
+                gradient_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
             )
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head

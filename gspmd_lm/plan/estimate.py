@@ -225,7 +225,7 @@ class Estimator:
                     yield _TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
                 continue
             flops = op.flops / self._shard_count(rules, op.sharded_like, shard_counts)
-            peak = chip.matmul_flops_per_s("bf16" if rounds_to_bf16 else op.dtype)
+            peak = chip.matmul_flops_per_s("bf16" if rounds_to_bf16 and op.dtype == "f32" else op.dtype)
             # The matmul, and the gradients of its operands: of the activation, then of the weight.
             x, w, y = map(operator.truediv, local_bytes, op.itemsizes)
             kernels = [(1.0, 0.0)] * 3

@@ -17,7 +17,7 @@ from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, brea
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import placement
-from gspmd_lm.sharding.placement import Recorder
+from gspmd_lm.sharding.placement import KEPT_WITH_DOTS, Recorder
 from gspmd_lm.sharding.rules import Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -289,7 +289,7 @@ class OpGraph:
         if remat.policy == "none":
             return bool(node.checkpoint_name) or node.primitive in MATMULS
         if remat.policy == "dots":
-            return node.saved_by_dots or node.checkpoint_name == "residual"
+            return node.saved_by_dots or node.checkpoint_name in KEPT_WITH_DOTS
         return remat.policy == "names" and node.checkpoint_name in remat.save
 
     def _is_weight(self, node: Node) -> bool:
@@ -318,7 +318,8 @@ class OpGraph:
 
 def _hlo_dtype(node: Node) -> str:
     """A dtype as programs write it: bf16."""
-    return {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(node.dtype.name, node.dtype.name)
+    known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+    return known.get(node.dtype.name, node.dtype.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

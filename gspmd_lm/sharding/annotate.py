@@ -34,6 +34,7 @@ class Weight:
     frozen: bool = False  # its gradient is never computed
     scanned: bool = False  # it belongs to a layer of the scan
     used: bool = False
+    matmul_dtype: str = ""  # of its products: int8 or fp8; "": the compute dtype
 
     def holding(self, array: Any) -> "Weight":
         return dataclasses.replace(self, array=array)
@@ -84,6 +85,7 @@ class Settings:
     attention: str = "xla"  # the attention kernel: xla, cudnn or splash
     context: str = "gather"  # how the keys of a split sequence reach its queries: gather, ring or ulysses
     remat: Callable[..., Any] | None = None  # the policy of `jax.checkpoint` for a block; None: not computed again
+    replicas: str = ""  # the name of the vmapped axis of replicas, of one of which the work is traced
     unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
 
 
@@ -226,6 +228,11 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     Elementwise steps are computed again faster than their results are read back from memory.
     """
     return function if remat() else jax.checkpoint(function, prevent_cse=False)
+
+
+def replicas() -> str:
+    """The name of the vmapped axis of replicas, where the work of one of them is traced; else ''."""
+    return _setting("replicas")
 
 
 def attention_kernel() -> str:

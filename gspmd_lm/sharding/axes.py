@@ -90,6 +90,8 @@ TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that writ
 EXACT = ("scale", "bias", "decay", "decay_bias")  # weights that keep their own dtype where they are not trained
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+# Weights whose products model.matmul_dtype is of, but for those of routed experts.
+QUANTISED = (*ADAPTED, "wg", "linear_q", "linear_k", "linear_v", "linear_z", "linear_out")
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
 WEIGHTS |= {
     name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"

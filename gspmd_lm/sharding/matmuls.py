@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.annotate import (
     Adapted,
     Spec,
@@ -38,14 +40,15 @@ from gspmd_lm.sharding.annotate import (
     like,
     parse,
     placement,
-    platform,
     remat,
     shard,
     split,
     use,
 )
-from gspmd_lm.sharding.op_names import einsum_equation, scope
+from gspmd_lm.sharding.cut_einsum import cut_einsum, letters_of
+from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import PartialSums, Sum, Unreduced, copied, gradient, reduced, tokens_of, unreduced
+from gspmd_lm.sharding.quantised import Quantised
 
 LOW_RANK = "low_rank: batch seq rank"
 
@@ -112,15 +115,17 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     activations to `gradient`. If the weight is split along several axes that are summed over, the compiler sums over
     all but the first at once.
     """
-    if placement() is None:
+    eight_bits = isinstance(w, Weight) and w.matmul_dtype
+    if placement() is None and not eight_bits:
         return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
-    (a, b), out = _letters(equation)
+    (a, b), out = letters_of(equation)
     if isinstance(w, Weight):
         letter, sum_ = _summed(w, b, a)
-        return unreduced(_product(_matmul(w, b, a, f"z{out}", a, letter, sum_), x, None, w.array), sum_)
+        operand, slot = (_quantised(x, a, b, w), x) if eight_bits else (x, None)
+        return unreduced(_product(_matmul(w, b, a, f"z{out}", a, letter, sum_), operand, slot, w.array), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
-        return unreduced(_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
+        return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
 
 
 def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: str) -> jax.Array:
@@ -172,6 +177,7 @@ class _Gathered:
         self._before, self._gathered_spec = x, parse(gathered_spec, x.ndim)
         self._reduced_spec = parse(reduced_spec, x.ndim)
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
+        self._quantised: Quantised | None = None  # as all matmuls of 8 bits read it
 
     def made_of(self, x: jax.Array, gathered_spec: str, reduced_spec: str) -> bool:
         if x is not self._before:
@@ -192,13 +198,15 @@ class _Gathered:
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
         equation = _equation(self._gathered_spec.axes[:-1], 1, w)
-        if placement() is None:
+        if placement() is None and not w.matmul_dtype:
             return jnp.einsum(equation, self.x, use(w))
-        (a, b), out = _letters(equation)
+        (a, b), out = letters_of(equation)
         letter, sum_ = _summed(w, b, out)
-        if not letter:
-            return _product(_matmul(w, b, a, out, a, "", sum_), self.x, None, w.array)
-        return _product(_matmul(w, b, a, out, f"z{a}", letter, sum_), self._fixed, self._slot(sum_), w.array)
+        x, slot = (self._fixed, self._slot(sum_)) if letter else (self.x, None)
+        if w.matmul_dtype:
+            self._quantised = self._quantised or _quantised(self.x, a, b, w)
+            x, slot = self._quantised, slot if letter else self.x
+        return _product(_matmul(w, b, a, out, f"z{a}" if letter else a, letter, sum_), x, slot, w.array)
 
     def copies(self, sum_: Sum) -> jax.Array:
         if sum_.over.num_shards == 1:
@@ -243,7 +251,7 @@ _copies.defvjp(lambda *args: (_copies(*args), None), lambda sum_, spec, _, dx: (
 
 def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced:
     """The matmuls of partial sums, of which the sum is made afterwards."""
-    (a, b), out = _letters(equation)
+    (a, b), out = letters_of(equation)
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
@@ -270,8 +278,18 @@ def _matmul(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_:
     return _Matmul(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
 
 
+def _quantised(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantised:
+    """`x` as the matmul with `w` reads it. Its gradient is that of a slot."""
+    return quantised.quantise(jax.lax.stop_gradient(x), letters, w_letters, quantised.FORWARD[w.matmul_dtype])
+
+
+def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
+    weight = matmul.weight.holding(w)
+    return quantised.use(weight, matmul.w, matmul.x) if weight.matmul_dtype else use(weight)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> jax.Array:
+def _product(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: jax.Array) -> jax.Array:
     """The product of `x` and a stored weight. With a slot, the gradient of `x` is returned as that of the slot.
 
     Its derivatives are written here. For autodiff to give them as partial sums, the forward pass would have to cut the
@@ -280,12 +298,12 @@ def _product(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array
     return _forward(matmul, x, slot, w)[0]
 
 
-def _forward(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
-    weight = matmul.weight.holding(w)
-    used = w if weight.used else use(weight)
+def _forward(matmul: _Matmul, x: Any, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
+    used = w if matmul.weight.used else _in_use(matmul, w)
     names = scope("of", *matmul.sum.of), scope("sum", *matmul.sum.axes if "z" in matmul.y else ())
     with names[0], names[1], jax.default_matmul_precision(matmul.precision):
-        y = _einsum(f"{matmul.x},{matmul.w}->{matmul.y}", x, used, z=(matmul.letter, matmul.sum.over))
+        y = cut_einsum(f"{matmul.x},{matmul.w}->{matmul.y}", x, used, z=(matmul.letter, matmul.sum.over))
+        y = checkpoint_name(y, quantised.SCALED) if isinstance(x, Quantised) and "z" not in matmul.y else y
     # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
     # backward pass gathers it again, so that no gathered weight outlives its product.
     return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
@@ -294,67 +312,30 @@ def _forward(matmul: _Matmul, x: jax.Array, slot: jax.Array | None, w: jax.Array
 def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest = saved
     weight = matmul.weight.holding(at_rest)
-    tokens = tokens_of(x, matmul.x, without=matmul.sum.over.over)  # a mesh axis splits only one dimension of an array
+    eight_bits = isinstance(x, Quantised)
+    tokens = tokens_of(
+        x.values if eight_bits else x, matmul.x, without=matmul.sum.over.over
+    )  # a mesh axis splits only one dimension of an array
     with scope("of", weight.path), jax.default_matmul_precision(matmul.precision):
-        w = w if remat() else use(weight.holding(w))
+        w = w if remat() else _in_use(matmul, w)
         with scope("sum", *matmul.sum.axes):
             equation = f"{matmul.y},{matmul.w}->{matmul.dx}"
-            dx = _einsum(equation, dy, w, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
+            operands = quantised.pair(dy, matmul.y, w, matmul.w)
+            dx = cut_einsum(equation, *operands, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
         dw = None
         if not weight.frozen:
             with scope("optimizer", weight.path):
                 cuts = {"z": (matmul.letter, matmul.sum.over), **tokens.cuts}
-                partials = _einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", x, dy, **cuts)
+                right, left = quantised.pair(dy, matmul.y, x, matmul.x, over_tokens=True)
+                partials = cut_einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", left, right, **cuts)
             dw = gradient(unreduced(partials, tokens.sum), weight)
-        gradients = (dx, None, dw) if matmul.dx == matmul.x else (None, dx, dw)
+        gradients = (dx, None, dw) if matmul.dx == matmul.x and not eight_bits else (None, dx, dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
         # gradient only when the optimizer asks for it, and to hold the partials while the other layers are computed.
         return gradients if weight.scanned else jax.lax.optimization_barrier(gradients)
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _einsum(equation: str, x: jax.Array, y: jax.Array, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the shard and N within it.
-
-    If the equation's result has z, so has the array: for partial sums, or for the shards of N. If the result has N but
-    not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
-    """
-    (a, b), out = _letters(equation)
-    cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards == 1:
-            a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
-        elif letter:
-            (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
-            out = f"{shards}{out}" if letter in out else out
-    if platform() == "cpu" and "B" not in out and x.size > y.size:
-        # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
-        # compiler would not turn the result but the product.
-        turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
-        product = jax.lax.optimization_barrier(jnp.einsum(f"{b},{a}->{turned}", y, x))
-        result = jnp.einsum(f"{turned}->{out}", product)
-    else:
-        result = jnp.einsum(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards > 1 and letter and letter in out:
-            at, out = out.index(shards), out.replace(shards, "")
-            to = out.index(letter)
-            result = jnp.moveaxis(result, at, to)
-            result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
-    if out.startswith("rt"):  # one partial sum for each shard of the tokens
-        result = result.reshape(-1, *result.shape[2:])
-    return result
-
-
-def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> tuple[jax.Array, str]:
-    """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
-    if letter not in letters:
-        return x, letters
-    at = letters.index(letter)
-    shape = (*x.shape[:at], over.num_shards, x.shape[at] // over.num_shards, *x.shape[at + 1 :])
-    return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
 def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
@@ -382,9 +363,3 @@ def _equation(outer: Sequence[str], summed: int, w: Weight) -> str:
     ]
     rows, weight = "".join(letters[:count]), "".join(letters[count:])
     return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"
-
-
-def _letters(equation: str) -> tuple[list[str], str]:
-    """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
-    left, _, out = equation.partition("->")
-    return left.split(","), out

@@ -139,7 +139,7 @@ class TokenSharding(NamedTuple):
 
     @property
     def cuts(self) -> dict[str, tuple[str, Split]]:
-        """For `_einsum`, whose result begins with rt."""
+        """For `cut_einsum`, whose result begins with rt."""
         return {"r": ("B", self.batch), "t": ("T", self.seq)}
 
     def apart(self, x_BT: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.quantised import SCALED
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
 # On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then
@@ -41,6 +42,7 @@ class MeshPlacement:
 
     rules: Rules
     mesh: Mesh
+    replicas: str = ""  # see `Settings`
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -62,6 +64,7 @@ class MeshPlacement:
             attention=self.rules.kernel(platform),
             context=self.rules.context,
             remat=remat,
+            replicas=self.replicas,
             unroll=(short, chosen if isinstance(chosen, int) else 1),
         )
 
@@ -175,6 +178,16 @@ class MeshPlacement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
+KEPT_WITH_DOTS = "residual", SCALED  # the names of what `remat: dots` keeps besides
+
+
+def kept_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether `remat: dots` keeps the result of an operation. Of operands of 8 bits, it keeps what is scaled and cast:
+    the result itself may be int32."""
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return bool(dots(primitive, *operands, **params)) and operands[0].dtype.itemsize > 1
+
+
 def policy(rules: Rules) -> Callable[..., Any] | None:
     """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
     policies, chosen = jax.checkpoint_policies, rules.remat
@@ -184,8 +197,7 @@ def policy(rules: Rules) -> Callable[..., Any] | None:
         return policies.nothing_saveable
     if chosen.policy == "dots":
         # The partial sums of a matmul have a batch dimension, so they are not kept. Their sum is, as `residual`.
-        sums = policies.save_only_these_names("residual")
-        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, sums)
+        return policies.save_from_both_policies(kept_dots, policies.save_only_these_names(*KEPT_WITH_DOTS))
     return policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(chosen.save),
         names_which_can_be_offloaded=list(chosen.offload),

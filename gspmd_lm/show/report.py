@@ -48,7 +48,7 @@ def title(report: Report) -> str:
 
 
 def about(report: Report) -> str:
-    """What stands below the title: the mesh, the sizes of model and step, and the kernel of attention."""
+    """What stands below the title: the mesh, the sizes of model and step, and the kinds of attention and matmuls."""
     if report.parameters is None or report.active_parameters is None or report.tokens is None:
         count = len(report.arrays)
         sizes = f"{count} array{'s' * (count != 1)} as arguments, {report.floor.flops:.3g} FLOPs per device"
@@ -58,7 +58,8 @@ def about(report: Report) -> str:
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
         sizes = f"{parameters}, {human_count(report.tokens)} tokens per step"
     sentence = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
-    return f"{sentence}; attention: {report.attention}" if report.attention else sentence
+    choices = ("attention", report.attention), ("matmuls", report.matmuls)
+    return "; ".join([sentence, *(f"{name}: {choice}" for name, choice in choices if choice)])
 
 
 def sections(report: Report) -> list[Section]:

@@ -25,6 +25,7 @@ from gspmd_lm.train import decoder
 from gspmd_lm.train.state import State, attention_pass, settled
 
 Batch = dict[str, jax.Array]
+REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Step(Program):
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
         """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
-        return MeshPlacement(self.rules.of_a_replica, self.mesh)
+        return MeshPlacement(self.rules.of_a_replica, self.mesh, REPLICAS)
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -175,7 +176,8 @@ class Step(Program):
         names = self.rules.replicas
         replicas = Split(names, self.rules.num_shards(names))
         # A dimension of one replica would keep compilers from reduce-scattering.
-        each = functools.partial(jax.vmap, spmd_axis_name=names) if names else lambda function: function
+        mapped = functools.partial(jax.vmap, axis_name=REPLICAS, spmd_axis_name=names)
+        each = mapped if names else lambda function: function
         lead = (replicas.num_shards,) if names else ()
         specs = self.task.specs()
 

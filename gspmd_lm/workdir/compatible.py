@@ -15,8 +15,8 @@ from gspmd_lm.errors import InputError
 SHOWN = 6  # lines of each kind in a message
 # Fields of Model that change neither the tree of the parameters nor their meaning.
 _FREE = {
-    "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_precision", "dropout", "z_loss", "init_std",
-    "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
+    "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_dtype", "matmul_precision", "dropout", "z_loss",
+    "init_std", "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
 }  # fmt: skip
 _ABSENT = object()
 

@@ -1,0 +1,100 @@
+"""Operands of 8 bits for matmuls with weights: int8, or float8 (E4M3, and E5M2 for gradients; arXiv 2209.05433).
+
+What is summed over shares a scale: an activation has one for each token, and a weight one for each output. A scale is
+the largest absolute value over the whole axis, wherever its shards are, over the largest number of the dtype. It is
+computed anew each time, so a run has no state for it. Operands are multiplied as they are, summed up in int32 or
+float32, and the sums are scaled. In the backward pass, the scales of an operand that are summed over go into the other
+operand, the gradient of the output, before that is quantised. So each operand of the forward pass is quantised once.
+
+Scales are rounded up to powers of two. Scaled integers then add up exactly, in whatever order devices add them, so that
+no layout rounds a later operand in another way. That costs int8 half a bit, and float8 nothing but range.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.sharding.annotate import Spec, Weight, placement, replicas
+from gspmd_lm.sharding.op_names import scope
+
+FORWARD: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # model.matmul_dtype -> dtype of operands
+SCALED = "scaled"  # what remat policies know a product by, once it is scaled
+_BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
+_SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """An array as `values` times `scale`."""
+
+    values: jax.Array  # int8 or float8
+    scale: jax.Array  # float32, without the dimensions of `over`
+    over: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # dimensions that share a scale; -1: the last
+    dtype: Any = dataclasses.field(metadata={"static": True})  # of the array, and of its products
+
+    def kept(self, axes: Sequence[str]) -> list[str]:
+        """The axes of `scale`, where `axes` are those of `values`."""
+        return [axis for at, axis in enumerate(axes, -len(axes)) if at not in self.over]
+
+
+def quantise(x: jax.Array, letters: str, summed: str, dtype: Any, shared_along: str = "") -> Quantised:
+    """`x`, whose dimensions are `letters`, in `dtype`. What differs only in dimensions that are `summed` over shares a
+    scale, and so does what differs only in a vmapped axis of the name `shared_along`.
+
+    Where `x` is not finite, neither is the scale, so that a step that is to be skipped is still seen.
+    """
+    over = tuple(at for at, letter in enumerate(letters, -len(letters)) if letter in summed)
+    exact = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(exact), over)
+    largest = jax.lax.pmax(largest, shared_along) if shared_along else largest
+    top = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    # The bits of the power of two that is not below largest / top, and those of its inverse. Division is not exact
+    # everywhere.
+    bits = jax.lax.bitcast_convert_type(largest * (1 / top), jnp.int32) + 0x007F_FFFF & 0x7F80_0000
+    scale, inverse = (jax.lax.bitcast_convert_type(one, jnp.float32) for one in (bits, 0x7F00_0000 - bits))
+    some = largest > _SMALLEST
+    scaled = exact * jnp.expand_dims(jnp.where(some, inverse, 0.0), over)
+    values = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
+    return Quantised(values, jnp.where(some, scale, largest), over, x.dtype)
+
+
+def use(weight: Weight, letters: str, summed: str) -> Quantised:
+    """The weight, quantised and then placed as the rules say for use. Products sum over the dimensions `summed`.
+
+    It is quantised where it rests, so that what is gathered has 8 bits. Compare `annotate.use`.
+    """
+    place, spec = placement(), Spec(weight.path, weight.axes)
+    with scope("rules", spec.array):
+        small = quantise(weight.array, letters, summed, FORWARD[weight.matmul_dtype])
+    values, scale = small.values, small.scale
+    if place:
+        values = place.constrain(place.constrain(values, spec._replace(table="weights")), spec)
+        scale = place.constrain(scale, spec._replace(axes=tuple(small.kept(weight.axes))))
+    return dataclasses.replace(small, values=values, scale=scale, dtype=weight.compute_dtype)
+
+
+def pair(dy: jax.Array, letters: str, other: Any, other_letters: str, over_tokens: bool = False) -> tuple[Any, Any]:
+    """`dy` and the other operand of a product of the backward pass, which sums over the letters that both have.
+
+    If `other` is quantised, so is the result, with the scales of `other` in `dy`; else nothing changes.
+    """
+    if not isinstance(other, Quantised):
+        return dy, other
+    letters = letters[-dy.ndim :]  # a single shard has no z
+    exact = dy.astype(jnp.float32) * aligned(other.scale, other.kept(other_letters), letters)
+    small = quantise(exact, letters, other_letters, _BACKWARD[other.values.dtype], replicas() if over_tokens else "")
+    return dataclasses.replace(small, dtype=dy.dtype), other.values
+
+
+def aligned(scale: jax.Array, letters: Sequence[str], out: str) -> jax.Array:
+    """`scale`, whose dimensions are `letters`, to be multiplied with an array whose dimensions are `out`."""
+    return jnp.expand_dims(scale, [at for at, letter in enumerate(out) if letter not in letters])
+
+
+def accumulated_in(x: jax.Array) -> Any:
+    """The dtype in which a product of `x` is summed up; None: as jax has it."""
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.float32 if x.dtype.itemsize == 1 else None

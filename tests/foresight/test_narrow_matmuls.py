@@ -1,0 +1,101 @@
+"""Steps whose operands have 8 bits: their floor, their price, and which estimates of a compiler are believed."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.bounds import of_training
+from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.plan import estimate
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
+from gspmd_lm.train import state, step
+
+V5P = CHIPS["v5p"]
+ROWS, SEQ, D, LAYERS = 8, 512, 1024, 4
+MATRICES = 4 * D * D + 3 * D * 4 * D  # elements of a layer
+
+
+def config_of(dtype):
+    sizes = {"layers": LAYERS, "embed": D, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4 * D, "context": SEQ,
+             "compute_dtype": "bfloat16"}  # fmt: skip
+    rows = [f"data.batch={ROWS}", f"data.seq={SEQ}"]
+    kind = [f"model.matmul_dtype={dtype}"] if dtype else []
+    return configs.load("tiny", [*(f"model.{name}={size}" for name, size in sizes.items()), *rows, *kind])
+
+
+def floor_of(dtype, chip):
+    config, rules = config_of(dtype), rules_file.load("fsdp8").fill(8)
+    arrays = state.arrays(config)
+    built = step.build_step(config, rules, arrays, jax.devices()[:8])
+    recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
+    traced = built.trace_train()
+    reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
+    return of_training(built.task, built.rules, arrays, CHIPS[chip], recorded, reading)
+
+
+def test_the_floor_of_a_step():
+    """Products of block weights at the rate of their operands, and half the bytes where weights are gathered."""
+    usual, found = floor_of(None, "v5p"), floor_of("int8", "v5p")
+    assert found.flops == usual.flops  # which MFU compares with the peak of bfloat16
+    saved = 6 * MATRICES * LAYERS * ROWS * SEQ / 8 * (1 / 459e12 - 1 / 918e12)
+    assert usual.compute_s - found.compute_s == pytest.approx(saved)
+    gathered = 2 * MATRICES * LAYERS * 7 / 8  # forward and backward; a byte less for each element
+    scales_bytes = usual.communication_bytes - found.communication_bytes - gathered
+    assert -0.02 * gathered < scales_bytes < 0
+
+
+def test_a_plan_prices_products_by_their_operands(monkeypatch):
+    """Those of blocks are twice as fast on v5p."""
+    monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
+    where = dataclasses.replace(targets.parse("v5p:2x2x2"), chip=dataclasses.replace(V5P, hbm_bytes_per_s=math.inf))
+    rules = dataclasses.replace(rules_file.load("fsdp8").fill(8), remat=Remat("dots"))
+    usual_s, found_s = (
+        estimate.Estimator(config, where).estimate(state.settled(config, rules, where.processor)).matmul_s
+        for config in (config_of(None), config_of("int8"))
+    )
+    in_blocks_s = 6 * MATRICES * LAYERS * ROWS * SEQ / 8 / (459e12 * op_time.MATMUL_SHARE["tpu"] / V5P.matmul_slowdown)
+    assert usual_s - found_s == pytest.approx(in_blocks_s / 2, rel=0.01)
+
+
+FUSION = """HloModule test
+
+%inner (x: f8e4m3fn[8192,4096], w: f8e4m3fn[4096,16384]) -> bf16[8192,16384] {{
+  %x = {dtype}[8192,4096]{{1,0}} parameter(0)
+  %w = {dtype}[4096,16384]{{1,0}} parameter(1)
+  ROOT %d = bf16[8192,16384]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (x: f8e4m3fn[8192,4096], w: f8e4m3fn[4096,16384]) -> bf16[8192,16384] {{
+  %x = {dtype}[8192,4096]{{1,0}} parameter(0)
+  %w = {dtype}[4096,16384]{{1,0}} parameter(1)
+  ROOT %f = bf16[8192,16384]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%inner, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}
+}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "cycles", "believed"),
+    [
+        ("tpu7x", "bf16", 2_460_000, True),
+        ("tpu7x", "f8e4m3fn", 2_530_000, True),
+        ("tpu7x", "f8e4m3fn", 64_600_000, False),  # libtpu 0.0.42.1: 26 times as long as in bfloat16
+        ("v6e", "s8", 1_760_000, True),
+        ("v5p", "s8", 2_140_000, True),
+    ],
+)
+def test_an_estimate_of_a_compiler_that_cannot_be_is_not_believed(chip, dtype, cycles, believed):
+    found = op_time.op_time(hlo.parse(FUSION.format(dtype=dtype, cycles=cycles)).entry.root, CHIPS[chip])
+    estimated_s = CHIPS[chip].matmul_slowdown * cycles / CHIPS[chip].clock_hz
+    assert (found.seconds == pytest.approx(estimated_s)) == believed
+    if not believed:
+        bf16_s = op_time.op_time(hlo.parse(FUSION.format(dtype="bf16", cycles=2_460_000)).entry.root, CHIPS[chip])
+        assert 0.4 * bf16_s.seconds < found.seconds < bf16_s.seconds

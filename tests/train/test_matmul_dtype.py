@@ -1,0 +1,168 @@
+"""Training with operands of 8 bits: what is multiplied in which dtype, what is gathered, and that layouts are alike."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks.collectives import count
+from gspmd_lm import config as configs
+from gspmd_lm.config import Lora
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.compile import CompileRequest, programs
+from gspmd_lm.foresight.equations import inner_jaxprs
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
+from tests.courses import agree
+
+UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
+LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8")
+INT8, E4M3, E5M2 = "int8", "float8_e4m3fn", "float8_e5m2"
+# What the operands of a product are, forward and in both gradients.
+PRODUCTS = {"int8": ((INT8, INT8),) * 3, "fp8": ((E4M3, E4M3), (E4M3, E5M2), (E4M3, E5M2))}
+WEIGHTS = 7  # of a block
+
+
+def eight(small, dtype, **more):
+    return small(optimizer=UNCLIPPED, matmul_dtype=dtype, **more)
+
+
+def products(jaxpr):
+    """How many products a program has of operands of these dtypes. The body of a loop counts once."""
+    dots = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
+    total = Counter(tuple(sorted(operand.aval.dtype.name for operand in dot.invars[:2])) for dot in dots)
+    return sum((products(inner) for equation in jaxpr.eqns for inner in inner_jaxprs(equation.params)), total)
+
+
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"), [("int8", EXPERTS), ("fp8", {}), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)]
+)
+def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, built):
+    """Those of attention and of MLPs; the loss, attention itself, routers and routed experts stay as they are."""
+    made = products(built(eight(small, dtype, **more), "single").trace_train().jaxpr.jaxpr)
+    usual = products(built(small(optimizer=UNCLIPPED, **more), "single").trace_train().jaxpr.jaxpr)
+    wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(WEIGHTS))
+    wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * WEIGHTS
+    assert made == wanted
+
+
+def test_adapters_stay_in_the_compute_dtype_and_frozen_weights_have_no_gradient(small, built):
+    lora = Lora(rank=2, targets=("wq", "w_down"))
+    made = products(built(eight(small, "int8", lora=lora), "single").trace_train().jaxpr.jaxpr)
+    assert made[INT8, INT8] == 2 * WEIGHTS
+
+
+SOME = [("fsdp8", "int8"), ("fsdp2_tp4", "fp8")]
+PAIRS = [(layout, dtype) for layout in LAYOUTS for dtype in PRODUCTS]
+MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in SOME]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [*SOME, *MORE])
+def test_a_layout_changes_nothing(layout, dtype, small, course):
+    config = eight(small, dtype)
+    agree(course(config, layout), course(config, "single"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", PRODUCTS)
+@pytest.mark.parametrize("layout", ["dp8", "fsdp2_tp4"])
+def test_microbatches_change_nothing_between_layouts(layout, dtype, small, course):
+    """Replicas of the weights, which add up their gradients before they are reduced, share scales."""
+    config = eight(small, dtype)
+    agree(course(config, layout, microbatches=4), course(config, "single", microbatches=4))
+
+
+def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
+    """Twice each: forward and backward. The other weights are gathered as before."""
+    config = eight(small, "int8")
+    model, found = config.model, count(course(config, "fsdp8").program.as_text())
+    gathered = Counter()
+    for one in found:
+        if one.kind == "all-gather":
+            gathered[one.dtype] += one.elements * one.times
+    attention = 4 * model.embed * model.heads * model.head_dim
+    assert gathered["s8"] == 2 * model.layers * (attention + 3 * model.embed * model.mlp)
+    unembedding, scales = model.vocab_rows * model.embed, 2 * model.layers * 2 * model.embed
+    columns = 2 * model.layers * model.embed * 2  # of wo and w_down, which rest split along them
+    assert gathered["f32"] <= unembedding + scales + model.embed + columns
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS)
+def test_the_loss_falls_as_in_float32(dtype, small, course):
+    plain, found = (course(eight(small, name), "single", 8).losses for name in (None, dtype))
+    assert plain[-1] < plain[0] - 0.5
+    np.testing.assert_allclose(found, plain, rtol=0, atol={"int8": 0.01, "fp8": 0.03}[dtype])
+    assert found != plain
+
+
+def test_evaluation_has_operands_of_8_bits_too(small, built):
+    step = built(eight(small, "int8"), "single")
+    text = step.lower_evaluate().as_text()
+    assert text.count("xi8>, tensor<") >= WEIGHTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "dtype", "types"),
+    [
+        ("v5p:2x2x2", "int8", {("s8", "s8")}),
+        ("h100:8", "int8", {("s8", "s8")}),
+        ("h100:8", "fp8", {("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")}),
+    ],
+)
+def test_compiled_products_are_of_8_bits(target, dtype, types):
+    """For hardware that is not here, where sizes are multiples of a tile. In bfloat16 is the loss."""
+    sizes = ["layers=2", "embed=256", "mlp=512", "head_dim=64", "heads=8", "kv_heads=8", "compute_dtype=bfloat16"]
+    config = configs.load("tiny", [f"model.{one}" for one in (*sizes, f"matmul_dtype={dtype}")])
+    where = targets.parse(target)
+    rules = state.settled(config, rules_file.load("fsdp2_tp4").fill(where.devices), where.processor)
+    (program,) = programs([CompileRequest(config, rules, where)])
+    ran = Counter()
+    for one in hlo.parse(program.text).instructions:
+        if one.flops and one.opcode != "fusion":
+            ran[tuple(operand.shape.arrays[0].dtype for operand in one.operands[:2])] += one.executions
+    assert set(ran) == {*types, ("bf16", "bf16")} and ran["bf16", "bf16"] == 3
+    assert sum(ran[kind] for kind in types) >= 3 * WEIGHTS * config.model.layers
+
+
+def test_all_hardware_is_asked_before_anything_is_compiled():
+    from gspmd_lm.errors import InputError
+
+    for dtype, able in (("int8", "v5e v5p v6e a100 h100 h200 b200"), ("fp8", "tpu7x h100 h200 b200")):
+        config = configs.load("tiny", [f"model.matmul_dtype={dtype}"])
+        for name in ("v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"):
+            on = dataclasses.replace(targets.parse("cpu:1"), text=name).processor
+            on = on._replace(platform="gpu" if name[0] in "ahb" else "tpu", name=name)
+            if name in able.split():
+                state.settled(config, rules_file.load("single"), on)
+            else:
+                with pytest.raises(InputError, match=rf"model.matmul_dtype: {dtype}: .* {name} (.|\n)*fix   --set"):
+                    state.settled(config, rules_file.load("single"), on)
+
+
+@pytest.mark.parametrize("dtype", PRODUCTS)
+def test_what_dots_keeps_is_as_wide_as_activations(dtype, small, built):
+    """Not the sums of int32, nor float32 where activations are bfloat16; and no product is computed again."""
+    kept = {}
+    for name in (None, dtype):
+        config = eight(small, name, compute_dtype="bfloat16", matmul_precision="default", dropout=0.1)
+        step = built(config, rules_file.from_dict({"mesh": {"data": 1}, "remat": "dots"}, "here.yaml"))
+        program = step.trace_train().jaxpr.jaxpr
+        kept[name] = sum(products(program).values()), stacked_bytes(program, config.model.layers)
+    assert kept[dtype][0] == kept[None][0]
+    assert kept[dtype][1] < 1.1 * kept[None][1]
+
+
+def stacked_bytes(jaxpr, layers):
+    """The bytes of what loops over the layers stack up, gradients aside."""
+    loops = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    own = 0
+    for loop in loops:
+        stacked = loop.outvars[loop.params["num_carry"] :]
+        own += sum(var.aval.size * var.aval.dtype.itemsize for var in stacked if not loop.params["reverse"])
+    return own + sum(stacked_bytes(inner, layers) for equation in jaxpr.eqns for inner in inner_jaxprs(equation.params))
