@@ -89,9 +89,9 @@ def family_of(raw: Mapping[str, Any], place: str) -> Family:
     kind = raw.get("model_type")
     classes = raw.get("architectures")
     for row in FAMILIES:
-        if kind == row.model_type or (kind is None and isinstance(classes, list) and row.architecture in classes):
+        if kind in (row.model_type, *row.also) or (kind is None and isinstance(classes, list) and row.architecture in classes):
             return row
-    known = [row.model_type for row in FAMILIES]
+    known = [kind for row in FAMILIES for kind in (row.model_type, *row.also)]
     if kind is None:
         message = "no model_type"
     elif reason := LEFT_OUT.get(str(kind)):
