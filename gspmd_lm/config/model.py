@@ -105,10 +105,13 @@ class Model:
     router_bias: bool = False  # the router's logits have a learned bias (gpt-oss)
     # How experts get equal loads. batch: by the loss of arXiv 2101.03961, over the global batch. row: by the same loss
     # in each row. bias: by a bias on the scores, which only decides who is chosen; after each step it moves by
-    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664).
-    balance: Literal["none", "batch", "row", "bias"] = "none"
-    balance_weight: NotNegative = 0.01  # batch, row: what the balancing loss, 1 for equal loads, is multiplied by
-    balance_rate: NotNegative = 0.001  # bias: how far it moves in a step
+    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664). bias_row: by both, as DeepSeek-V3
+    # was trained, with a balance_weight of 0.0001 (arXiv 2412.19437).
+    balance: Literal["none", "batch", "row", "bias", "bias_row"] = "none"
+    balance_weight: NotNegative = (
+        0.01  # batch, row, bias_row: what the balancing loss, 1 for equal loads, is multiplied by
+    )
+    balance_rate: NotNegative = 0.001  # bias, bias_row: how far it moves in a step
     router_z_loss: NotNegative = 0.0  # weight of the squared log of the sum of exp(logits) of the router
     # 0: every token is computed by all of its experts. Above 0: of each row, an expert computes at most capacity_factor
     # times the mean, the first ones. TOKENS BEYOND THAT ARE DROPPED, as some models were trained.
@@ -255,11 +258,16 @@ class Model:
             wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
         elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
             wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
-        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance == "bias"):
+        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance_bias):
             wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
         if self.shared_gate and not self.shared_mlp:
             wrong.append("shared_gate: there are no shared experts: set shared_mlp")
         return wrong
+
+    @property
+    def balance_bias(self) -> bool:
+        """Whether the scores of experts have a bias that gives them equal loads."""
+        return self.balance in ("bias", "bias_row")
 
     @property
     def expert_width(self) -> int:

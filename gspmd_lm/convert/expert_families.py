@@ -131,7 +131,8 @@ EXPERT_FAMILIES = (
             *_DEEPSEEK, GroupLimited(), Renamed("n_routed_experts num_experts", "experts", 64),
             Fixed("scoring_func", "softmax", "is not supported in this family"),
             Fixed("norm_topk_prob", False, "is not supported in this family"), Constant("normalized_weights", False),
-            Renamed("routed_scaling_factor", "expert_scale", 1.0), Renamed("num_experts_per_tok", "experts_per_token"),
+            Renamed("routed_scaling_factor", "expert_scale", 1.0),
+            Renamed("num_experts_per_tok", "experts_per_token", 6),  # as published: transformers has no default
             Renamed("moe_intermediate_size", "expert_mlp", 1407),
             Renamed("first_k_dense_replace", "dense_layers", 0, may_be_zero=True), SharedExperts(2),
             Fixed("mlp_bias", False, "has biases in the MLP, which are not supported"),

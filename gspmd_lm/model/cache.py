@@ -72,14 +72,14 @@ class Cache(NamedTuple, Generic[Leaf]):
         k, v = jax.tree.map(one, self[:2], (k_BTKH, v_BTKH))
         return self._replace(k_LBSKH=k, v_LBSKH=v)
 
-    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, jax.Array | None]:
-        """Keys and values of one layer, [B, S, K, H]."""
+    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
+        """Keys and values of one layer, [B, S, K, H]; of latent attention, what stands for both."""
 
         def one(x_LBSKH: jax.Array) -> jax.Array:
             x_BSKH = jax.lax.dynamic_index_in_dim(x_LBSKH, layer, keepdims=False)
             return like(x_BSKH, CACHE.replace("layers ", ""))
 
-        return jax.tree.map(one, self[:2])
+        return tuple(one(x_LBSKH) for x_LBSKH in self[:2] if x_LBSKH is not None)
 
     @property
     def specs(self) -> "Cache[str]":

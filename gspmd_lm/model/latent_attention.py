@@ -77,9 +77,11 @@ class LatentAttention(nn.Module):
             q_BTNH = shard(rope(q_BTNH, positions_BT, cfg, length), Q)
             shared_BT1P = rope(shared_BT1P, positions_BT, cfg, length)
         if cache:
-            cache = cache.written(jnp.concatenate([latent_BTZ[:, :, None], shared_BT1P], -1), None, batch["slot"], layer)
+            new_BT1G = jnp.concatenate([latent_BTZ[:, :, None], shared_BT1P], -1)
+            cache = cache.written(new_BT1G, None, batch["slot"], layer)
         if cache and x_BTD.shape[1] == 1:
-            out_BTNH = self._absorbed(q_BTNH, cache.of(layer)[0], batch)
+            (stored_BS1G,) = cache.of(layer)
+            out_BTNH = self._absorbed(q_BTNH, stored_BS1G, batch)
         else:
             with gathered(latent_BTZ, KV_LATENT, KV_LATENT) as latent_BTZ:
                 own_BTNH, v_BTNH = project(latent_BTZ, self.wk_up), project(latent_BTZ, self.wv_up)
@@ -97,12 +99,12 @@ class LatentAttention(nn.Module):
         with gathered(latent_BTQ, Q_LATENT, Q_LATENT) as latent_BTQ:
             return project(latent_BTQ, self.wq_up)
 
-    def _absorbed(self, q_B1NH: jax.Array, kept_BS1Y: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    def _absorbed(self, q_B1NH: jax.Array, stored_BS1G: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
         """The result of attention of one new token per row, [B, 1, N, H], from what the cache keeps."""
         cfg, rank = self.cfg, self.wk_up.array.shape[0]
         shared_B1NP, own_B1NH = jnp.split(q_B1NH, [cfg.rope_dim], axis=-1)
         q_B1NZ = jnp.einsum("BTNH,ZNH->BTNZ", own_B1NH, use(self.wk_up))
-        q_B1NY = jnp.concatenate([q_B1NZ, shared_B1NP], -1)
+        q_B1NG = jnp.concatenate([q_B1NZ, shared_B1NP], -1)
         # The shared keys are summed up along, as values, and cut off: without them, the cache would have to be copied.
-        sum_B1NY = attend_to_cache(q_B1NY, kept_BS1Y, kept_BS1Y, batch["slot"], batch["start"], cfg, self.sinks)
-        return jnp.einsum("BTNZ,ZNH->BTNH", sum_B1NY[..., :rank], use(self.wv_up))
+        sum_B1NG = attend_to_cache(q_B1NG, stored_BS1G, stored_BS1G, batch["slot"], batch["start"], cfg, self.sinks)
+        return jnp.einsum("BTNZ,ZNH->BTNH", sum_B1NG[..., :rank], use(self.wv_up))

@@ -52,8 +52,6 @@ def row_of(case):
     return next(row for row in FAMILIES if row.model_type == references.CASES[case][0])
 
 
-# Fields without a default that serves: transformers fails where they are missing.
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 THEIRS = [row for row in FAMILIES if row.model_type not in references.NOT_IN_TRANSFORMERS]
 
 
@@ -69,7 +67,7 @@ def test_every_field_of_transformers_is_known(row):
 @pytest.mark.parity
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
-    raw = config_class(row)().to_dict() | {"dtype": None} | NEEDED.get(row.model_type, {})
+    raw = config_class(row)().to_dict() | {"dtype": None}
     whole = architecture.model_settings(row, raw, "x")
     sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
     for name in raw.keys() - sizes:

@@ -110,7 +110,9 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp4", "slots split, latent", *MIXTURES)]
 
 
-@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name not in ("dp2_tp4", "slots split, latent")), *SLOWLY])
+@pytest.mark.parametrize(
+    "layout", [*(name for name in LAYOUTS if name not in ("dp2_tp4", "slots split, latent")), *SLOWLY]
+)
 def test_a_layout_never_changes_a_token(layout, made, prompts):
     model, rules = {**LAYOUTS, **MIXTURES}[layout]
     one, split = alone(made, model), made(layout, model, rules)

@@ -35,6 +35,7 @@ def turned(x, positions):
 
 def as_published(w, x_TD, cfg):
     """Equations 37 to 47 of arXiv 2405.04434 for one row of tokens, head by head."""
+
     def normed(x, scale):
         return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
@@ -63,16 +64,18 @@ def test_results_and_gradients_are_those_of_the_equations(small):
 
         return nn.apply(of_gathered, module)({"params": params}, x_TD[None])[0]
 
+    @jax.jit
+    def both(params, x_TD, weigh):
+        pulled = [jax.vjp(function, params, x_TD) for function in (ours, lambda *w: as_published(*w, cfg))]
+        return [(out, pull(weigh)) for out, pull in pulled]
+
     with placed_by(None):
         x_TD = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
         made = nn.unbox(init(cfg, jax.random.key(0)))["layers"]["attention"]
         params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x[0].shape) * 0.3, x.dtype), made)
-        weigh = rng.normal(size=(T, cfg.embed))
+        weigh = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
         with jax.default_matmul_precision("highest"):
-            (found, pull), (wanted, pull_wanted) = (
-                jax.vjp(function, params, x_TD) for function in (ours, lambda *w: as_published(*w, cfg))
-            )
-            gradients, wanted_gradients = (one(jnp.asarray(weigh, jnp.float32)) for one in (pull, pull_wanted))
+            (found, gradients), (wanted, wanted_gradients) = both(params, x_TD, weigh)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
     assert {*gradients[0]} == {"wq_down", "q_norm", "wq_up", "wkv_down", "wk_rope", "kv_norm", "wk_up", "wv_up", "wo"}
     for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted_gradients), strict=True):
