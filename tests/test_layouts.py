@@ -163,6 +163,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", ["model.embedding_width=64", "model.attention_sinks=true"]))
     linear = "model.linear_attention={key_heads: 2, value_heads: 4, head_dim: 8}"
     configs.append(config.load("tiny", [linear, "model.layer_pattern=[linear, full]", "model.attention_gate=true"]))
+    latent = "model.latent_attention={kv_rank: 16, q_rank: 16, v_head_dim: 8}"
+    configs.append(config.load("tiny", [latent, "model.rope_dim=8"]))
     streams = ["residual_streams=2", "laurel_rank=4", "layer_embed=8", "activation_sparsity=0.5"]
     configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
     seen, one = set(), rules_file.load("single")

@@ -9,12 +9,13 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
+from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperature
+from gspmd_lm.config.attention import LatentAttention as LatentAttention
+from gspmd_lm.config.attention import LinearAttention as LinearAttention
+from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
-from gspmd_lm.config.model import AttentionTemperature as AttentionTemperature
-from gspmd_lm.config.model import LinearAttention as LinearAttention
 from gspmd_lm.config.model import Lora as Lora
 from gspmd_lm.config.model import Model
-from gspmd_lm.config.model import RopeScaling as RopeScaling
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.types import STRICT as _STRICT

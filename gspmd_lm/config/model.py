@@ -6,63 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
+from gspmd_lm.config.attention import AttentionTemperature, LatentAttention, LinearAttention, RopeScaling
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RopeScaling:
-    """RoPE whose frequencies are slowed by `factor`.
-
-    linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
-    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
-    (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
-    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
-    number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
-    A row's length is data.seq in training; in generation it is the prompt and all that may follow.
-    """
-
-    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
-    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
-    low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
-    high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
-    original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
-    truncate: bool = True  # yarn: the frequencies between which it blends have whole numbers
-    attention_factor: Positive = 1.0  # rotated queries and keys are multiplied by it
-    short_factors: tuple[Positive, ...] = ()  # longrope: what frequencies are divided by in rows up to original_context
-    long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
-
-    def __post_init__(self):
-        if self.high_freq_factor < self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must not be below low_freq_factor={self.low_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class AttentionTemperature:
-    """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
-
-    every: so many positions have the same factor. layers: those that have it, all of them or those of kind nope.
-    """
-
-    scale: Positive = 0.1  # how fast the factor grows
-    every: Size = 8192  # the length of a step, in positions
-    offset: Count = 0  # added to a position, which is counted from 0 (Llama 4: 1)
-    layers: Literal["all", "nope"] = "all"  # which layers have it
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LinearAttention:
-    """Linear attention by the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
-
-    key_heads: Size  # heads of queries and keys
-    value_heads: Size  # heads of values; value_heads / key_heads of them share a query and a key
-    head_dim: Size  # the size of one head of either kind
-    taps: Size = 4  # how many tokens the short convolution of queries, keys and values sees, a token's own included
-
-    def __post_init__(self):
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -160,10 +105,13 @@ class Model:
     router_bias: bool = False  # the router's logits have a learned bias (gpt-oss)
     # How experts get equal loads. batch: by the loss of arXiv 2101.03961, over the global batch. row: by the same loss
     # in each row. bias: by a bias on the scores, which only decides who is chosen; after each step it moves by
-    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664).
-    balance: Literal["none", "batch", "row", "bias"] = "none"
-    balance_weight: NotNegative = 0.01  # batch, row: what the balancing loss, 1 for equal loads, is multiplied by
-    balance_rate: NotNegative = 0.001  # bias: how far it moves in a step
+    # balance_rate, against the sign of the load above the mean (arXiv 2408.15664). bias_row: by both, as DeepSeek-V3
+    # was trained, with a balance_weight of 0.0001 (arXiv 2412.19437).
+    balance: Literal["none", "batch", "row", "bias", "bias_row"] = "none"
+    balance_weight: NotNegative = (
+        0.01  # batch, row, bias_row: what the balancing loss, 1 for equal loads, is multiplied by
+    )
+    balance_rate: NotNegative = 0.001  # bias, bias_row: how far it moves in a step
     router_z_loss: NotNegative = 0.0  # weight of the squared log of the sum of exp(logits) of the router
     # 0: every token is computed by all of its experts. Above 0: of each row, an expert computes at most capacity_factor
     # times the mean, the first ones. TOKENS BEYOND THAT ARE DROPPED, as some models were trained.
@@ -182,6 +130,7 @@ class Model:
     # all layers. A layer of kind nope has none of them, and no positions.
     layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
+    latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
     shared_kv_layers: Count = 0
     value_norm: bool = False  # whether values go through a norm without a scale (Gemma 3n)
@@ -223,14 +172,8 @@ class Model:
         if self.positions == "rope" and (self.head_dim % 2 or self.rope_dim % 2 or self.rope_dim > self.head_dim):
             sizes = f"head_dim={self.head_dim}, rope_dim={self.rope_dim}"
             wrong.append(f"positions: rope needs even sizes, and a rope_dim of at most head_dim: {sizes}")
-        pairs, scaling = (self.rope_dim or self.head_dim) // 2, self.rope_scaling
-        if scaling and scaling.kind == "dynamic" and pairs < 2:
-            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
-        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
-            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {self.rope_theta}")
-        lists = (scaling.short_factors, scaling.long_factors) if scaling and scaling.kind == "longrope" else ()
-        if any(len(factors) != pairs for factors in lists):
-            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+        if self.rope_scaling:
+            wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
         if "sliding" in self.layer_pattern and not self.sliding_window:
@@ -251,7 +194,7 @@ class Model:
             wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
-        wrong += self._wrong_streams() + self._wrong_experts()
+        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_latent()
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -276,6 +219,26 @@ class Model:
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 
+    def _wrong_latent(self) -> list[str]:
+        """What does not go with latent attention."""
+        if not self.latent_attention:
+            return []
+        problems = {
+            f"kv_heads={self.kv_heads}: each of heads={self.heads} has keys of its own: set kv_heads to {self.heads}":
+                self.kv_heads != self.heads,
+            f"rope_dim={self.rope_dim}: set the size of the key that all heads share, below head_dim={self.head_dim}":
+                not 0 < self.rope_dim < self.head_dim,
+            f"v_head_dim={self.v_head_dim} is above head_dim={self.head_dim}": self.v_head_dim > self.head_dim,
+            "qkv_bias is not supported": self.qkv_bias,
+            "qk_norm is not supported": self.qk_norm,
+            "value_norm is not supported": self.value_norm,
+            "attention_gate is not supported": self.attention_gate,
+            "shared_kv_layers is not supported": self.shared_kv_layers,
+            "lora.targets: there are no wk and wv, and no wq with a q_rank":
+                self.lora and {"wk", "wv", *(["wq"] * bool(self.latent_attention.q_rank))} & {*self.lora.targets},
+        }  # fmt: skip
+        return [f"latent_attention: {message}" for message, is_wrong in problems.items() if is_wrong]
+
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
         E, k, groups, used = self.experts, self.experts_per_token, self.expert_groups, self.groups_per_token
@@ -295,11 +258,16 @@ class Model:
             wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
         elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
             wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
-        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance == "bias"):
+        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance_bias):
             wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
         if self.shared_gate and not self.shared_mlp:
             wrong.append("shared_gate: there are no shared experts: set shared_mlp")
         return wrong
+
+    @property
+    def balance_bias(self) -> bool:
+        """Whether the scores of experts have a bias that gives them equal loads."""
+        return self.balance in ("bias", "bias_row")
 
     @property
     def expert_width(self) -> int:
@@ -331,6 +299,11 @@ class Model:
         """Rows of the embedding table, padding included."""
         assert self.vocab, "model.vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
         return self.padded_vocab or self.vocab
+
+    @property
+    def v_head_dim(self) -> int:
+        """The size of a value of a head."""
+        return self.latent_attention.v_head_dim if self.latent_attention else self.head_dim
 
     @property
     def head_rows(self) -> int:

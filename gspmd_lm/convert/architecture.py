@@ -90,9 +90,11 @@ def family_of(raw: Mapping[str, Any], place: str) -> Family:
     kind = raw.get("model_type")
     classes = raw.get("architectures")
     for row in FAMILIES:
-        if kind == row.model_type or (kind is None and isinstance(classes, list) and row.architecture in classes):
+        if kind in (row.model_type, *row.also) or (
+            kind is None and isinstance(classes, list) and row.architecture in classes
+        ):
             return row
-    known = [row.model_type for row in FAMILIES]
+    known = [kind for row in FAMILIES for kind in (row.model_type, *row.also)]
     if kind is None:
         message = "no model_type"
     elif reason := LEFT_OUT.get(str(kind)):
@@ -196,7 +198,7 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE
-    if "bias" in (model.balance, theirs.model.balance):  # a weight of the router
+    if model.balance_bias != theirs.model.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
     names = [field.name for field in dataclasses.fields(config.Model) if field.name not in ours]
     return [

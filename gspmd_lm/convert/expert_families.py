@@ -6,6 +6,8 @@ from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, 
 from gspmd_lm.convert.layer_fields import (
     ChunkedLayers,
     DenseLayers,
+    GroupLimited,
+    LatentSizes,
     LaterTokens,
     LayerTypes,
     LinearLayers,
@@ -27,12 +29,26 @@ _GRANITE = (
     Renamed("residual_multiplier", "residual_scale", 1.0), Divisor("logits_scaling", "logit_scale"),
     Renamed("num_local_experts num_experts", "experts", 8), Renamed("num_experts_per_tok", "experts_per_token", 2),
 )  # fmt: skip
-# DeepSeek-V3's router. The bias on its scores stays as it came until balance_rate is set.
-_DEEPSEEK_ROUTER = (
-    Constant("routing", "sigmoid"), Constant("balance", "bias"), Constant("balance_rate", 0.0),
-    Flag("norm_topk_prob", ("normalized_weights",), True), Renamed("routed_scaling_factor", "expert_scale", 1.0),
-    Renamed("n_group", "expert_groups", 1), Renamed("topk_group", "groups_per_token", 1),
+
+
+def _deepseek_router(groups: int, used: int, scale: float):
+    """DeepSeek-V3's router, with defaults. The bias on its scores stays as it came until balance_rate is set."""
+    return (
+        Constant("routing", "sigmoid"), Constant("balance", "bias"), Constant("balance_rate", 0.0),
+        Flag("norm_topk_prob", ("normalized_weights",), True, null_is_false=True),
+        Renamed("routed_scaling_factor", "expert_scale", scale),
+        Renamed("n_group", "expert_groups", groups), Renamed("topk_group", "groups_per_token", used),
+    )  # fmt: skip
+
+
+_DEEPSEEK = (
+    *LLAMA_SIZES, EPS, LatentSizes(), Rope(turned_name="qk_rope_head_dim"), SILU, UNTIED,
+    Fixed("attention_bias", False, "has biases in latent attention, which are not supported"),
+    Fixed("rope_interleave", True, "pairs the numbers that are rotated otherwise, which is not supported"),
+    Fixed("moe_layer_freq", 1, "has layers without experts between those with experts, which is not supported"),
 )  # fmt: skip
+# Settings of parallelism, and of a loss for equal loads: model.balance row is that loss.
+_DEEPSEEK_TRAINING = (*_TRAINING, "ep_size", "seq_aux", "aux_loss_alpha")
 
 
 def _first_every_second(reader):
@@ -89,13 +105,39 @@ EXPERT_FAMILIES = (
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
         (
             *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
-            UNTIED, Flag("use_qk_norm", ("qk_norm",), False), *_DEEPSEEK_ROUTER,
+            UNTIED, Flag("use_qk_norm", ("qk_norm",), False), *_deepseek_router(1, 1, 1.0),
             Renamed("n_routed_experts num_local_experts", "experts", 128),
             Renamed("num_experts_per_tok", "experts_per_token", 8),
             Renamed("moe_intermediate_size", "expert_mlp", 1408),
             Renamed("first_k_dense_replace", "dense_layers", 1, may_be_zero=True), SharedExperts(), LaterTokens(),
         ),
         names.GLM4_MOE, INV_FREQ, _TRAINING,
+    ),
+    Family(
+        "DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM", "model.",
+        (
+            *_DEEPSEEK, *_deepseek_router(8, 4, 2.5), Renamed("n_routed_experts num_local_experts", "experts", 256),
+            Fixed("topk_method", "noaux_tc", "is not supported in this family"),
+            Fixed("scoring_func", "sigmoid", "is not supported in this family"),
+            Renamed("num_experts_per_tok", "experts_per_token", 8),
+            Renamed("moe_intermediate_size", "expert_mlp", 2048),
+            Renamed("first_k_dense_replace", "dense_layers", 3, may_be_zero=True), SharedExperts(), LaterTokens(),
+        ),
+        names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING, ("kimi_k2",),
+    ),
+    Family(
+        "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", "model.",
+        (
+            *_DEEPSEEK, GroupLimited(), Renamed("n_routed_experts num_experts", "experts", 64),
+            Fixed("scoring_func", "softmax", "is not supported in this family"),
+            Fixed("norm_topk_prob", False, "is not supported in this family"), Constant("normalized_weights", False),
+            Renamed("routed_scaling_factor", "expert_scale", 1.0),
+            Renamed("num_experts_per_tok", "experts_per_token", 6),  # as published: transformers has no default
+            Renamed("moe_intermediate_size", "expert_mlp", 1407),
+            Renamed("first_k_dense_replace", "dense_layers", 0, may_be_zero=True), SharedExperts(2),
+            Fixed("mlp_bias", False, "has biases in the MLP, which are not supported"),
+        ),
+        names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING,
     ),
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",

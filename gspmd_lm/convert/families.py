@@ -72,9 +72,6 @@ EVERY_FAMILY: tuple[FieldCodec, ...] = (
 )  # fmt: skip
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
-    "deepseek_v2": "its keys and values are made from a smaller vector, which is not supported",
-    "deepseek_v3": "its keys and values are made from a smaller vector, which is not supported",
-    "kimi_k2": "its keys and values are made from a smaller vector, which is not supported",
     "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
     "RefinedWebModel": "it is Falcon's older own code; directories of transformers' format are model_type falcon",
 }

@@ -67,9 +67,11 @@ class Flag:
     default: bool
     on: Any = True
     off: Any = False
+    null_is_false: bool = False  # otherwise null means the default
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        value = self.on if reader.flag([self.name], self.default) else self.off
+        default = self.default and not (self.null_is_false and self.name in reader.raw)
+        value = self.on if reader.flag([self.name], default) else self.off
         values.update(dict.fromkeys(self.settings, value(values) if callable(value) else value))
 
     def write(self, model: config.Model) -> dict[str, Any]:

@@ -245,11 +245,58 @@ class SparseLayers:
 class SharedExperts:
     """n_shared_experts: how many experts, each as wide as a routed one, compute every token."""
 
+    default: int = 1
+
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["shared_mlp"] = reader.whole(["n_shared_experts"], 1, 0) * values["expert_mlp"]
+        values["shared_mlp"] = reader.whole(["n_shared_experts"], self.default, 0) * values["expert_mlp"]
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {"n_shared_experts": model.shared_mlp // model.expert_width}
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of DeepSeek's latent attention. What is rotated of a head is `Rope`'s."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        turned, own = reader.number(["qk_rope_head_dim"], 64), reader.number(["qk_nope_head_dim"], 128)
+        q_rank = reader.get(["q_lora_rank"], None if "q_lora_rank" in reader.raw else 1536)
+        values["head_dim"] = turned + own
+        values["latent_attention"] = {
+            "kv_rank": reader.number(["kv_lora_rank"], 512),
+            "q_rank": 0 if q_rank is None else reader.positive("q_lora_rank", q_rank),
+            "v_head_dim": reader.number(["v_head_dim"], 128),
+        }
+        for name, value in (("head_dim", turned), ("qk_head_dim", turned + own)):  # as transformers writes them
+            if reader.get([name], value) != value:
+                reader.refuse(name, reader.raw[name], f"is not {value}, as the sizes of its parts have it")
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        if not (latent := model.latent_attention):
+            return {}
+        return {
+            "kv_lora_rank": latent.kv_rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.v_head_dim,
+            "qk_nope_head_dim": model.head_dim - model.rope_dim, "head_dim": model.rope_dim,
+            "qk_head_dim": model.head_dim,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLimited:
+    """DeepSeek-V2's topk_method: whether experts are chosen in the best groups, n_group and topk_group, or in all."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        method = reader.get(["topk_method"], "greedy")
+        groups, used = reader.get(["n_group"], 1), reader.get(["topk_group"], 1)
+        if method not in ("greedy", "group_limited_greedy"):
+            reader.refuse("topk_method", method, "is not greedy or group_limited_greedy")
+        limited = method == "group_limited_greedy"
+        values["expert_groups"] = reader.positive("n_group", groups) if limited else 1
+        values["groups_per_token"] = reader.positive("topk_group", used) if limited else 1
+
+    def write(self, model: config.Model) -> dict[str, Any]:
+        method = "group_limited_greedy" if model.expert_groups > 1 else "greedy"
+        return {"topk_method": method, "n_group": model.expert_groups, "topk_group": model.groups_per_token}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +304,11 @@ class LaterTokens:
     """num_nextn_predict_layers: layers behind the last one that predict later tokens. They are left out."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        reader.whole(["num_nextn_predict_layers", "num_mtp_layers"], 1, 0)
+        names = ["num_nextn_predict_layers", "num_mtp_layers"]
+        if count := reader.whole(names, 1, 0) * any(map(reader.raw.get, names)):
+            reader.notes.append(
+                f"{names[0]}: {count}: what predicts later tokens stands behind the last layer and is left out"
+            )
 
     def write(self, model: config.Model) -> dict[str, Any]:
         return {"num_nextn_predict_layers": 0}

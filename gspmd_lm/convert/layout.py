@@ -17,12 +17,13 @@ from gspmd_lm import config
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   P  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
-#   X  a query and its gate, of each head, in one tensor
+#   p  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   X  a query and its gate, or a key and a value, of each head, in one tensor
+#   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
-LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "P"}
+LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p"}
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
-_JOINED = {"N": "R", "K": "R", "F": "J", "H": "X"}
+_JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Tensor:
             else:
                 each = [count // sizes["K"] for count in heads]  # of one key head
                 entries = entries // each[number] * sum(each) + sum(each[:number]) + entries % each[number]
+        elif model.latent_attention and letter in "HP" and weight.startswith("attention."):
+            entries = _of_latent_attention(weight, model)
         elif letter == "F" and "J" in self.axes:
             which = self.weights.index(weight)
             entries = 2 * entries + which if self.interleaved_gate else entries + size * which
@@ -115,15 +118,39 @@ class Tensor:
 
     def _sizes(self, model: config.Model) -> Mapping[str, int]:
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
+        if self.weights == ("attention.wo",):
+            H = model.v_head_dim
         if self.linear and (sizes := model.linear_attention):
             N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
         F, R = getattr(model, self.mlp), sum(self._heads_of_weights(N, K))
         return {
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
-            "P": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
+            "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, **self.others(model),
+            "Y": model.layer_embed, **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
+
+
+def _latent_sizes(model: config.Model) -> Mapping[str, int]:
+    """The sizes of axes that only latent attention has, or that it has of another size."""
+    if not (latent := model.latent_attention):
+        return {"Q": 0, "Z": 0, "P": 0, "G": 0}
+    own, Z = model.head_dim - model.rope_dim, latent.kv_rank
+    return {"Q": latent.q_rank, "Z": Z, "P": model.rope_dim, "G": Z + model.rope_dim, "X": own + latent.v_head_dim}
+
+
+def _of_latent_attention(weight: str, model: config.Model) -> np.ndarray:
+    """For the numbers of a head, or of the key that all heads share, the entries of the tensor.
+
+    In files, what is rotated stands last, and numbers that are rotated together are neighbours.
+    """
+    assert model.latent_attention
+    turned, own = np.r_[0 : model.rope_dim : 2, 1 : model.rope_dim : 2], model.head_dim - model.rope_dim
+    values = np.arange(model.v_head_dim)
+    return {
+        "wq": np.r_[own + turned, :own], "wq_up": np.r_[own + turned, :own], "wo": values,
+        "wk_rope": model.latent_attention.kv_rank + turned, "wk_up": np.arange(own), "wv_up": own + values,
+    }[weight.removeprefix("attention.")]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

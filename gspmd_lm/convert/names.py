@@ -181,7 +181,7 @@ def _gpt(*of_layer: Tensor) -> tuple[Tensor, ...]:
     """Tensors with GPT-2's names, of which `of_layer` are those of a layer without its norms."""
     return (
         Tensor("transformer.wte.weight", "V D", ("embedding",)),
-        Tensor("transformer.wpe.weight", "P D", ("position_embedding",)),
+        Tensor("transformer.wpe.weight", "p D", ("position_embedding",)),
         *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
         *of_layer,
         *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
@@ -230,7 +230,7 @@ OPT = (
     Tensor("model.decoder.embed_tokens.weight", "V W", ("embedding",), is_of=lambda model: model.embedding_width > 0),
     Tensor("model.decoder.project_in.weight", "D W", ("embedding_in",)),
     Tensor("model.decoder.project_out.weight", "W D", ("embedding_out",)),
-    Tensor("model.decoder.embed_positions.weight", "P D", ("position_embedding",)),
+    Tensor("model.decoder.embed_positions.weight", "p D", ("position_embedding",)),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
     *_norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
     *_qkv(f"{_OPT}.self_attn"),
@@ -278,10 +278,21 @@ MIXTRAL = _llama(more=_routed(_SPARSE, "w1", "w3", "w2"))
 QWEN3_MOE = _llama(more=(*_qk_norm(), *_routed(_MLP)))
 QWEN2_MOE = _llama(more=(*_routed(_MLP), *_shared(f"{_MLP}.shared_expert"),
                          Tensor(f"{_MLP}.shared_expert_gate.weight", "1 D", ("mlp.shared_gate",))))  # fmt: skip
-GLM4_MOE = _llama(
+_DEEPSEEK_EXPERTS = (
+    *_routed(_MLP), *_shared(f"{_MLP}.shared_experts"),
+    Tensor(f"{_MLP}.gate.e_score_correction_bias", "C", ("mlp.balance_bias",), float32=True),
+)  # fmt: skip
+GLM4_MOE = _llama(more=(*_qk_norm(), *_DEEPSEEK_EXPERTS))
+_ATTENTION = "model.layers.{}.self_attn"
+DEEPSEEK = _llama(
     more=(
-        *_qk_norm(), *_routed(_MLP), *_shared(f"{_MLP}.shared_experts"),
-        Tensor(f"{_MLP}.gate.e_score_correction_bias", "C", ("mlp.balance_bias",), float32=True),
+        Tensor(f"{_ATTENTION}.q_a_proj.weight", "Q D", ("attention.wq_down",)),
+        *_norm(f"{_ATTENTION}.q_a_layernorm", "attention.q_norm", axis="Q"),
+        Tensor(f"{_ATTENTION}.q_b_proj.weight", "(N H) Q", ("attention.wq_up",)),
+        Tensor(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "G D", ("attention.wkv_down", "attention.wk_rope")),
+        *_norm(f"{_ATTENTION}.kv_a_layernorm", "attention.kv_norm", axis="Z"),
+        Tensor(f"{_ATTENTION}.kv_b_proj.weight", "(N X) Z", ("attention.wk_up", "attention.wv_up")),
+        *_DEEPSEEK_EXPERTS,
     )
 )  # fmt: skip
 OLMOE = _llama(more=(*_qk_norm("(N H)", "(K H)"), *_routed(_MLP)))

@@ -44,6 +44,8 @@ class Rope:
     default: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rope_parameters, if none are given
     older_kinds: tuple[tuple[str, str], ...] = ()  # names of kinds of scaling in older files -> today's names
     temperature: bool = False  # queries grow with their position, as llama_4_scaling_beta says
+    # The field that says how many numbers of a head are rotated. Its families' mscale_all_dim strengthens scores.
+    turned_name: str = ""
     mscales: bool = False  # longrope says its attention factors as short_mscale and long_mscale
 
     def read(self, reader: ConfigReader, values: Values) -> None:
@@ -98,8 +100,11 @@ class Rope:
             if kind != "longrope" or short is None or short != long:
                 reader.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
             rope["attention_factor"] = short or 1.0
-        turned = int(values["head_dim"] * part)
+        turned = reader.number([self.turned_name], 64) if self.turned_name else int(values["head_dim"] * part)
         values["rope_dim"] = 0 if turned == values["head_dim"] else turned
+        if self.turned_name:
+            under = rope.get("mscale_all_dim") if kind != "default" else None
+            values["query_scale"] = _query_scale(values["head_dim"], rope.get("factor", 1), under or 0)
         scaling = _scaling(reader, kind, name, rope, values, self.original)
         if scaling:
             values["rope_scaling"] = {"kind": kind, **scaling}
@@ -128,9 +133,13 @@ class Rope:
                 written[ORIGINAL] = scaling.original_context
             if self.mscales:
                 written["rope_scaling"] |= dict.fromkeys(_MSCALES, scaling.attention_factor)
+            if self.turned_name and model.query_scale:
+                written["rope_scaling"]["mscale_all_dim"] = _mscale_all_dim(model, scaling.factor)
         if self.temperature and (tuned := model.attention_temperature):
             scaled = written["rope_scaling"] or {"rope_type": "default"}
             written["rope_scaling"] = scaled | {BETA: tuned.scale, ORIGINAL: tuned.every}
+        if self.turned_name:
+            written[self.turned_name] = model.rope_dim
         if self.part:
             written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
         local = model.sliding_rope_theta or model.rope_theta
@@ -204,6 +213,20 @@ _LISTS = {"short_factors": "short_factor", "long_factors": "long_factor"}
 def _mscale(factor: float, weight: float) -> float:
     """How much yarn strengthens attention for a stretch by `factor` (arXiv 2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _query_scale(head_dim: int, factor: float, weight: float) -> float:
+    """What DeepSeek multiplies scores with for a stretch by `factor`; 0 for the usual scale."""
+    strength = _mscale(factor, weight)
+    return 0.0 if strength == 1 else float(head_dim**-0.5 * strength * strength)
+
+
+def _mscale_all_dim(model: config.Model, factor: float) -> float:
+    """The weight that gives a model its query_scale, which is a short number in published models."""
+    strength = (model.query_scale * model.head_dim**0.5) ** 0.5
+    weight = (strength - 1) / (0.1 * math.log(factor)) if factor > 1 else 0.0
+    short = round(weight, 6)
+    return short if _query_scale(model.head_dim, factor, short) == model.query_scale else weight
 
 
 def _numbers(reader: ConfigReader, name: str, value: Any) -> list[float]:

@@ -12,7 +12,7 @@ from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
-from gspmd_lm.sharding.annotate import like, shard
+from gspmd_lm.sharding.annotate import Adapted, like, shard
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -34,8 +34,7 @@ class Attention(nn.Module):
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in kv_names]
         self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
-        if cfg.attention_out_bias:
-            self.bo = bias(self, "bo", "embed", (D,), cfg)
+        self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
         if cfg.qk_norm and cfg.qk_norm_kind == "shared":
@@ -78,9 +77,9 @@ class Attention(nn.Module):
         if self.value_norm and own_kv:
             v_BSKH = self.value_norm(v_BSKH)
         if cfg.attention_temperature:
-            q_BTNH = shard(q_BTNH * _temperature(batch["positions"], cfg.attention_temperature).astype(q.dtype), Q)
+            q_BTNH = shard(q_BTNH * temperature(batch["positions"], cfg.attention_temperature).astype(q.dtype), Q)
         if cfg.attention_chunk:
-            batch = _in_chunks(batch, cfg.attention_chunk)
+            batch = in_chunks(batch, cfg.attention_chunk)
         if cfg.positions == "rope":
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
@@ -96,19 +95,24 @@ class Attention(nn.Module):
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
-        if cfg.head_rows > cfg.heads:
-            out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
-        y = unreduced_matmul(out_BTNH, self.wo)
-        return y + self.bo if cfg.attention_out_bias else y, cache, kept
+        return to_residual(out_BTNH, self.wo, self.bo, cfg), cache, kept
 
 
-def _temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:
+def to_residual(out_BTNH: jax.Array, wo: Adapted, bo: jax.Array | None, cfg: config.Model) -> Unreduced:
+    """What the result of attention adds to the residual stream. Heads of padding add nothing."""
+    if cfg.head_rows > cfg.heads:
+        out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
+    y = unreduced_matmul(out_BTNH, wo)
+    return y if bo is None else y + bo
+
+
+def temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:
     """What queries are multiplied with, [B, T, 1, 1], float32."""
     steps_BT = (positions_BT + tuned.offset) // tuned.every
     return (1 + tuned.scale * jnp.log1p(steps_BT.astype(jnp.float32)))[:, :, None, None]
 
 
-def _in_chunks(batch: dict[str, jax.Array], size: int) -> dict[str, jax.Array]:
+def in_chunks(batch: dict[str, jax.Array], size: int) -> dict[str, jax.Array]:
     """The batch of a layer whose tokens attend within chunks of their document, as if each chunk were a document."""
     positions_BT = batch["positions"]
     length = positions_BT.shape[1]

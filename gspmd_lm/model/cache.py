@@ -50,15 +50,18 @@ class Cache(NamedTuple, Generic[Leaf]):
     """What all layers keep of the tokens so far: keys and values, [L, B, S, K, H] in the compute dtype, whose slot s
     holds a row's token s, and the states of linear attention.
 
+    Latent attention has no values here, and one key for all heads: the vector that keys and values are made from, and
+    the numbers that all heads share, [L, B, S, 1, kv_rank + rope_dim].
+
     L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
     """
 
     k_LBSKH: Leaf
-    v_LBSKH: Leaf
+    v_LBSKH: Leaf | None = None
     linear: LinearState[Leaf] | None = None
 
     def written(
-        self: "Cache[jax.Array]", k_BTKH: jax.Array, v_BTKH: jax.Array, slot: jax.Array, layer: jax.Array | int
+        self: "Cache[jax.Array]", k_BTKH: jax.Array, v_BTKH: jax.Array | None, slot: jax.Array, layer: jax.Array | int
     ) -> "Cache[jax.Array]":
         """The cache with T tokens per row, from `slot` on."""
         at = (layer, 0, slot, 0, 0)
@@ -66,25 +69,33 @@ class Cache(NamedTuple, Generic[Leaf]):
         def one(x_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
             return shard(jax.lax.dynamic_update_slice(x_LBSKH, new_BTKH[None].astype(x_LBSKH.dtype), at), CACHE)
 
-        return self._replace(k_LBSKH=one(self.k_LBSKH, k_BTKH), v_LBSKH=one(self.v_LBSKH, v_BTKH))
+        k, v = jax.tree.map(one, self[:2], (k_BTKH, v_BTKH))
+        return self._replace(k_LBSKH=k, v_LBSKH=v)
 
-    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer, [B, S, K, H]."""
-        k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self[:2])
-        return like(k_BSKH, CACHE.replace("layers ", "")), like(v_BSKH, CACHE.replace("layers ", ""))
+    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
+        """Keys and values of one layer, [B, S, K, H]; of latent attention, what stands for both."""
+
+        def one(x_LBSKH: jax.Array) -> jax.Array:
+            x_BSKH = jax.lax.dynamic_index_in_dim(x_LBSKH, layer, keepdims=False)
+            return like(x_BSKH, CACHE.replace("layers ", ""))
+
+        return tuple(one(x_LBSKH) for x_LBSKH in self[:2] if x_LBSKH is not None)
 
     @property
     def specs(self) -> "Cache[str]":
         """How these arrays are named."""
-        return Cache(CACHE, CACHE, STATES if self.linear else None)
+        return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None)
 
 
 def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache[jax.Array]:
     """An empty cache for `rows` rows of up to `slots` tokens."""
     linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
     kv_layers = cfg.layers - linear - cfg.shared_kv_layers
-    shape = (kv_layers, rows, slots, cfg.kv_head_rows, cfg.head_dim)
-    k, v = (shard(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), CACHE) for _ in range(2))
+    sizes, latent = (cfg.kv_head_rows, cfg.head_dim), cfg.latent_attention
+    if latent:
+        sizes = 1, latent.kv_rank + cfg.rope_dim
+    zeros = jnp.zeros((kv_layers, rows, slots, *sizes), jnp.dtype(cfg.compute_dtype))
+    k, v = shard(zeros, CACHE), None if latent else shard(zeros, CACHE)
     return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None)
 
 

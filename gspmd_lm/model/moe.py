@@ -41,7 +41,7 @@ class Experts(nn.Module):
         self.router = matrix(self, "router", "embed scores", (D, E), exact)
         if cfg.router_bias:
             self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
-        if cfg.balance == "bias":
+        if cfg.balance_bias:
             at_rest = dataclasses.replace(exact, weight_dtype="float32")
             self.balance_bias = bias(self, BALANCE_BIAS, "scores", (E,), at_rest)
         names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
@@ -99,7 +99,7 @@ class Experts(nn.Module):
     def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
         scores_BTC = jax.lax.stop_gradient(scores_BTC)
-        if self.cfg.balance == "bias":
+        if self.cfg.balance_bias:
             scores_BTC += jax.lax.stop_gradient(self.balance_bias)
         return map_local_tokens(self._highest, scores_BTC)
 
@@ -120,7 +120,7 @@ class Experts(nn.Module):
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
         rows, length = scores_BTC.shape[:2]
         penalty_B = jnp.zeros(rows)
-        if cfg.balance in ("batch", "row"):
+        if cfg.balance in ("batch", "row", "bias_row"):
             share_BC = (scores_BTC / scores_BTC.sum(-1, keepdims=True)).mean(1)
             chosen_BC = load_BC / (length * cfg.experts_per_token)
             if cfg.balance == "batch":

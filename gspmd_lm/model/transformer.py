@@ -12,6 +12,7 @@ from gspmd_lm.model.altup import AltUp, Laurel, LayerInputs, Streams
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
 from gspmd_lm.model.delta import GatedDeltaNet
+from gspmd_lm.model.latent_attention import LatentAttention
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
@@ -47,7 +48,7 @@ class Block(nn.Module):
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
         linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
-        attention = linear or Attention(cfg, name="attention")
+        attention = linear or (LatentAttention if cfg.latent_attention else Attention)(cfg, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)

@@ -15,6 +15,9 @@ AXES = {
     "heads": ("N", "query heads"),
     "kv_heads": ("K", "key and value heads"),
     "head_dim": ("H", "size of one head"),
+    "q_rank": ("Q", "size of the vector that queries are made from"),
+    "kv_rank": ("Z", "size of the vector that keys and values are made from"),
+    "rope_dim": ("P", "the part of a key that all heads of latent attention share"),
     "key_dim": ("I", "size of a key, in the state of linear attention"),
     "taps": ("A", "tokens that a short convolution sees"),
     "vocab": ("V", "padded vocabulary"),
@@ -27,8 +30,17 @@ AXES = {
     "layer_embed": ("Y", "width of a token's embedding for one layer"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
-NARROW = {"embed", "rank"}  # a side of a matrix that is one axis
-HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed"}  # the far side of a matrix inside a block
+NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
+HIDDEN = {
+    "heads",
+    "kv_heads",
+    "mlp",
+    "rank",
+    "layer_embed",
+    "q_rank",
+    "kv_rank",
+    "rope_dim",
+}  # the far side of a matrix inside a block
 
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {
@@ -48,6 +60,12 @@ WEIGHTS = {
     "bo": "bias of the output projection",
     "sinks": "each head's logit of nothing",
     "wg": "projection of the gate on the output of attention",
+    "wq_down": "projection of a token to the vector that queries are made from",
+    "wq_up": "query projection of that vector",
+    "wkv_down": "projection of a token to the vector that keys and values are made from",
+    "wk_up": "key projection of that vector",
+    "wv_up": "value projection of that vector",
+    "wk_rope": "projection of a token to the part of keys that all heads share",
     "linear_q": "query projection of linear attention",
     "linear_k": "key projection of linear attention",
     "linear_v": "value projection of linear attention",
@@ -105,12 +123,14 @@ ACTIVATIONS = {
     "q": "queries",
     "k": "keys",
     "v": "values",
+    "q_latent": "vectors that queries are made from, after their norm",
+    "kv_latent": "vectors that keys and values are made from, after their norm",
     "attention_out": "output of attention, before wo",
     "hidden": "output of the MLP's activation, before w_down",
     "routing": "the logits of a router",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
-    "cache": "keys and values of the tokens so far, kept while text is generated",
+    "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS

@@ -43,7 +43,7 @@ def task(config: Config | Task) -> Task:
         metrics=functools.partial(_metrics, config),
         scores=_scores,
         partition=functools.partial(lora.partition, cfg=model),
-        moved=functools.partial(_moved, model) if model.balance == "bias" and not model.lora else None,
+        moved=functools.partial(_moved, model) if model.balance_bias and not model.lora else None,
         random=bool(model.dropout),
         seed=config.train.seed,
         matmul_precision=model.matmul_precision,

@@ -43,7 +43,7 @@ _DEFAULTS = {
 def facts(model: Model) -> dict[str, Any]:
     """The fields of a model that decide its weights, as plain values."""
     values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
-    return values | {"balance": model.balance if model.balance == "bias" else "none"}  # a loss adds no weights
+    return values | {"balance": "bias" if model.balance_bias else "none"}  # a loss adds no weights
 
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:

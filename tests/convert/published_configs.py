@@ -17,6 +17,40 @@ LLAMA31 = {
     "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
 }  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"], "bos_token_id": 100000, "eos_token_id": 100001,
+    "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288, "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_experts_per_tok": 6, "num_hidden_layers": 60, "num_nextn_predict_layers": 0,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 16.0, "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy",
+    "vocab_size": 102400,
+}  # fmt: skip
+
+
+def _latent_scale(factor, weight):
+    """What DeepSeek's code multiplies scores with, in its order: the last bit depends on it."""
+    strength = 0.1 * weight * math.log(factor) + 1.0
+    return 192**-0.5 * strength * strength
+
+
 # Published forms of config.json -> settings that they must give.
 PUBLISHED = {
     "llama-2": (
@@ -292,6 +326,50 @@ PUBLISHED = {
             "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
         },
         {"dense_layers": 1, "experts": 128, "qk_norm": False, "expert_scale": 1.0, "expert_mlp": 1408},
+    ),
+    "deepseek-v3": (
+        DEEPSEEK_V3,
+        {
+            "latent_attention": config.LatentAttention(kv_rank=512, q_rank=1536, v_head_dim=128), "head_dim": 192,
+            "rope_dim": 64, "kv_heads": 128, "query_scale": _latent_scale(40, 1.0),
+            "rope_scaling": config.RopeScaling(
+                kind="yarn", factor=40.0, high_freq_factor=32.0, original_context=4096, attention_factor=1.0,
+            ),
+            "dense_layers": 3, "experts": 256, "expert_groups": 8, "groups_per_token": 4, "routing": "sigmoid",
+            "expert_scale": 2.5, "shared_mlp": 2048, "balance": "bias", "balance_rate": 0.0,
+        },
+    ),
+    "kimi-k2": (
+        DEEPSEEK_V3 | {
+            "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+            "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+            "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+        },
+        {
+            "experts": 384, "expert_groups": 1, "heads": 64, "expert_scale": 2.827, "rope_theta": 5e4,
+            "query_scale": _latent_scale(32, 1.0),
+        },
+    ),
+    "deepseek-v2": (
+        DEEPSEEK_V2,
+        {
+            "latent_attention": config.LatentAttention(kv_rank=512, q_rank=1536, v_head_dim=128), "routing": "softmax",
+            "expert_groups": 8, "groups_per_token": 3, "expert_scale": 16.0, "shared_mlp": 3072,
+            "normalized_weights": False, "query_scale": _latent_scale(40, 0.707),
+        },
+    ),
+    "deepseek-v2-lite": (
+        DEEPSEEK_V2 | {
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+            "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+        },
+        {
+            "latent_attention": config.LatentAttention(kv_rank=512, v_head_dim=128), "expert_groups": 1,
+            "expert_scale": 1.0, "dense_layers": 1, "balance": "none",
+        },
     ),
     "qwen3-next": (
         {
@@ -668,7 +746,9 @@ DEFAULTS = {
     "mixtral": (1e-5, 1e6, False, "silu", 128), "qwen3_moe": (1e-6, 1e4, False, "silu", 64),
     "ministral3": (1e-5, 1e6, False, "silu", 128),
     "phimoe": (1e-5, 1e6, False, "silu", 128), "gpt_oss": (1e-5, 1.5e5, False, "silu", 64),
-    "glm4_moe": (1e-5, 1e4, False, "silu", 128), "llama4_text": (1e-5, 5e5, False, "silu", 128),
+    "deepseek_v2": (1e-6, 1e4, False, "silu", 192), "deepseek_v3": (1e-6, 1e4, False, "silu", 192),
+    "kimi_k2": (1e-6, 1e4, False, "silu", 192), "glm4_moe": (1e-5, 1e4, False, "silu", 128),
+    "llama4_text": (1e-5, 5e5, False, "silu", 128),
     "qwen3_next": (1e-6, 1e4, False, "silu", 256), "gemma3n_text": (1e-6, 1e6, True, "gelu_tanh", 256),
     "gpt2": (1e-5, 1e4, True, "gelu_tanh", 64), "opt": (1e-5, 1e4, True, "relu", 64),
     "bloom": (1e-5, 1e4, True, "gelu_tanh", 64), "falcon": (1e-5, 1e4, True, "gelu", 64),

@@ -14,6 +14,11 @@ _GPT2 = _SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 96}
 _NEOX = _LLAMA | {"hidden_size": 64}
 _GLM = _LLAMA | {"hidden_size": 64, "num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = _LLAMA | {"num_key_value_heads": 4, "intermediate_size": 48, "num_experts_per_tok": 2}
+_LATENT = _EXPERTS | {
+    "num_key_value_heads": 8, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "moe_intermediate_size": 24, "n_shared_experts": 2,
+}  # fmt: skip
+_MSCALES = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0, "beta_slow": 1.0}
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,6 +158,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 8, "moe_intermediate_size": 24, "num_hidden_layers": 3, "n_shared_experts": 2,
         "routed_scaling_factor": 2.5, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
         "head_dim": 8,
+    }),
+    # A scale of yarn on scores and none on rotated numbers, as published; values that are narrower than keys; and an
+    # eps that is not that of the norms of latent attention.
+    "deepseek-v3": ("deepseek_v3", _LATENT | {
+        "n_routed_experts": 8, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "q_lora_rank": 20, "rope_scaling": _MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-3,
+    }),
+    "deepseek-v2": ("deepseek_v2", _LATENT | {
+        "n_routed_experts": 8, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "q_lora_rank": 20,
+        "rope_scaling": _MSCALES | {"mscale": 1.2, "mscale_all_dim": 0.707},
+    }),
+    "deepseek-v2-lite": ("deepseek_v2", _LATENT | {
+        "n_routed_experts": 8, "first_k_dense_replace": 1, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
     }),
     "olmoe": ("olmoe", _EXPERTS | {"num_experts": 8, "num_experts_per_tok": 3}),
     "granite-moe": ("granitemoe", _EXPERTS | {

@@ -44,7 +44,7 @@ PROMPTS = (5, 9)
 
 FIRST = list(CASES)[: list(CASES).index("granite")]
 # Cases that are much like others: `pytest -m slow` has all of the first ones, and the longer tests of the second ones.
-ALIKE = ("qwen3-moe", "olmoe", "granite-moe-shared", "opt-no-last-norm")
+ALIKE = ("deepseek-v2-lite", "qwen3-moe", "olmoe", "granite-moe-shared", "opt-no-last-norm")
 NEARLY = (*ALIKE, "qwen2-moe", "granite-moe")
 
 

@@ -171,8 +171,9 @@ def test_keys_that_a_layer_shares_are_left_out(tmp_path):
         ours.pretrained.open_folder(tmp_path / "wrong")
 
 
-def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
-    golden = references.load("glm4-moe")
+@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
+def test_layers_that_predict_later_tokens_are_left_out(case, tmp_path):
+    golden = references.load(case)
     plain = ours.read(golden, tmp_path / "plain")
     weights = ours.tensors(tmp_path / "plain")
     last = {name: array for name, array in weights.items() if ".layers.2." in name}
@@ -183,6 +184,7 @@ def test_layers_that_predict_later_tokens_are_left_out(tmp_path):
     found = ours.pretrained.open_folder(tmp_path / "whole", [ours.EXACT])
     assert (found.config.model, found.left_out) == (plain.config.model, len(later))
     assert found.like["num_nextn_predict_layers"] == 0  # what an export writes has none
+    assert found.notes[0].startswith("num_nextn_predict_layers: 1: what predicts later tokens stands behind the last")
     references.save(tmp_path / "whole", raw | {"num_nextn_predict_layers": 0}, weights | later)
     with pytest.raises(InputError, match=r"unexpected   model.layers.3.eh_proj.weight"):
         ours.pretrained.open_folder(tmp_path / "whole")

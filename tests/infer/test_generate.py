@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm.config import Lora
+from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, programs
@@ -24,9 +24,15 @@ VARIANTS = {
     "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0),
 }
 GROUPED = dict(kv_heads=4)
+LATENT = dict(latent_attention=LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), head_dim=6, rope_dim=2)
+VARIANTS["latent"] = LATENT
 LAYOUTS = {
     "decode_tp8": ({}, "decode_tp8"),
+    "decode_tp8, latent": (LATENT, "decode_tp8"),
     "fsdp2_tp4": ({}, "fsdp2_tp4"),
+    "slots split, latent": (LATENT, {
+        "mesh": {"context": 2, "tensor": 4}, "rules": {"heads": "tensor", "mlp": "tensor", "cache.kv_seq": "context"},
+    }),
     "dp2_tp4": (GROUPED, "dp2_tp4"),
     "kv_heads on every device": (GROUPED, {
         "mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "kv_heads": None},
@@ -101,10 +107,12 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp4", *MIXTURES)]
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp4", "slots split, latent", *MIXTURES)]
 
 
-@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name != "dp2_tp4"), *SLOWLY])
+@pytest.mark.parametrize(
+    "layout", [*(name for name in LAYOUTS if name not in ("dp2_tp4", "slots split, latent")), *SLOWLY]
+)
 def test_a_layout_never_changes_a_token(layout, made, prompts):
     model, rules = {**LAYOUTS, **MIXTURES}[layout]
     one, split = alone(made, model), made(layout, model, rules)

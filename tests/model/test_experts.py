@@ -231,6 +231,9 @@ def test_penalties_and_loads(small):
     row = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
     np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
     np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
+    with_bias = Experts(dataclasses.replace(cfg, balance="bias_row")), params | {"balance_bias": jnp.zeros(4)}
+    both = jax.jit(functools.partial(with_bias[0].apply, method=alone))({"params": with_bias[1]}, x)[1]
+    np.testing.assert_array_equal(both.penalty_B, row.penalty_B)
     module = Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0))
     both = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
     share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)

@@ -6,8 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from gspmd_lm.config import AttentionTemperature, LinearAttention
+from gspmd_lm.config import AttentionTemperature, LatentAttention, LinearAttention
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Remat
 from tests.courses import agree
 
 STEPS = 8
@@ -84,13 +85,38 @@ FAMILIES = {
         "layer_embed": 8, "layer_vocab": 50, "activation_sparsity": 0.5, "sparse_layers": 1, "value_norm": True,
         "init_std": 0.1,
     },
+    "DeepSeek-V3": {
+        "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+        "experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16, "dense_layers": 1,
+        "routing": "sigmoid", "expert_groups": 4, "groups_per_token": 2, "expert_scale": 2.5, "balance": "bias",
+        "init_std": 0.1,
+    },
 }  # fmt: skip
+LATENT = {key: FAMILIES["DeepSeek-V3"][key] for key in ("latent_attention", "head_dim", "rope_dim", "init_std")}
+KEPT = [
+    Remat("none"), Remat("dots"), Remat("names", ("kv_latent", "q_latent", "attention_out")),
+    Remat("names", ("q", "k", "v")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layout_changes_nothing_of_what_a_family_has(family, small, course):
     config = small(optimizer=UNCLIPPED, **FAMILIES[family])
     agree(course(config, "fsdp2_tp4", 3), course(config, "single", 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "cp8", "cp8_ring", "cp8_ulysses"])
+def test_a_layout_changes_nothing_of_latent_attention(layout, small, course):
+    config = small(optimizer=UNCLIPPED, **LATENT)
+    agree(course(config, layout, 3), course(config, "single", 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_what_is_kept_changes_nothing_of_latent_attention(kept, small, course):
+    config = small(optimizer=UNCLIPPED, **LATENT)
+    agree(course(config, "fsdp2_tp4", 3, remat=kept), course(config, "single", 3))
 
 
 def without_kv_heads(layout):

@@ -32,6 +32,7 @@ OTHER = {
     "linear_attention": config.LinearAttention(key_heads=2, value_heads=2, head_dim=8), "attention_gate": True,
     "attention_temperature": config.AttentionTemperature(), "residual_streams": 3, "laurel_rank": 4, "layer_embed": 8,
     "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
+    "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
@@ -48,7 +49,7 @@ MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_group
 def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.Model))
     weights = {"params": {"w": jnp.ones(3)}}
-    bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS)}
+    bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS), "rotated": small(rope_dim=2)}
     for folder, base in bases.items():
         with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
             checkpoints.save(1, weights, {})
@@ -56,6 +57,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
+        base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
         model = config.Model(**{**vars(base.model), name: value})

@@ -98,6 +98,12 @@ def fused(
     return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
 
 
+def as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+    """Values, or sums of them, with zeros behind them, as wide as keys: for a kernel that takes both of one width."""
+    missing = k_BSKH.shape[-1] - v_BSKH.shape[-1]
+    return jnp.pad(v_BSKH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v_BSKH
+
+
 def attend_to_cache(
     q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model,
     sinks_N: jax.Array | None = None,
@@ -189,7 +195,9 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     dtype = jnp.dtype(cfg.attention_scores_dtype)
     plain = dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks
     if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias, seen_BTS[:, None], scale=scale)
+        one_width = as_wide(v_BSKH, k_BSKH)
+        out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, one_width, bias, seen_BTS[:, None], scale=scale)
+        return out_BTNH[..., : v_BSKH.shape[-1]]
     # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
     # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
     q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])

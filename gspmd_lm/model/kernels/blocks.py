@@ -54,7 +54,7 @@ class Blocks:
             out = out * old[..., None] + _einsum("BKGTS,BSKH->BKGTH", e.astype(v_BSKH.dtype), chunk[1])
             return (out, now, total * old + e.sum(-1)), None
 
-        B, T, K, G, H = q.shape
+        (B, T, K, G, _), H = q.shape, v_BSKH.shape[-1]
         most = jnp.full((B, K, G, T), _MASKED, jnp.float32)
         start = jnp.zeros((B, K, G, T, H), jnp.float32), most, jnp.zeros_like(most)
         (out, most, total), _ = jax.lax.scan(add, start, self._chunks(k_BSKH, v_BSKH, segments))

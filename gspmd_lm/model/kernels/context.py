@@ -124,7 +124,10 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, 
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
     gather: Any = functools.partial(_whole, over, zigzag)
-    k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
+    if k_BTKH.shape == v_BTKH.shape:
+        k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
+    else:
+        k_BSKH, v_BSKH = (gather(x_BTKH[None])[0] for x_BTKH in (k_BTKH, v_BTKH))
 
     def whole(x_BT: jax.Array) -> jax.Array:
         return gather(x_BT[None])[0]

@@ -18,7 +18,7 @@ from jax.interpreters import batching
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import chip_of
-from gspmd_lm.model.kernels.attention import scores_scale, unsupported
+from gspmd_lm.model.kernels.attention import as_wide, scores_scale, unsupported
 from gspmd_lm.model.kernels.documents import CallRanges, Documents, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 
@@ -37,10 +37,11 @@ def forward(
     stays within its document, if they are `packed`. A query without a key has the result 0.
     """
     _check(cfg, q_BTNH.shape[1], packed is not None)
-    call = functools.partial(_call, kernels._dot_product_attention_fwd_p, cfg, causal, (q_BTNH, k_BSKH, v_BSKH))
+    qkv, width = (q_BTNH, k_BSKH, as_wide(v_BSKH, k_BSKH)), v_BSKH.shape[-1]
+    call = functools.partial(_call, kernels._dot_product_attention_fwd_p, cfg, causal, qkv)
     if packed is None:
         out_BTNH, sums_BNT = call(is_training=True)
-        return out_BTNH, jnp.swapaxes(sums_BNT, 1, 2)
+        return out_BTNH[..., :width], jnp.swapaxes(sums_BNT, 1, 2)
 
     def add(results: Any, part: CallRanges) -> Any:
         (out_BTNH, sums_DNT), queries = call(part=part, is_training=True), part.queries
@@ -49,7 +50,9 @@ def forward(
         lse_BTN = sums_DNT[document_BT, :, place_BT]
         return _of(queries, out_BTNH, results[0]), _of(queries, lse_BTN, results[1])
 
-    return each(packed, add, (jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], _UNSEEN, jnp.float32)))
+    start = jnp.zeros_like(q_BTNH), jnp.full(q_BTNH.shape[:3], _UNSEEN, jnp.float32)
+    out_BTNH, lse_BTN = each(packed, add, start)
+    return out_BTNH[..., :width], lse_BTN
 
 
 def backward(
@@ -57,12 +60,12 @@ def backward(
     lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | CallRanges | None = None, *, causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys."""
-    qkv = q_BTNH, k_BSKH, v_BSKH
+    qkv, width = (q_BTNH, k_BSKH, as_wide(v_BSKH, k_BSKH)), v_BSKH.shape[-1]
     call = functools.partial(_call, kernels._dot_product_attention_bwd_p, cfg, causal, qkv)
-    after = out_BTNH.astype(q_BTNH.dtype), dout_BTNH.astype(q_BTNH.dtype)
+    after = [as_wide(x_BTNH.astype(q_BTNH.dtype), k_BSKH) for x_BTNH in (out_BTNH, dout_BTNH)]
     if packed is None:
         dq, dk, dv = call((jnp.swapaxes(lse_BTN, 1, 2), *after))
-        return dq, dk, dv
+        return dq, dk, dv[..., :width]
 
     def add(gradients: Any, part: CallRanges) -> Any:
         queries, D = part.queries, len(part.queries.lengths)
@@ -72,7 +75,8 @@ def backward(
         new = call((sums_DNT, *after), part)
         return tuple(map(_of, (queries, part.keys, part.keys), new, gradients))
 
-    return each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
+    dq, dk, dv = each(packed, add, tuple(jnp.zeros_like(x) for x in qkv))
+    return dq, dk, dv[..., :width]
 
 
 def _check(cfg: config.Model, seq: int, packed: bool) -> None:

@@ -173,5 +173,6 @@ def backward(
     keys = [jnp.swapaxes(cut(x), 2, 3) for x in (k_BSKH, v_BSKH)]
     inputs = jnp.arange(blocks // at_once), *keys, *([cut(segments[1])] if segments else [])
     dq_BNTH, dkv = jax.lax.scan(chunk, jnp.zeros(q_BNTH.shape, jnp.float32), inputs)
-    dk, dv = (jnp.moveaxis(x, (1, 3), (0, 2)).reshape(k_BSKH.shape) for x in dkv)  # from [chunks, B, K, S, H]
+    from_chunks = (jnp.moveaxis(x, (1, 3), (0, 2)) for x in dkv)  # from [chunks, B, K, S, H]
+    dk, dv = (x.reshape(like.shape) for x, like in zip(from_chunks, (k_BSKH, v_BSKH), strict=True))
     return jnp.swapaxes(dq_BNTH, 1, 2) * scale, dk, dv

@@ -110,17 +110,18 @@ def packed_rows():
 
 
 @pytest.mark.parametrize(
-    ("changes", "packed", "at_once"),
+    ("changes", "packed", "at_once", "width"),
     [
-        ({"sliding_window": 7, "query_scale": 0.2}, False, 0),
-        ({"sliding_window": 7}, True, 3),
-        ({"attention_sinks": True, "sliding_window": 2}, True, 5),
+        ({"sliding_window": 7, "query_scale": 0.2}, False, 0, 6),
+        ({"sliding_window": 7}, True, 3, 6),
+        ({"attention_sinks": True, "sliding_window": 2}, True, 5, 8),
     ],
 )
-def test_cudnn_computes_what_xla_does(packed, at_once, changes, calls, monkeypatch):
-    """The rows have 12 documents: more than two calls take, or fewer than one."""
+def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, monkeypatch):
+    """The rows have 12 documents: more than two calls take, or fewer than one. width: of a value; keys have 8."""
     monkeypatch.setattr(documents, "AT_ONCE", at_once)
-    qkv, weigh, _ = arrays(3, 24, 8)
+    (q, k, v), weigh, _ = arrays(3, 24, 8)
+    qkv, weigh = (q, k, v[..., :width]), weigh[..., :width]
     segments, cfg = packed_rows() if packed else None, settings(8, **changes)
 
     def xla(q, k, v, sinks_N):

@@ -1,0 +1,88 @@
+"""The parts of the section `model` of a config that say what attention is."""
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, Count, Positive, Size
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RopeScaling:
+    """RoPE whose frequencies are slowed by `factor`.
+
+    linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
+    low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
+    (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
+    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
+    number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
+    A row's length is data.seq in training; in generation it is the prompt and all that may follow.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
+    low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
+    high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
+    original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
+    truncate: bool = True  # yarn: the frequencies between which it blends have whole numbers
+    attention_factor: Positive = 1.0  # rotated queries and keys are multiplied by it
+    short_factors: tuple[Positive, ...] = ()  # longrope: what frequencies are divided by in rows up to original_context
+    long_factors: tuple[Positive, ...] = ()  # longrope: what they are divided by in longer rows
+
+    def __post_init__(self):
+        if self.high_freq_factor < self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must not be below low_freq_factor={self.low_freq_factor}"
+            )
+
+    def problems(self, turned: int, theta: float) -> list[str]:
+        """What does not fit `turned` rotated dimensions of a head, and a rope_theta of `theta`."""
+        wrong, pairs = [], turned // 2
+        if self.kind == "dynamic" and pairs < 2:
+            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
+        if self.kind == "yarn" and theta <= 1:
+            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {theta}")
+        lists = (self.short_factors, self.long_factors) if self.kind == "longrope" else ()
+        if any(len(factors) != pairs for factors in lists):
+            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+        return wrong
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AttentionTemperature:
+    """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
+
+    every: so many positions have the same factor. layers: those that have it, all of them or those of kind nope.
+    """
+
+    scale: Positive = 0.1  # how fast the factor grows
+    every: Size = 8192  # the length of a step, in positions
+    offset: Count = 0  # added to a position, which is counted from 0 (Llama 4: 1)
+    layers: Literal["all", "nope"] = "all"  # which layers have it
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearAttention:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
+
+    key_heads: Size  # heads of queries and keys
+    value_heads: Size  # heads of values; value_heads / key_heads of them share a query and a key
+    head_dim: Size  # the size of one head of either kind
+    taps: Size = 4  # how many tokens the short convolution of queries, keys and values sees, a token's own included
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LatentAttention:
+    """Keys and values of all heads are made from one short vector of a token, as DeepSeek-V2 has it (arXiv 2405.04434).
+
+    A key of a head has head_dim numbers. The first rope_dim of them are rotated, and all heads share them. So a cache
+    keeps kv_rank + rope_dim numbers of a token in a layer.
+    """
+
+    kv_rank: Size  # the size of the vector that keys and values are made from (kv_lora_rank)
+    q_rank: Count = 0  # the size of the vector that queries are made from (q_lora_rank); 0: they are made directly
+    v_head_dim: Size  # the size of a value of a head

@@ -1,0 +1,142 @@
+"""Latent attention: what its paper writes, the vector in the cache, and what a config must not ask of it."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.config import LatentAttention, RopeScaling
+from gspmd_lm.model import latent_attention
+from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.transformer import init
+from gspmd_lm.sharding.annotate import placed_by
+from gspmd_lm.sharding.matmuls import gathered
+from gspmd_lm.sharding.partial_sums import reduced
+from tests.model.cached import both_ways
+
+SIZES = dict(latent_attention=LatentAttention(kv_rank=12, q_rank=10, v_head_dim=5), head_dim=6, rope_dim=2, heads=4,
+             kv_heads=4)  # fmt: skip
+NO_Q_RANK = SIZES | {"latent_attention": LatentAttention(kv_rank=12, v_head_dim=5)}
+
+
+def settings(small, **changes):
+    return small(**SIZES | {"init_std": 0.3, "norm_eps": 0.1} | changes).model
+
+
+def turned(x, positions):
+    """Two numbers of a head, turned by their position: the angle of a head of two is the position itself."""
+    cos, sin = np.cos(positions)[:, None], np.sin(positions)[:, None]
+    return jnp.stack([x[..., 0] * cos - x[..., 1] * sin, x[..., 1] * cos + x[..., 0] * sin], -1)
+
+
+def as_published(w, x_TD, cfg):
+    """Equations 37 to 47 of arXiv 2405.04434 for one row of tokens, head by head."""
+
+    def normed(x, scale):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    T, positions = len(x_TD), np.arange(len(x_TD))
+    c_q = normed(x_TD @ w["wq_down"], w["q_norm"]["scale"])
+    c_kv = normed(x_TD @ w["wkv_down"], w["kv_norm"]["scale"])
+    k_rope, out = turned((x_TD @ w["wk_rope"])[:, None], positions)[:, 0], []
+    for head in range(cfg.heads):
+        q = c_q @ w["wq_up"][:, head]
+        q_rope, q_own = turned(q[:, None, :2], positions)[:, 0], q[:, 2:]
+        scores = (q_own @ (c_kv @ w["wk_up"][:, head]).T + q_rope @ k_rope.T) / np.sqrt(6)
+        weights = jax.nn.softmax(jnp.where(np.tril(np.ones((T, T), bool)), scores, -jnp.inf))
+        out.append(weights @ (c_kv @ w["wv_up"][:, head]) @ w["wo"][head])
+    return sum(out)
+
+
+def test_results_and_gradients_are_those_of_the_equations(small):
+    cfg, T = settings(small), 7
+    module, rng = latent_attention.LatentAttention(cfg), np.random.default_rng(0)
+    batch = {"positions": jnp.arange(T)[None]}
+
+    def ours(params, x_TD):
+        def of_gathered(module, x_BTD):
+            with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                return reduced(module(in_BTD, batch)[0], BLOCK_INPUT, RESIDUAL)
+
+        return nn.apply(of_gathered, module)({"params": params}, x_TD[None])[0]
+
+    @jax.jit
+    def both(params, x_TD, weigh):
+        pulled = [jax.vjp(function, params, x_TD) for function in (ours, lambda *w: as_published(*w, cfg))]
+        return [(out, pull(weigh)) for out, pull in pulled]
+
+    with placed_by(None):
+        x_TD = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
+        made = nn.unbox(init(cfg, jax.random.key(0)))["layers"]["attention"]
+        params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x[0].shape) * 0.3, x.dtype), made)
+        weigh = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            (found, gradients), (wanted, wanted_gradients) = both(params, x_TD, weigh)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    assert {*gradients[0]} == {"wq_down", "q_norm", "wq_up", "wkv_down", "wk_rope", "kv_norm", "wk_up", "wv_up", "wo"}
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted_gradients), strict=True):
+        assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+
+
+KINDS = {
+    "a vector of queries": {},
+    "no vector of queries, padded heads, a scale": NO_Q_RANK | {
+        "padded_heads": 6, "query_scale": 0.3, "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    },
+    "windows, chunks, sinks, biases": {
+        "layers": 3, "layer_pattern": ("sliding", "chunked", "nope"), "sliding_window": 3, "attention_chunk": 5,
+        "attention_sinks": True, "attention_out_bias": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_token_reads_the_vectors_in_the_cache(kind, small):
+    """Token by token with a cache, the hidden states are those of whole rows, with padding before some."""
+    cfg = settings(small, **KINDS[kind])
+    params = nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
+    tokens = jax.random.randint(jax.random.key(1), (3, 14), 0, cfg.vocab)
+    with jax.default_matmul_precision("highest"):
+        found, wanted = both_ways(cfg, params, tokens, jnp.array([0, 2, 6]), 8)
+    np.testing.assert_allclose(found, wanted, atol=5e-5)
+    assert np.abs(wanted[0, 1:] - wanted[0, :-1]).max() > 0.1
+
+
+def test_a_cache_keeps_the_vector_and_the_shared_key_alone(small):
+    cache = jax.eval_shape(lambda: empty_cache(settings(small), 3, 20))
+    assert [x.shape for x in jax.tree.leaves(cache)] == [(2, 3, 20, 1, 12 + 2)]
+
+
+@pytest.mark.parametrize("form", ["alone", "bfloat16"])
+def test_values_narrower_than_keys(form, small):
+    """In bfloat16, XLA's attention is jax's own, which takes both of one width."""
+    from gspmd_lm.model.kernels.attention import attend
+
+    cfg = dataclasses.replace(settings(small), compute_dtype="bfloat16" if form == "bfloat16" else "float32")
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 9, 4, size)), cfg.compute_dtype) for size in (6, 6, 5))
+    found = attend(q, k, v, None, cfg)
+    scores = jnp.einsum("btnh,bsnh->bnts", *(x.astype(jnp.float32) for x in (q, k))) / np.sqrt(6)
+    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((9, 9), bool)), scores, -jnp.inf))
+    wanted = jnp.einsum("bnts,bsnh->btnh", weights, v.astype(jnp.float32))
+    assert found.shape == (2, 9, 4, 5)
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=0.03 if form == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 2}, "kv_heads=2: each of heads=4 has keys of its own: set kv_heads to 4"),
+        ({"rope_dim": 0}, "rope_dim=0: set the size of the key that all heads share, below head_dim=6"),
+        ({"head_dim": 4}, "v_head_dim=5 is above head_dim=4"),
+        ({"qk_norm": True}, "latent_attention: qk_norm is not supported"),
+        ({"attention_gate": True, "value_norm": True}, "attention_gate is not supported"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said(changes, message, small):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        settings(small, **changes)
