@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
+from gspmd_lm.sharding.annotate import Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.rules import Problem, Rules, check
@@ -82,6 +82,15 @@ class MeshPlacement:
             abstract,
             is_leaf=lambda leaf: isinstance(leaf, Named),
         )
+
+    @property
+    def stages(self) -> Stages | None:
+        over, pipeline = self.rules.stages, self.rules.pipeline
+        return Stages(self.over(over), pipeline.microbatches, pipeline.repeats) if pipeline and over else None
+
+    @functools.cached_property
+    def of_a_stage(self) -> "MeshPlacement":
+        return MeshPlacement(self.rules.of_a_stage, self.mesh)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         with scope(spec.table, spec.array):
@@ -220,6 +229,16 @@ class Recorder:
     def setting(self, name: str) -> Any:
         self.asked.add(name)
         return getattr(Settings("recorded", "recorded", context=self.rules.context), name)
+
+    @property
+    def stages(self) -> Stages | None:
+        """None: what is recorded is computed as on one device."""
+        self.asked.add("pipeline")
+        return None
+
+    @property
+    def of_a_stage(self) -> "Recorder":
+        raise AssertionError("there are no stages")
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
