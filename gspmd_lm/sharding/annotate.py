@@ -149,7 +149,8 @@ class Placement(Protocol):
     def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         """`x`, whose last axis is split as that of a table is, on the way to `target`, one mesh axis after the other.
 
-        Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two.
+        Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two, nor where
+        other axes split the same dimension of `target`.
         """
         ...
 
@@ -270,8 +271,8 @@ def context() -> str:
 def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
     """`function`, run by each device on its own shards of the arrays.
 
-    An array is named as in `shard`, where a dimension called `whole` is not split, or by the mesh axes of each
-    dimension; None has no place. `outputs` is one array or a sequence of them.
+    An array is named as in `shard`, where a dimension called `whole` is not split, by a Spec, or by the mesh axes of
+    each dimension; None has no place. `outputs` is one array or a sequence of them.
     """
     place = placement()
     return place.per_device(function, inputs, outputs) if place else function

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, permuted, placed_by, placement, split
+from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
@@ -41,7 +42,7 @@ def parts(stack: str) -> int:
 def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
     """What all parts give, one after the other: `x_BTD`, and the trees of what layers give, of all of them.
 
-    weights: those of all layers, [L, ...]. of_rows: a tree of [B, T], what layers read of each row besides.
+    weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: a tree of [B, T], what layers read of each row besides.
     """
     place = placement()
     assert place and place.stages
@@ -54,7 +55,10 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         """[S, J, rows, ...]: no row moves where stages split the batch."""
         return rearrange(x, "(r S b J) ... -> S J (r b) ...", **sizes)
 
-    weights = jax.tree.map(lambda w: rearrange(w, "(R S k) ... -> S R k ...", R=R, S=S), weights)
+    weights = jax.tree.map(
+        lambda box: box.replace(value=_of_stages(over, R, Spec(box.path, box.axes), box.value)),
+        weights, is_leaf=lambda leaf: isinstance(leaf, Box),
+    )  # fmt: skip
     of_rows = jax.tree.map(lambda x: dealt(x).reshape(M, -1, *x.shape[1:]), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
     x, sums, rows = run(weights, dealt(x_BTD), of_rows)
@@ -128,6 +132,77 @@ def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
     for repeat in range(1, w.shape[1]):
         found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
     return found
+
+
+def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
+
+    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
+    stage lie apart in that order, and stages exchange them before the first turn.
+    """
+    if repeats == 1:
+        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
+    return _dealt(over, repeats, weight, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dealt(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+
+
+_dealt.defvjp(
+    lambda *args: (_dealt(*args), None),
+    lambda over, repeats, weight, _, dw: (
+        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
+    ),
+)
+
+
+def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
+    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
+    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
+    layers, *axes = weight.axes
+    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
+
+    def exchanged(w: jax.Array) -> jax.Array:
+        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
+        stage, moved = jax.lax.axis_index(over.over), parts
+        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
+            way = {part // repeats: part % S for part in round_}
+            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
+            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
+            from_, to = (computed, resting) if back else (resting, computed)
+            way = {target: source for source, target in way.items()} if back else way
+            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(from_)[stage], keepdims=False)
+            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(to)[stage], 0)
+        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
+
+    spec = [computes, rests] if back else [rests, computes]
+    with scope(weight.table, weight.array):
+        return per_device(lambda w: (exchanged(w),), spec[:1], spec[1:])(w)[0]
+
+
+def _rounds(stages: int, repeats: int) -> list[list[int]]:
+    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
+    left, rounds = set(range(stages * repeats)), []
+    for _ in range(repeats):
+        sent: dict[int, int] = {}  # stage that gets it -> part
+
+        def sends(stage: int, tried: set[int], sent: dict[int, int] = sent) -> bool:
+            """Whether a part of the stage finds a stage that gets it, perhaps one that others give up."""
+            for part in sorted(left):
+                to = part % stages
+                if part // repeats == stage and to not in tried:
+                    tried.add(to)
+                    if to not in sent or sends(sent[to] // repeats, tried):
+                        sent[to] = part
+                        return True
+            return False
+
+        assert all(sends(stage, set()) for stage in range(stages))
+        left -= {*sent.values()}
+        rounds.append([*sent.values()])
+    return rounds
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
