@@ -192,8 +192,10 @@ class Rules:
         A finer table is asked first. In one table, a row that names the array beats one that does not. A row that names
         a weight places its adapter too, unless a row names the adapter's matrix.
         """
-        if self.pipeline and axis == self.vocabulary.stages != path.partition(".")[0]:
-            return None  # layers outside of the stages, which all stages compute
+        if self.pipeline and axis == self.vocabulary.stages:
+            if path.partition(".")[0] != axis:
+                return None  # layers outside of the stages, which all stages compute
+            table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
         weight = self.vocabulary.adapted(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]):
             rows = [row for row in self.rows if row.table == name and row.axis == axis]
@@ -233,7 +235,7 @@ class Rules:
                 problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
             taken.update(dict.fromkeys(names, row))
             num_shards = self.num_shards(names)
-            if size % num_shards:
+            if size % num_shards and not (self.pipeline and axis == self.vocabulary.stages):
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
 

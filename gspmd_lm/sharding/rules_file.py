@@ -232,6 +232,7 @@ class _Reader:
         if value is None:
             return None
         sizes = {"microbatches": None, "repeats": 1, **self.mapping("pipeline", value)}
+        # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
             self.known(key, ("microbatches", "repeats"), "pipeline: unknown key", f"pipeline.{key}", size)
             and self.size(size, f"pipeline: {key}", f"pipeline.{key}")
