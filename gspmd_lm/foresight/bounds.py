@@ -138,7 +138,8 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations.
 
-    Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
+    The layers of a stage of a pipeline are read for each of its microbatches. Of a table in which rows are looked up,
+    only a few are read; of experts, no more than there are rows for them.
     """
     itemsize = graph.matmuls[0].input.itemsize
     looked_up = set(graph.looked_up) - graph.multiplied
@@ -146,7 +147,9 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
         matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
     }
     return sum(
-        bytes_per_device(rules, "rules", *leaf, itemsize) * min(1.0, rows_read.get(leaf[0].path, 1.0))
+        bytes_per_device(rules, "rules", *leaf, itemsize)
+        * min(1.0, rows_read.get(leaf[0].path, 1.0))
+        * (rules.pipeline.microbatches if rules.pipeline and rules.split("rules", leaf[0].path, "layers") else 1)
         for leaf in params
         if leaf[0].path not in looked_up
     )

@@ -123,7 +123,8 @@ def report(
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
-    error = known_error(kind_of(target, rules)) if phase == "train" and target.chip else NOT_COMPARED
+    compared = phase == "train" and target.chip and not rules.stages  # no published run that was compared has stages
+    error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
         target=target.text,

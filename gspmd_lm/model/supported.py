@@ -218,7 +218,9 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
 
     row, over = rules.row("weights", f"{axis}.", axis), rules.stages
     if row is None or not row.mesh_axes:
-        wrong(f"no row splits {axis} into stages", f"name the mesh axis of the stages, as in weights: {{{axis}: stage}}")
+        wrong(
+            f"no row splits {axis} into stages", f"name the mesh axis of the stages, as in weights: {{{axis}: stage}}"
+        )
     if not over:
         return problems
     place = f"{place}\n        {row.place}" if row else place
@@ -259,7 +261,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
 
 
 def _pipeline_row(rules: Rules) -> str:
-    return rules.place("pipeline", {} if rules.pipeline is None else dataclasses.asdict(rules.pipeline))
+    sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
+    return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})
 
 
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:

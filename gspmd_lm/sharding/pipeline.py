@@ -1,8 +1,8 @@
 """Layers in stages: microbatches travel through the devices that hold the layers (arXiv 1811.06965).
 
 All stages compute in every turn, as a dimension of a batch that is split over them. In turn t, stage s computes what
-stage 0 has computed in turn t - s. Layers are cut in S * R parts, of which stage s has the parts s, S + s, 2 S + s, ...:
-S microbatches at a time go R times through all stages (arXiv 2104.04473), before the next S of them begin. A row that
+stage 0 has computed in turn t - s. Layers are cut in S * R parts, and stage s has the parts s, S + s, 2 S + s, ....
+S microbatches at a time go R times through all stages, before the next S of them begin (arXiv 2104.04473). A row that
 ends a round is in stage 0 in the very next turn, so nothing waits between rounds.
 
 Each stage sends to its neighbours only. Results go to the next stage, and those of the last one to stage 0. The rows
@@ -12,7 +12,7 @@ before, and the last stage gets a finished row in its place.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,8 @@ def parts(stack: str) -> int:
 def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
     """What all parts give, one after the other: `x_BTD`, and the trees of what layers give, of all of them.
 
-    weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: a tree of [B, T], what layers read of each row besides.
+    weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: what layers read of each
+    row besides, a tree of [B, T].
     """
     place = placement()
     assert place and place.stages
@@ -81,11 +82,12 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
 
     def exchanged(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Stage 0 takes a row of those that wait, if a round ends, and puts there what the last stage has sent."""
+        """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
         slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
         fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
-        sent = _sent(over, -1, where(stage_S == 0, state, fresh))
-        waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent if R == 1 else jnp.where(takes, sent, fresh), slot, 1)
+        sent: Any = _sent(over, -1, where(stage_S == 0, state, fresh))
+        sent = sent if R == 1 else jnp.where(takes, sent, fresh)
+        waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent, slot, 1)
         return where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
@@ -98,7 +100,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         busy_S = (t >= stage_S) & (t < stage_S + R * M)
         own_S = jnp.clip(t - stage_S, 0, R * M - 1)
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
-        # A stage without a row computes with one of those that it had first: what it computes is finite.
+        # A stage without a row computes with one that waited there at first: what it computes is finite.
         state = where(busy_S, state, spare)
         of_repeat = jax.tree.map(functools.partial(_of_repeat, repeat_S), weights)
         state, *of_layers = computed(of_repeat, repeat_S * S + stage_S, microbatch_S, state)
@@ -124,85 +126,6 @@ def _placed(x: jax.Array, spec: Spec) -> jax.Array:
     place = placement()
     assert place
     return place.constrain(x, spec)
-
-
-def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
-    """[S, k, ...]: of each stage, the layers of one round."""
-    found = w[:, 0]
-    for repeat in range(1, w.shape[1]):
-        found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
-    return found
-
-
-def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
-    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
-
-    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
-    stage lie apart in that order, and stages exchange them before the first turn.
-    """
-    if repeats == 1:
-        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
-    return _dealt(over, repeats, weight, w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dealt(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
-    return _exchanged(over, repeats, weight._replace(table="weights"), w)
-
-
-_dealt.defvjp(
-    lambda *args: (_dealt(*args), None),
-    lambda over, repeats, weight, _, dw: (
-        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
-    ),
-)
-
-
-def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
-    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
-    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
-    layers, *axes = weight.axes
-    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
-
-    def exchanged(w: jax.Array) -> jax.Array:
-        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
-        stage, moved = jax.lax.axis_index(over.over), parts
-        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
-            way = {part // repeats: part % S for part in round_}
-            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
-            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
-            from_, to = (computed, resting) if back else (resting, computed)
-            way = {target: source for source, target in way.items()} if back else way
-            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(from_)[stage], keepdims=False)
-            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(to)[stage], 0)
-        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
-
-    spec = [computes, rests] if back else [rests, computes]
-    with scope(weight.table, weight.array):
-        return per_device(lambda w: (exchanged(w),), spec[:1], spec[1:])(w)[0]
-
-
-def _rounds(stages: int, repeats: int) -> list[list[int]]:
-    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
-    left, rounds = set(range(stages * repeats)), []
-    for _ in range(repeats):
-        sent: dict[int, int] = {}  # stage that gets it -> part
-
-        def sends(stage: int, tried: set[int], sent: dict[int, int] = sent) -> bool:
-            """Whether a part of the stage finds a stage that gets it, perhaps one that others give up."""
-            for part in sorted(left):
-                to = part % stages
-                if part // repeats == stage and to not in tried:
-                    tried.add(to)
-                    if to not in sent or sends(sent[to] // repeats, tried):
-                        sent[to] = part
-                        return True
-            return False
-
-        assert all(sends(stage, set()) for stage in range(stages))
-        left -= {*sent.values()}
-        rounds.append([*sent.values()])
-    return rounds
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -238,3 +161,90 @@ def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]
 
     call.defvjp(forward, backward)
     return call
+
+
+# Weights
+
+
+def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
+
+    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
+    stage lie apart in that order, and stages exchange them before the first turn.
+    """
+    if repeats == 1:
+        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
+    return _dealt(over, repeats, weight, w)
+
+
+def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
+    """[S, k, ...]: of each stage, the layers of one round."""
+    found = w[:, 0]
+    for repeat in range(1, w.shape[1]):
+        found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dealt(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+
+
+_dealt.defvjp(
+    lambda *args: (_dealt(*args), None),
+    lambda over, repeats, weight, _, dw: (
+        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
+    ),
+)
+
+
+def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
+    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
+    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
+    layers, *axes = weight.axes
+    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
+
+    def of_a_device(w: jax.Array) -> jax.Array:
+        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
+        stage, moved = jax.lax.axis_index(over.over), parts
+        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
+            way = {part // repeats: part % S for part in round_}
+            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
+            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
+            source, target = (computed, resting) if back else (resting, computed)
+            way = {to: from_ for from_, to in way.items()} if back else way
+            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(source)[stage], keepdims=False)
+            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(target)[stage], 0)
+        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
+
+    spec = [computes, rests] if back else [rests, computes]
+    with scope(weight.table, weight.array):
+        return per_device(lambda w: (of_a_device(w),), spec[:1], spec[1:])(w)[0]
+
+
+def _rounds(stages: int, repeats: int) -> list[list[int]]:
+    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
+    left, rounds = [*range(stages * repeats)], []
+    while left:
+        got: dict[int, int] = {}  # stage -> the part that it gets
+        for stage in range(stages):
+            _send(stage, got, set(), [(part, part // repeats, part % stages) for part in left])
+        rounds.append([*got.values()])
+        left = [part for part in left if part not in got.values()]
+    return rounds
+
+
+def _send(stage: int, got: dict[int, int], tried: set[int], left: Sequence[tuple[int, int, int]]) -> bool:
+    """Adds a part of `stage` to those that stages get. Another stage may have to send another part for it.
+
+    left: parts, the stage that has each, and the one that gets it. Each stage has as many as it gets, so that a part is
+    found for all stages. It says whether one was found without a stage that was tried.
+    """
+    sources = {part: source for part, source, _ in left}
+    for part, source, target in left:
+        if source == stage and target not in tried:
+            tried.add(target)
+            if target not in got or _send(sources[got[target]], got, tried, left):
+                got[target] = part
+                return True
+    return False

@@ -88,7 +88,7 @@ class MeshPlacement:
         over, pipeline = self.rules.stages, self.rules.pipeline
         return Stages(self.over(over), pipeline.microbatches, pipeline.repeats) if pipeline and over else None
 
-    @functools.cached_property
+    @property
     def of_a_stage(self) -> "MeshPlacement":
         return dataclasses.replace(self, rules=self.rules.of_a_stage)
 

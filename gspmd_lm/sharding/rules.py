@@ -166,6 +166,14 @@ class Rules:
         return self.split("weights", f"{axis}.", axis) if self.pipeline and axis else ()
 
     @property
+    def turns(self) -> tuple[int, int]:
+        """In how many turns a stage of the pipeline has rows, and how many there are; (0, 0) without stages."""
+        if not self.pipeline or not self.stages:
+            return 0, 0
+        busy = self.pipeline.microbatches * self.pipeline.repeats
+        return busy, busy + self.num_shards(self.stages) - 1
+
+    @property
     def of_a_stage(self) -> "Rules":
         """The same rules for the rows and the layers that one stage computes in a turn."""
         return dataclasses.replace(self._without(self.stages), pipeline=None)

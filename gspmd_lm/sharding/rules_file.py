@@ -229,7 +229,7 @@ class _Reader:
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
 
     def pipeline(self, value: Any) -> Pipeline | None:
-        if value is None:
+        if not self.mapping("pipeline", value):
             return None
         sizes = {"microbatches": None, "repeats": 1, **self.mapping("pipeline", value)}
         # What is wrong with a key stands in its own message; a missing one reads as null.
