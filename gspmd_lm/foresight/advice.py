@@ -27,6 +27,7 @@ UNFUSED = 0.1  # share of the step that attention without a fused kernel may tak
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
+BUBBLE = 0.1  # of the turns of a pipeline
 NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank")
 
 
@@ -54,6 +55,7 @@ def warnings(
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
         *_slow_links(config.model.layers if config else 1, rules, moved),
+        *_bubble(rules),
         *_unfused(fused, predicted),
         *_involuntary(notes),
         *_replicated(rules.mesh, arrays, memory),
@@ -134,7 +136,8 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
     total = sum(one.bytes_per_device_per_step for one in moved)
     scattered = {one.op: one.bytes_per_device_per_step for one in moved if one.kind == "reduce-scatter"}
     for one in moved:
-        unasked = (one.kind in ("all-to-all", "collective-permute") and not _of_context(rules, one)) or (
+        asked = _of_context(rules, one) or (one.kind == "collective-permute" and {*one.mesh_axes} <= {*rules.stages})
+        unasked = (one.kind in ("all-to-all", "collective-permute") and not asked) or (
             one.kind == "all-gather"
             and one.phase != "optimizer"
             and not (_is_weight(rules, one.op) and one.rules)
@@ -150,6 +153,16 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
             "unasked-reshard",
             f"{what}, {one.times_per_step} times, {human_bytes(one.bytes_per_device_per_step)}: no rule asks for it",
             f"make the rows of the arrays around it agree ({', '.join(one.rules) or one.source or 'see --json'})",
+        )
+
+
+def _bubble(rules: Rules) -> Iterator[Finding]:
+    busy, turns = rules.turns
+    if rules.pipeline and busy < (1 - BUBBLE) * turns:
+        yield Finding(
+            "pipeline-bubble",
+            f"in {turns - busy} of {turns} turns, a stage computes what nobody reads: {1 - busy / turns:.0%}",
+            f"--set rules.pipeline.microbatches={2 * rules.pipeline.microbatches}, if the batch has the rows",
         )
 
 

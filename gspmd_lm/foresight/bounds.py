@@ -163,7 +163,8 @@ def updated_bytes(rules: Rules, arrays: Arrays) -> float:
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
     """The bytes of weights that one device reads in use, once, in the dtype of activations or in 8 bits.
 
-    Of a table in which rows are looked up, only a few are read; of experts, no more than there are rows for them.
+    The layers of a stage of a pipeline are read for each of its microbatches. Of a table in which rows are looked up,
+    only a few are read; of experts, no more than there are rows for them.
     """
     itemsize = graph.matmuls[0].input.itemsize
     looked_up = set(graph.looked_up) - graph.multiplied
@@ -174,6 +175,7 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     return sum(
         bytes_per_device(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)
         * min(1.0, rows_read.get(leaf[0].path, 1.0))
+        * (rules.pipeline.microbatches if rules.pipeline and rules.split("rules", leaf[0].path, "layers") else 1)
         for leaf in params
         if leaf[0].path not in looked_up
     )

@@ -136,7 +136,8 @@ def report(
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
     narrow = matmul_operands(config, target.platform) if config else ""
-    compared = phase == "train" and target.chip and not narrow  # no published step has operands of 8 bits
+    # No published step that was compared has operands of 8 bits, or stages.
+    compared = phase == "train" and target.chip and not narrow and not rules.stages
     error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(

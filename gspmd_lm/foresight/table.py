@@ -83,6 +83,9 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     trained = f" ({arrays.trained_count:,} trained)" if some else ""
     parameters = f"{arrays.parameter_count:,} parameters{trained}"
     console.print(f"{config.name} under {rules.path}: {parameters}, mesh {mesh}", soft_wrap=True)
+    if rules.stages:
+        (busy, turns), stages = rules.turns, rules.num_shards(rules.stages)
+        console.print(f"pipeline: {stages} stages, each of which computes in {busy} of {turns} turns")
     if kinds := len(recorder.constraints):
         whole = len(recorder.unmapped)
         console.print(f"kinds of nn.with_logical_constraint: {kinds}, {whole} of them without an axis that a row maps")

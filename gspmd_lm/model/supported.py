@@ -218,6 +218,73 @@ def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> 
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 
+def no_pipeline(rules: Rules) -> list[Problem]:
+    """The problem that rules have a pipeline, for programs that have no stages."""
+    if not rules.pipeline:
+        return []
+    message = "pipeline: training and its evaluation have stages; generating and scoring texts have none"
+    return [Problem(message, _pipeline_row(rules), "use rules without a pipeline: weights are loaded under any rules")]
+
+
+def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
+    """The problems that a config and the pipeline of the rules do not fit each other in training."""
+    model, pipeline, problems = config.model, rules.pipeline, []
+    if not pipeline:
+        return []
+    axis, place = rules.vocabulary.stages, _pipeline_row(rules)
+
+    def wrong(message: str, fix: str, instead: str = "", warning: bool = False) -> None:
+        problems.append(Problem(f"pipeline: {message}", place, fix, instead, warning=warning))
+
+    row, over = rules.row("weights", f"{axis}.", axis), rules.stages
+    if row is None or not row.mesh_axes:
+        wrong(
+            f"no row splits {axis} into stages", f"name the mesh axis of the stages, as in weights: {{{axis}: stage}}"
+        )
+    if not over:
+        return problems
+    place = f"{place}\n        {row.place}" if row else place
+    stages, names = rules.num_shards(over), " x ".join(f"{name}={rules.mesh[name]}" for name in over)
+    lacking = ("residual_streams", model.residual_streams > 1), ("layer_embed", model.layer_embed), (
+        "shared_kv_layers", model.shared_kv_layers)  # fmt: skip
+    for key, asked in lacking:
+        if asked:
+            wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
+                  f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+    if model.balance == "batch":
+        wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
+              "--set model.balance=row or bias")  # fmt: skip
+    stack = next(stack for stack in model.stacks if stack.name == axis)
+    turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
+    parts = stages * pipeline.repeats
+    if turns % parts:
+        of_what = f"{turns} turns of a pattern of {length} layers" if length > 1 else f"{turns} layers"
+        rounds = f" of {pipeline.repeats} parts each" if pipeline.repeats > 1 else ""
+        fitting = [n for n in range(2, stages + 1) if turns % (n * pipeline.repeats) == 0]
+        fix = f"--mesh={over[0]}={fitting[-1]}" if fitting and len(over) == 1 else "use fewer stages or repeats"
+        wrong(f"{of_what} do not divide into {names} stages{rounds}", fix, f"make them a multiple of {parts}")
+    if pipeline.microbatches % stages:
+        more = -(-pipeline.microbatches // stages) * stages
+        wrong(f"microbatches={pipeline.microbatches} is no multiple of the stages {names}",
+              f"--set rules.pipeline.microbatches={more}")  # fmt: skip
+    batch = rules.split("rules", "residual", "batch")
+    shards = rules.num_shards(name for name in batch if name not in over)
+    rows, pieces = config.data.batch, rules.microbatches * pipeline.microbatches
+    if rows % (pieces * shards):
+        each = f" in {rules.microbatches} microbatches each" if rules.microbatches > 1 else ""
+        wrong(f"data.batch={rows} does not divide into {pipeline.microbatches} microbatches{each} of {shards} shards",
+              f"make data.batch a multiple of {pieces * shards}")  # fmt: skip
+    if not {*over} <= {*batch}:
+        wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
+              f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip
+    return problems
+
+
+def _pipeline_row(rules: Rules) -> str:
+    sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
+    return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})
+
+
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
     model, problems = config.model, []

@@ -16,6 +16,7 @@ from gspmd_lm.model.latent_attention import LatentAttention
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sinusoids, table_specs
 from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
+from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
 from gspmd_lm.sharding.matmuls import gathered, look_up, project
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
@@ -197,33 +198,80 @@ class Decoder(nn.Module):
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[RouterOutput]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
-        kinds, length = stack.kinds, len(stack.kinds)
-        turns = stack.scanned // length
-        unrolled = unroll(turns)
-        scanned: Any = {
-            "variable_axes": {"params": 0},
-            "split_rngs": {"params": True},
-            "length": turns,
-            "in_axes": (0, 0, nn.broadcast, nn.broadcast),
-            "metadata_params": {nn.PARTITION_NAME: "layers"},
-            "unroll": unrolled,
-        }
-        one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
-        layers: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
-        scanned_inputs = None
-        if inputs_LBTY is not None:
-            scanned_inputs = inputs_LBTY[stack.first : stack.first + stack.scanned]
-            if length > 1:
-                scanned_inputs = scanned_inputs.reshape(turns, length, *scanned_inputs.shape[1:])
-        carried, routed = layers(carried, stack.first + length * jnp.arange(turns), scanned_inputs, batch, keys_BT)
-        of_layers = [routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)]
-        for i, kind in enumerate(kinds[: stack.layers - stack.scanned]):
+        parts = 1 if self.is_initializing() else pipeline.parts(stack.name)
+        if parts > 1:
+            x_BTD, cache, kept = carried
+            x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)
+            carried = x_BTD, cache, kept
+        else:
+            inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
+            carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)
+        of_layers = [routed]
+        for i, kind in enumerate(stack.kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
             input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
             block = _block(alone=False)(kind, name=f"layer_{layer}")
             carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in of_layers if each is not None]
+
+    def _in_stages(
+        self, stack: config.Stack, parts: int, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
+    ) -> tuple[jax.Array, RouterOutput | None]:
+        """The loop over a stack that is cut in so many parts."""
+        layers = stack.scanned // parts
+        weights = self.variables["params"][stack.name]
+        of_rows = {name: x for name, x in batch.items() if name in ("positions", "segment_ids", "places")}
+
+        def part(weights: Any, number: jax.Array, x_BTD: jax.Array, of_rows: tuple[Any, Any]) -> tuple[Any, ...]:
+            first = stack.first + layers * number
+            some = Layers(stack, layers, parent=None)
+            x_BTD, routed = some.apply({"params": {stack.name: weights}}, first, x_BTD, *of_rows)
+            return x_BTD, *(routed or (None, None))
+
+        x_BTD, *routed = pipeline.in_stages(part, weights, x_BTD, (of_rows, keys_BT))
+        return x_BTD, RouterOutput(*routed) if routed[0] is not None else None
+
+
+class Layers(nn.Module):
+    """Some layers of a stack: those of a part of a pipeline."""
+
+    stack: config.Stack
+    layers: int
+
+    @nn.compact
+    def __call__(self, first: jax.Array, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None):
+        carried, routed = _loop(self.stack, self.layers, first, (x_BTD, None, None), None, batch, keys_BT)
+        return carried[0], routed
+
+
+def _loop(
+    stack: config.Stack,
+    layers: int,
+    first: jax.Array | int,
+    carried: Carried,
+    inputs_LBTY: jax.Array | None,
+    batch: dict[str, jax.Array],
+    keys_BT: jax.Array | None,
+) -> tuple[Carried, RouterOutput | None]:
+    """What is carried after so many layers of `stack` from `first` on, and what their routers did, [layers, ...]."""
+    kinds, length = stack.kinds, len(stack.kinds)
+    turns = layers // length
+    unrolled = unroll(turns)
+    scanned: Any = {
+        "variable_axes": {"params": 0},
+        "split_rngs": {"params": True},
+        "length": turns,
+        "in_axes": (0, 0, nn.broadcast, nn.broadcast),
+        "metadata_params": {nn.PARTITION_NAME: "layers"},
+        "unroll": unrolled,
+    }
+    one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+    loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
+    if inputs_LBTY is not None and length > 1:
+        inputs_LBTY = inputs_LBTY.reshape(turns, length, *inputs_LBTY.shape[1:])
+    carried, routed = loop(carried, first + length * jnp.arange(turns), inputs_LBTY, batch, keys_BT)
+    return carried, routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
 
 
 def _block(alone: bool = True) -> type[nn.Module]:

@@ -150,6 +150,9 @@ def with_fixes(
 
 def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
+    if rules.pipeline:
+        microbatches = 2 * rules.pipeline.microbatches
+        return f"--set rules.remat=block --set rules.pipeline.microbatches={microbatches}; pipelines are not estimated"
     fitting = []
     # What the compiler says of this layout corrects the estimates of those that are like it.
     correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)

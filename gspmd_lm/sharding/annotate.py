@@ -6,13 +6,14 @@ A model names arrays and axes and never sees a mesh. Code that traces a step giv
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
@@ -60,6 +61,14 @@ class Split(NamedTuple):
     num_shards: int = 1
 
 
+class Stages(NamedTuple):
+    """The stages of a pipeline, and how microbatches go through them."""
+
+    split: Split  # of the layers
+    microbatches: int
+    repeats: int  # how often a microbatch goes through all stages
+
+
 class Spec(NamedTuple):
     """An array's name and logical axes, and the table of the rules file that places it."""
 
@@ -101,6 +110,16 @@ class Placement(Protocol):
         """The value of that name in `Settings`."""
         ...
 
+    @property
+    def stages(self) -> Stages | None:
+        """The stages of the pipeline that the layers go through; None where there is none."""
+        ...
+
+    @property
+    def of_a_stage(self) -> "Placement":
+        """The placement for the work of one stage. The others are a batch dimension of this work."""
+        ...
+
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
         ...
@@ -132,7 +151,8 @@ class Placement(Protocol):
     def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         """`x`, whose last axis is split as that of a table is, on the way to `target`, one mesh axis after the other.
 
-        Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two.
+        Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two, nor where
+        other axes split the same dimension of `target`.
         """
         ...
 
@@ -258,11 +278,22 @@ def context() -> str:
 def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
     """`function`, run by each device on its own shards of the arrays.
 
-    An array is named as in `shard`, where a dimension called `whole` is not split, or by the mesh axes of each
-    dimension; None has no place. `outputs` is one array or a sequence of them.
+    An array is named as in `shard`, where a dimension called `whole` is not split, by a Spec, or by the mesh axes of
+    each dimension; None has no place. `outputs` is one array or a sequence of them.
     """
     place = placement()
     return place.per_device(function, inputs, outputs) if place else function
+
+
+def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
+    """Within `per_device`, `x` of the device that sends to this one. Devices are counted along the axes of `over`."""
+    if all(source == target for source, target in to.items()):
+        return x
+    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order the names are passed.
+    along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
+    sizes = [jax.lax.axis_size(name) for name in over.over]
+    counted = np.argsort(np.arange(over.num_shards).reshape(sizes).transpose(along).ravel()).tolist()
+    return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
 
 
 # The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that

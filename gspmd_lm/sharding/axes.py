@@ -142,6 +142,7 @@ DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,
     adapters=ADAPTERS,
+    stages="layers",
     activations=ACTIVATIONS,
     remat=IN_BLOCKS,
     settings={"batch": "data.batch", "vocab": "model.padded_vocab"},

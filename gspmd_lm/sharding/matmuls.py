@@ -228,7 +228,8 @@ _inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _slot(over: Split, reduced_spec: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
-    return jnp.zeros((over.num_shards, *x.shape), x.dtype)
+    # Zeros that depend on `x`: of the stages of a pipeline, a batch dimension of `x`, each has a slot of its own.
+    return jnp.broadcast_to(jnp.where(False, x, 0), (over.num_shards, *x.shape))
 
 
 _slot.defvjp(

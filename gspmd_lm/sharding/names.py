@@ -26,6 +26,7 @@ class Vocabulary:
     rows: str = "batch"  # the axis of the rows of a batch, along which microbatches are cut
     remat: tuple[str, ...] | None = None  # what `remat: {save: ...}` has a choice about; None: every activation
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # axis -> the setting of its size, for errors
+    stages: str = ""  # the stack of layers that a pipeline cuts in stages: its module, and the axis of its weights
     adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weight -> the one whose rows place it too
 
     @property

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Settings, Spec, Split, placed_by
+from gspmd_lm.sharding.annotate import Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.quantised import SCALED
@@ -85,6 +85,15 @@ class MeshPlacement:
             abstract,
             is_leaf=lambda leaf: isinstance(leaf, Named),
         )
+
+    @property
+    def stages(self) -> Stages | None:
+        over, pipeline = self.rules.stages, self.rules.pipeline
+        return Stages(self.over(over), pipeline.microbatches, pipeline.repeats) if pipeline and over else None
+
+    @property
+    def of_a_stage(self) -> "MeshPlacement":
+        return dataclasses.replace(self, rules=self.rules.of_a_stage)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         with scope(spec.table, spec.array):
@@ -157,12 +166,13 @@ class MeshPlacement:
         columns = self.rules.split(table.table, table.array, table.axes[-1])
         want = [self.rules.split(target.table, target.array, axis) for axis in target.axes[:-1]]
         moved = [name for name in columns if any(name in names for names in want)]
-        if len({names for names in want if set(names) & set(moved)}) < 2:
+        others = {name for names in want for name in names} - {*columns}
+        if not moved or (len({names for names in want if set(names) & set(moved)}) < 2 and not others):
             return x
         left = list(columns)
         for name in (None, *reversed(moved[1:])):
             left = [other for other in left if other != name]
-            leading = [tuple(other for other in names if other in moved and other not in left) for names in want]
+            leading = [tuple(other for other in names if other not in left) for names in want]
             sharding = NamedSharding(self.mesh, _partition_spec([*leading, left]))
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
@@ -171,7 +181,9 @@ class MeshPlacement:
         def spec(place: Any) -> PartitionSpec | None:
             if isinstance(place, str):
                 array, _, axes = place.partition(": ")
-                place = [self.rules.split("rules", array, axis) for axis in axes.split()]
+                place = Spec(array, tuple(axes.split()))
+            if isinstance(place, Spec):
+                place = [self.rules.split(place.table, place.array, axis) for axis in place.axes]
             return None if place is None else _partition_spec(place)
 
         into, out = tuple(map(spec, inputs)), spec(outputs) if isinstance(outputs, str) else tuple(map(spec, outputs))
@@ -232,6 +244,16 @@ class Recorder:
     def setting(self, name: str) -> Any:
         self.asked.add(name)
         return getattr(Settings("recorded", "recorded", context=self.rules.context), name)
+
+    @property
+    def stages(self) -> Stages | None:
+        """None: what is recorded is computed as on one device."""
+        self.asked.add("pipeline")
+        return None
+
+    @property
+    def of_a_stage(self) -> "Recorder":
+        raise AssertionError("there are no stages")
 
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""

@@ -81,6 +81,14 @@ class Remat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How many microbatches go through the stages of a pipeline, and how often."""
+
+    microbatches: int
+    repeats: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """A rules file for models that use the names of `vocabulary`.
 
@@ -99,6 +107,7 @@ class Rules:
     compiler_options: Mapping[str, Mapping[str, Any]]
     dcn: Mapping[str, int]
     problems: tuple[Problem, ...]
+    pipeline: Pipeline | None = None
     text: str = ""  # the content of the file, with what flags have set
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> the flag that set it
 
@@ -148,9 +157,30 @@ class Rules:
     @property
     def of_a_replica(self) -> "Rules":
         """The same rules for the part of the batch that one replica of the weights computes."""
-        replicas = self.replicas
+        return self._without(self.replicas)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The mesh axes that split the layers into the stages of a pipeline; none without a pipeline."""
+        axis = self.vocabulary.stages
+        return self.split("weights", f"{axis}.", axis) if self.pipeline and axis else ()
+
+    @property
+    def turns(self) -> tuple[int, int]:
+        """In how many turns a stage of the pipeline has rows, and how many there are; (0, 0) without stages."""
+        if not self.pipeline or not self.stages:
+            return 0, 0
+        busy = self.pipeline.microbatches * self.pipeline.repeats
+        return busy, busy + self.num_shards(self.stages) - 1
+
+    @property
+    def of_a_stage(self) -> "Rules":
+        """The same rules for the rows and the layers that one stage computes in a turn."""
+        return dataclasses.replace(self._without(self.stages), pipeline=None)
+
+    def _without(self, mesh_axes: Sequence[str]) -> "Rules":
         rows = tuple(
-            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in replicas))
+            dataclasses.replace(row, mesh_axes=tuple(name for name in row.mesh_axes if name not in mesh_axes))
             for row in self.rows
         )
         return dataclasses.replace(self, rows=rows)
@@ -159,6 +189,7 @@ class Rules:
         """The content of these rules as plain values, without the path of the file and its comments."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["remat"] = dataclasses.asdict(self.remat)
+        plain["pipeline"] = dataclasses.asdict(self.pipeline) if self.pipeline else None
         plain["mesh"] = list(self.mesh.items())  # in the order of devices
         plain["rows"] = {row.key: row.mesh_axes for row in self.rows}
         return {name: value for name, value in plain.items() if name not in _NOT_FACTS}
@@ -169,6 +200,10 @@ class Rules:
         A finer table is asked first. In one table, a row that names the array beats one that does not. A row that names
         a weight places its adapter too, unless a row names the adapter's matrix.
         """
+        if self.pipeline and axis == self.vocabulary.stages:
+            if path.partition(".")[0] != axis:
+                return None  # layers outside of the stages, which all stages compute
+            table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
         weight = self.vocabulary.adapted(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]):
             rows = [row for row in self.rows if row.table == name and row.axis == axis]
@@ -208,7 +243,7 @@ class Rules:
                 problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
             taken.update(dict.fromkeys(names, row))
             num_shards = self.num_shards(names)
-            if size % num_shards:
+            if size % num_shards and not (self.pipeline and axis == self.vocabulary.stages):
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
 

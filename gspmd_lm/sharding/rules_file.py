@@ -15,6 +15,7 @@ from gspmd_lm.sharding.rules import (
     KERNELS,
     MESH_AXES,
     TABLES,
+    Pipeline,
     Problem,
     Remat,
     Row,
@@ -25,7 +26,8 @@ from gspmd_lm.sharding.rules import (
     place,
 )  # fmt: skip
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "unroll", "attention", "context", "compiler_options", "dcn")
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "unroll", "attention", "context", "compiler_options",
+            "dcn")  # fmt: skip
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
@@ -166,6 +168,7 @@ class _Reader:
                 for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
             },
             dcn=self.dcn(raw.get("dcn"), mesh),
+            pipeline=self.pipeline(raw.get("pipeline")),
             problems=tuple(self.problems),
             flags=self.flags,
         )
@@ -224,6 +227,18 @@ class _Reader:
         for name in sorted(set(lists["save"]) & set(lists["offload"])):
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
+
+    def pipeline(self, value: Any) -> Pipeline | None:
+        if not self.mapping("pipeline", value):
+            return None
+        sizes = {"microbatches": None, "repeats": 1, **self.mapping("pipeline", value)}
+        # What is wrong with a key stands in its own message; a missing one reads as null.
+        good = [
+            self.known(key, ("microbatches", "repeats"), "pipeline: unknown key", f"pipeline.{key}", size)
+            and self.size(size, f"pipeline: {key}", f"pipeline.{key}")
+            for key, size in sizes.items()
+        ]
+        return Pipeline(**sizes) if all(good) else None
 
     def unroll(self, value: Any) -> int | Literal["all"] | None:
         good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")

@@ -11,7 +11,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model import supported
-from gspmd_lm.model.supported import Pass, layer_problems
+from gspmd_lm.model.supported import Pass, layer_problems, pipeline_problems
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
@@ -91,7 +91,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
         more += config_problems(task.config, rules, platform)
     named = recorded(task, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
-    chosen["unroll"] = str(rules.unroll or "none")
+    chosen |= {"unroll": str(rules.unroll or "none"), "pipeline": "stages" if rules.pipeline else "none"}
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
@@ -145,7 +145,7 @@ def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
     problems = layer_problems(config, rules, platform, attention_pass(config))
-    return [*problems, *_balance_problems(config, rules)]
+    return [*problems, *pipeline_problems(config, rules), *_balance_problems(config, rules)]
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:

@@ -202,6 +202,8 @@ def _caused(
 ) -> tuple[str, tuple[str, ...]]:
     """What a tensor is called, and the rows that cause its movement."""
     name, weight, new_weight = origin.name, origin.weight, ""
+    if tensor.kind == "collective-permute" and {*mesh_axes} <= {*attribution.rules.stages}:
+        return name.path or "step", attribution.of_stages
     placed = name.array if name.array in attribution.weights else ""
     # TPU gathers a small weight by an all-reduce, which adds zeros to each device's shard.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)

@@ -59,6 +59,11 @@ class Attribution:
         keys = before | around | after | self._looked_up(name)
         return tuple(row.key for table in TABLES for row in self.rules.rows if row.table == table and row.key in keys)
 
+    @property
+    def of_stages(self) -> tuple[str, ...]:
+        """Keys of the rows behind what stages of a pipeline send to each other."""
+        return tuple(row.key for row in self.rules.rows if row.axis == self.rules.vocabulary.stages)
+
     def is_activation(self, array: str) -> bool:
         """Whether an array of the model is an activation."""
         return array in self.arrays and array not in self.graph.weights

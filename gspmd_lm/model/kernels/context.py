@@ -20,7 +20,7 @@ import numpy as np
 from gspmd_lm import config
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.attention import HEAD, OUT, Tokens
-from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
+from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, permuted, shard, split
 
 # Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"
@@ -73,15 +73,6 @@ def zigzag_sharded(batch: dict[str, Any]) -> dict[str, Any]:
     moved = per_device(exchanged, [stacked], stacked)(jnp.stack([batch[name] for name in names]))
     places_BT = jnp.broadcast_to(jnp.asarray(zigzag_order(T, over.num_shards), jnp.int32), (B, T))
     return batch | dict(zip(names, moved, strict=True)) | {"places": places_BT}
-
-
-def permuted(x: jax.Array, over: Split, to: dict[int, int]) -> jax.Array:
-    """`x` of the device that sends to this one. Devices are counted along the axes of `over`."""
-    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order the names are passed.
-    along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
-    sizes = [jax.lax.axis_size(name) for name in over.over]
-    counted = np.argsort(np.arange(over.num_shards).reshape(sizes).transpose(along).ravel()).tolist()
-    return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
 
 
 def attend(

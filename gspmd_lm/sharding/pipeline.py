@@ -1,0 +1,250 @@
+"""Layers in stages: microbatches travel through the devices that hold the layers (arXiv 1811.06965).
+
+All stages compute in every turn, as a dimension of a batch that is split over them. In turn t, stage s computes what
+stage 0 has computed in turn t - s. Layers are cut in S * R parts, and stage s has the parts s, S + s, 2 S + s, ....
+S microbatches at a time go R times through all stages, before the next S of them begin (arXiv 2104.04473). A row that
+ends a round is in stage 0 in the very next turn, so nothing waits between rounds.
+
+Each stage sends to its neighbours only. Results go to the next stage, and those of the last one to stage 0. The rows
+that wait to enter stage 0, and those that have left the last stage, share one buffer that is split over the stages: a
+row of the batch waits where the rules place it. When stage 0 takes a row, each stage sends one of its rows to the stage
+before, and the last stage gets a finished row in its place.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, permuted, placed_by, placement, split
+from gspmd_lm.sharding.of_flax import Box
+from gspmd_lm.sharding.op_names import scope
+
+RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
+TOKENS = Spec("tokens", ("batch", "seq"))
+BUBBLES: float | None = None  # what a stage gives in a turn in which it has no row of the batch; a test sets it
+
+# (weights, [layers, ...]; the number of the part; x_BTD; a tree of [B, T]) -> x_BTD, and of its layers a tree of
+# [layers, ...] that is added up over the rows, and one of [layers, B].
+Part = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
+
+
+def parts(stack: str) -> int:
+    """Into how many parts a pipeline cuts the stack of layers of that name; 1 where it does not."""
+    place = placement()
+    stages = place.stages if place and place.vocabulary.stages == stack else None
+    return stages.split.num_shards * stages.repeats if stages else 1
+
+
+def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
+    """What all parts give, one after the other: `x_BTD`, and the trees of what layers give, of all of them.
+
+    weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: what layers read of each
+    row besides, a tree of [B, T].
+    """
+    place = placement()
+    assert place and place.stages
+    over, M, R = place.stages
+    S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
+    outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
+    sizes = {"r": place.over(outer).num_shards, "S": S, "J": M // S}
+
+    def dealt(x: jax.Array) -> jax.Array:
+        """[S, J, rows, ...]: no row moves where stages split the batch."""
+        return rearrange(x, "(r S b J) ... -> S J (r b) ...", **sizes)
+
+    weights = jax.tree.map(
+        lambda box: box.replace(value=_of_stages(over, R, Spec(box.path, box.axes), box.value)),
+        weights, is_leaf=lambda leaf: isinstance(leaf, Box),
+    )  # fmt: skip
+    of_rows = jax.tree.map(lambda x: dealt(x).reshape(M, -1, *x.shape[1:]), of_rows)
+    run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
+    x, sums, rows = run(weights, dealt(x_BTD), of_rows)
+    rows = jax.tree.map(lambda x: rearrange(x, "R S (s J) k (r b) -> (R S k) (r s b J)", **{**sizes, "s": S}), rows)
+    sums = jax.tree.map(lambda x: rearrange(x.sum(2), "R S k ... -> (R S k) ..."), sums)
+    return rearrange(x, "S J (r b) ... -> (r S b J) ...", **sizes), sums, rows
+
+
+def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
+    """`x_SJBTD` after all parts, and what layers give, [R, S, M, k, ...].
+
+    weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
+    """
+    over, M, R = stages
+    S, J = over.num_shards, M // over.num_shards
+    stage_S = jnp.arange(S)
+    each = functools.partial(jax.vmap, spmd_axis_name=over.over)
+
+    def where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: Any) -> jax.Array:
+        return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
+
+    def exchanged(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
+        slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
+        fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
+        sent: Any = _sent(over, -1, where(stage_S == 0, state, fresh))
+        sent = sent if R == 1 else jnp.where(takes, sent, fresh)
+        waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent, slot, 1)
+        return where((stage_S == 0) & takes, fresh, state), waiting
+
+    @each
+    def computed(weights: Any, number: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
+        mine = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
+        return part(weights, number, _placed(x_BTD, RESIDUAL), mine)
+
+    def turn(carried: tuple[jax.Array, jax.Array], t: jax.Array):
+        state, waiting = exchanged(t, *carried)
+        busy_S = (t >= stage_S) & (t < stage_S + R * M)
+        own_S = jnp.clip(t - stage_S, 0, R * M - 1)
+        repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
+        # A stage without a row computes with one that waited there at first: what it computes is finite.
+        state = where(busy_S, state, spare)
+        of_repeat = jax.tree.map(functools.partial(_of_repeat, repeat_S), weights)
+        state, *of_layers = computed(of_repeat, repeat_S * S + stage_S, microbatch_S, state)
+        state = state if BUBBLES is None else where(busy_S, state, BUBBLES)
+        return (_sent(over, 1, state), waiting), of_layers
+
+    waiting = each(functools.partial(_placed, spec=RESIDUAL._replace(axes=("", *RESIDUAL.axes))))(x_SJBTD)
+    of_rows = jax.tree.map(lambda x: _placed(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
+    spare = jax.lax.stop_gradient(waiting[:, 0])
+    turns = R * M + S - 1
+    (state, waiting), of_layers = jax.lax.scan(turn, (spare, waiting), jnp.arange(turns))
+    _, waiting = exchanged(turns, state, waiting)
+
+    def of_microbatches(x: jax.Array) -> jax.Array:
+        """[R, S, M, ...] of what each stage gave in all turns, of which it was busy in those from its number on."""
+        own = jax.vmap(lambda x, stage: jax.lax.dynamic_slice_in_dim(x, stage, R * M), in_axes=(1, 0))(x, stage_S)
+        return rearrange(own, "S (g R i) ... -> R S (g i) ...", R=R, i=S)
+
+    return jnp.roll(waiting, -(S % J), axis=1), *jax.tree.map(of_microbatches, of_layers)
+
+
+def _placed(x: jax.Array, spec: Spec) -> jax.Array:
+    place = placement()
+    assert place
+    return place.constrain(x, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
+    """Of each stage, what the stage has that is `step` before it. Autodiff would sum over devices of the same stage."""
+    place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
+    to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
+    with scope("rules", RESIDUAL.array):
+        return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
+
+
+_sent.defvjp(
+    lambda over, step, x: (_sent(over, step, x), None),
+    lambda over, step, _, dx: (_sent(over, -step, dx),),
+)
+
+
+def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under another placement, its derivative included, which is traced when the function has returned."""
+
+    @jax.custom_vjp
+    def call(*given: Any) -> Any:
+        with placed_by(place):
+            return function(*given)
+
+    def forward(*given: Any) -> tuple[Any, Any]:
+        with placed_by(place):
+            return jax.vjp(function, *given)
+
+    def backward(back: Callable[[Any], Any], gradient: Any) -> Any:
+        with placed_by(place):
+            return back(gradient)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+# Weights
+
+
+def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
+
+    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
+    stage lie apart in that order, and stages exchange them before the first turn.
+    """
+    if repeats == 1:
+        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
+    return _dealt(over, repeats, weight, w)
+
+
+def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
+    """[S, k, ...]: of each stage, the layers of one round."""
+    found = w[:, 0]
+    for repeat in range(1, w.shape[1]):
+        found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dealt(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+
+
+_dealt.defvjp(
+    lambda *args: (_dealt(*args), None),
+    lambda over, repeats, weight, _, dw: (
+        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
+    ),
+)
+
+
+def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
+    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
+    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
+    layers, *axes = weight.axes
+    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
+
+    def of_a_device(w: jax.Array) -> jax.Array:
+        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
+        stage, moved = jax.lax.axis_index(over.over), parts
+        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
+            way = {part // repeats: part % S for part in round_}
+            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
+            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
+            source, target = (computed, resting) if back else (resting, computed)
+            way = {to: from_ for from_, to in way.items()} if back else way
+            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(source)[stage], keepdims=False)
+            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(target)[stage], 0)
+        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
+
+    spec = [computes, rests] if back else [rests, computes]
+    with scope(weight.table, weight.array):
+        return per_device(lambda w: (of_a_device(w),), spec[:1], spec[1:])(w)[0]
+
+
+def _rounds(stages: int, repeats: int) -> list[list[int]]:
+    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
+    left, rounds = [*range(stages * repeats)], []
+    while left:
+        got: dict[int, int] = {}  # stage -> the part that it gets
+        for stage in range(stages):
+            _send(stage, got, set(), [(part, part // repeats, part % stages) for part in left])
+        rounds.append([*got.values()])
+        left = [part for part in left if part not in got.values()]
+    return rounds
+
+
+def _send(stage: int, got: dict[int, int], tried: set[int], left: Sequence[tuple[int, int, int]]) -> bool:
+    """Adds a part of `stage` to those that stages get. Another stage may have to send another part for it.
+
+    left: parts, the stage that has each, and the one that gets it. Each stage has as many as it gets, so that a part is
+    found for all stages. It says whether one was found without a stage that was tried.
+    """
+    sources = {part: source for part, source, _ in left}
+    for part, source, target in left:
+        if source == stage and target not in tried:
+            tried.add(target)
+            if target not in got or _send(sources[got[target]], got, tried, left):
+                got[target] = part
+                return True
+    return False
