@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import layouts, measure
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
@@ -170,7 +170,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     lowered = traced.lower()
     lowered_at = time.perf_counter()
     compiled = compiler.compile(lowered, options, device.platform, layout.path)
-    reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
+    reading = read_train(built, traced)
     here = target.from_devices([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     compile_s = time.perf_counter() - lowered_at

@@ -36,11 +36,16 @@ ADDITIVE = frozenset((
 ))  # fmt: skip
 # Those that are so in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
-# Those that read another jaxpr: what they are given is looked at there.
-CONTROL = frozenset((
+
+# Those whose operations are read in their place.
+CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "cond", "while", "shard_map",
+    "custom_vjp_call", "custom_vjp_call_jaxpr",
 ))  # fmt: skip
+# Those that read another jaxpr: what they are given is looked at there.
+CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
+
+RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
 _INDICES = ("int32", "uint32")  # dtypes of arrays for which it is worth while to see that they are the same
 
@@ -264,6 +269,7 @@ class Reader(Recorder):
                         known[atom] = operation.operands[number] = self.reduce(
                             operation, atom, operation.operands[number]
                         )
+            flops_before = sum(self.record.flops.values())
             if operation.primitive == "sharding_constraint":
                 results = [self._constrained(operation, constrained, uses[equation.outvars[0]])]
             else:
@@ -277,7 +283,23 @@ class Reader(Recorder):
                     result = dataclasses.replace(result, identity=result.identity or self.value(operation))
                 result = _identified(result)
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
+            if operation.primitive not in CALLS:
+                multiplies = sum(self.record.flops.values()) > flops_before
+                self._add_values(operation, [known[var] for var in equation.outvars], multiplies)
         return [sharding_of(atom) for atom in jaxpr.outvars]
+
+    def _add_values(self, operation: Operation, results: Sequence[ArraySharding], multiplies: bool) -> None:
+        """Notes what an operation makes from what, for the bytes that the backward pass waits for."""
+        operands = [one.identity for one in operation.operands if not one.is_constant]
+        if operands and operation.primitive not in RENAMING:
+            times = self.times(len(self.loops))
+            sizes = [
+                times * self.mesh.local_bytes(var.aval, one.dims) if hasattr(var.aval, "shape") else 0.0
+                for var, one in zip(operation.equation.outvars, results, strict=True)
+            ]
+            made = zip((one.identity for one in results), sizes, strict=True)
+            is_repeatable = not multiplies and operation.primitive not in ("scan", "while")
+            self.record.values.add(operation.phase, operands, made, is_repeatable)
 
     def value(self, operation: Operation) -> Any:
         """What operations have in common that compute the same from the same arrays; None where that is not known."""

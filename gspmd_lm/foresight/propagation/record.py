@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from gspmd_lm.foresight.propagation.saved import SavedValues
 from gspmd_lm.foresight.propagation.sharding import ArraySharding
 
 _TRIFLE = 0.01  # of all bytes
@@ -56,6 +57,7 @@ class Record:
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
+    values: SavedValues = dataclasses.field(default_factory=SavedValues)
 
     @property
     def sent_bytes(self) -> float:
@@ -67,6 +69,7 @@ class Record:
             self.flops[phase] = self.flops.get(phase, 0.0) + flops
         self.unknown += other.unknown
         self.copies = other.copies
+        self.values.update(other.values)
 
 
 class Recorder:
@@ -98,6 +101,8 @@ class Reading:
     flops_by_phase: Mapping[str, float]
     unknown: Mapping[str, int]
     model_flops: float = 0.0  # of all devices, recomputation not counted, nor kernels that the program calls
+    saved_bytes: float = 0.0  # of one device: what it must keep of the forward pass for the backward pass
+    held_bytes: float = 0.0  # of one device: the arguments that it must read, and the results that it must write
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Reading":
