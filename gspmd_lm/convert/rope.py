@@ -119,7 +119,7 @@ class Rope:
             reader.refuse(name, dict(rope), f"lacks {', '.join(lacking)}")
         return kind
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         """The fields in the older form, which transformers 5 reads too."""
         written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
         if scaling := model.rope_scaling:
@@ -155,7 +155,7 @@ class ChatRope:
                           f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
         values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"rope_ratio": model.rope_theta / 10000}
 
 

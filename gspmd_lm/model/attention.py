@@ -20,7 +20,7 @@ from gspmd_lm.sharding.partial_sums import Unreduced
 class Attention(nn.Module):
     """Self-attention; it stays within a segment."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg = self.cfg

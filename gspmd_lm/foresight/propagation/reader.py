@@ -1,16 +1,17 @@
 """The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core, source_info_util
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation.record import Recorder, Transfer
+from gspmd_lm.foresight.propagation.record import Record, Transfer
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,
     CollectiveCost,
@@ -107,18 +108,28 @@ class Way(NamedTuple):
     copies: Sequence[tuple[ArraySharding, ArraySharding]] = ()  # other arrays, and where they are then, too
 
 
-class Reader(Recorder):
+class Reader:
     """Reads jaxprs on a mesh by `rules`: a rule for each primitive.
 
     `loops` are the trip counts of the loops around the operation that is read.
     """
 
     def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, Rule]) -> None:
-        super().__init__()
+        self.record = Record()
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
         self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Record]:
+        """A context that notes in a record of its own, as if what was noted before had been noted there too."""
+        before = self.record
+        self.record = Record(copies=dict(before.copies))
+        try:
+            yield self.record
+        finally:
+            self.record = before
 
     # Notes
 

@@ -1,10 +1,9 @@
 """What is noted while a step is read, and what the result says of it."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -70,23 +69,6 @@ class Record:
         self.unknown += other.unknown
         self.copies = other.copies
         self.values.update(other.values)
-
-
-class Recorder:
-    """Has the record of the reader, which can try something and discard what it noted."""
-
-    def __init__(self) -> None:
-        self.record = Record()
-
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[Record]:
-        """A context that notes in a record of its own, as if what was noted before had been noted there too."""
-        before = self.record
-        self.record = Record(copies=dict(before.copies))
-        try:
-            yield self.record
-        finally:
-            self.record = before
 
 
 @dataclasses.dataclass(frozen=True)
