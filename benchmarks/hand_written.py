@@ -199,7 +199,7 @@ def _gathered(weight: jax.Array, axis: int, layout: Layout) -> jax.Array:
     return jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True) if layout.fsdp > 1 else weight
 
 
-def _losses(params, tokens_BT, targets_BT, cfg: config.Model, layout: Layout) -> tuple[jax.Array, jax.Array]:
+def _losses(params, tokens_BT, targets_BT, cfg: config.ModelConfig, layout: Layout) -> tuple[jax.Array, jax.Array]:
     """The sum of the losses of this device's rows, and how many were predicted right."""
     tensor = region(layout)
     angles = _angles(tokens_BT.shape[1], cfg)
@@ -214,7 +214,7 @@ def _losses(params, tokens_BT, targets_BT, cfg: config.Model, layout: Layout) ->
     return _cross_entropy(x_BTD, _gathered(params["unembedding"], 1, layout), targets_BT, layout)
 
 
-def _block(x_BTD, layer, angles, cfg: config.Model, layout: Layout, tensor: Region):
+def _block(x_BTD, layer, angles, cfg: config.ModelConfig, layout: Layout, tensor: Region):
     attention, mlp = layer["attention"], layer["mlp"]
     y_BTD = tensor.enter(_norm(x_BTD, layer["attention_norm"], cfg))
     q, k, v = (jnp.einsum("BTD,DNH->BTNH", y_BTD, _gathered(attention[w], 0, layout)) for w in ("wq", "wk", "wv"))
@@ -225,11 +225,11 @@ def _block(x_BTD, layer, angles, cfg: config.Model, layout: Layout, tensor: Regi
     return x_BTD + tensor.leave((jax.nn.silu(gate) * up) @ _gathered(mlp["w_down"], 1, layout))
 
 
-def _norm(x_BTD, norm, cfg: config.Model):
+def _norm(x_BTD, norm, cfg: config.ModelConfig):
     return x_BTD * jax.lax.rsqrt(jnp.square(x_BTD).mean(-1, keepdims=True) + cfg.norm_eps) * norm["scale"]
 
 
-def _angles(length: int, cfg: config.Model) -> tuple[jax.Array, jax.Array]:
+def _angles(length: int, cfg: config.ModelConfig) -> tuple[jax.Array, jax.Array]:
     half = cfg.head_dim // 2
     turns = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_T1H = (jnp.arange(length)[:, None] * turns)[:, None]

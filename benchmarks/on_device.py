@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import layouts, measure
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
@@ -76,7 +76,7 @@ def kernel_cases(kernel: str, capability: tuple[int, ...], T: int = 2048) -> lis
     }
     found = []
     for name, changes in ATTENTION.items():
-        cfg = config.Model(**(sizes | changes))
+        cfg = config.ModelConfig(**(sizes | changes))
         for packed in (False, True):
             if not attention.unsupported(kernel, cfg, seq=T, segments=packed, capability=capability):
                 segments = _documents(T) if packed else None
@@ -94,7 +94,7 @@ def _documents(T: int) -> jax.Array:
     return jnp.asarray([short, long], jnp.int32)
 
 
-def _compared(kernel: str, fused: Any, cfg: config.Model, segments: Any, T: int) -> dict[str, Any]:
+def _compared(kernel: str, fused: Any, cfg: config.ModelConfig, segments: Any, T: int) -> dict[str, Any]:
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         return attention.attend(q, k, v, segments, cfg, sinks_N=sinks)
 
@@ -104,7 +104,7 @@ def _compared(kernel: str, fused: Any, cfg: config.Model, segments: Any, T: int)
     return {"kernel": kernel} | _judged(_results(fused, rounded), _results(xla, rounded), want)
 
 
-def _ring(cfg: config.Model, T: int) -> dict[str, Any]:
+def _ring(cfg: config.ModelConfig, T: int) -> dict[str, Any]:
     """What a ring computes: the late half of a row sees the early one."""
     segments = _documents(2 * T)
     ids = segments[:, T:], segments[:, :T]
@@ -124,7 +124,7 @@ def _ring(cfg: config.Model, T: int) -> dict[str, Any]:
     return {"kernel": "cudnn"} | _judged(found, xla, want)
 
 
-def _inputs(cfg: config.Model, T: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+def _inputs(cfg: config.ModelConfig, T: int, dtype: Any = jnp.float32) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, T, heads, cfg.head_dim) for heads in (cfg.heads, cfg.kv_heads, cfg.kv_heads)] + [(cfg.heads,)]
     made = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
@@ -170,7 +170,7 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     lowered = traced.lower()
     lowered_at = time.perf_counter()
     compiled = compiler.compile(lowered, options, device.platform, layout.path)
-    reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
+    reading = read_train(built, traced)
     here = target.from_devices([device])
     ready = measure.Ours(built, compiled, time.perf_counter() - began)
     compile_s = time.perf_counter() - lowered_at

@@ -31,7 +31,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.known_errors import is_several
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.target import Target
@@ -286,8 +286,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
 
     timed("transfers_ms", lambda: DecoderTransfers(rules, traces.arrays, graph).all)
     traced = timed("trace_ms", step.trace_train, 1)
-    arguments = step.abstract_state, step.abstract_batch
-    timed("reading_ms", lambda: read_step(traced.jaxpr, arguments, traced.out_info))
+    timed("reading_ms", lambda: read_train(step, traced))
     return took
 
 

@@ -27,7 +27,7 @@ from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.of_task import TaskModel, TaskPrograms
 from gspmd_lm.infer.samples import SampleGenerator
@@ -330,7 +330,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
         compiled: Any, traced: Any, options: Mapping[str, Any], trace_s: float, compile_s: float
     ) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat))
-        reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
+        reading = read_train(built, traced)
         program = compile.described(built, compiled, reading, options, devices, trace_s, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:

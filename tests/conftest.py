@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
@@ -139,12 +139,7 @@ def built():
 @pytest.fixture(scope="session")
 def read():
     """A function that reads what a step sends and computes from its trace."""
-
-    def reading(step):
-        traced = step.trace_train()
-        return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info)
-
-    return reading
+    return read_train
 
 
 @pytest.fixture(scope="session")

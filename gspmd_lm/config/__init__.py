@@ -15,7 +15,7 @@ from gspmd_lm.config.attention import LinearAttention as LinearAttention
 from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
 from gspmd_lm.config.model import Lora as Lora
-from gspmd_lm.config.model import Model
+from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.types import STRICT as _STRICT
@@ -101,7 +101,7 @@ class Config:
     """Everything that decides what is computed. The rules file decides where it is computed."""
 
     name: str  # of the run's folder and its reports; by default that of the file
-    model: Model
+    model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     train: Train

@@ -29,7 +29,7 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Model:
+class ModelConfig:
     """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
 
     layers: Size  # how many blocks
@@ -290,7 +290,7 @@ class Model:
         return tuple(stacks)
 
     @property
-    def each_layer(self) -> tuple["Model", ...]:
+    def each_layer(self) -> tuple["ModelConfig", ...]:
         """The settings of each layer."""
         return tuple(stack.kinds[i % len(stack.kinds)] for stack in self.stacks for i in range(stack.layers))
 
@@ -316,7 +316,7 @@ class Model:
         return 1 if self.kv_heads == 1 else self.head_rows * self.kv_heads // self.heads
 
     @property
-    def layer_kinds(self) -> tuple["Model", ...]:
+    def layer_kinds(self) -> tuple["ModelConfig", ...]:
         """The settings of the layers of one turn of each stack: of all kinds of layers there are."""
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
@@ -327,7 +327,7 @@ class Model:
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
-    def _of_layer(self, number: int) -> "Model":
+    def _of_layer(self, number: int) -> "ModelConfig":
         """The settings of one layer, of whose kind all layers are."""
         kind, values = self.kind_of_each_layer[number], dict[str, Any](layer_pattern=(), sparse_step=1, sparse_layers=0)
         if number < self.layers - self.shared_kv_layers:
@@ -357,7 +357,7 @@ class Stack(NamedTuple):
     name: StackName
     first: int  # the number of its first layer, counted from 0
     layers: int
-    kinds: tuple[Model, ...]  # the settings of its layers, repeated over its depth
+    kinds: tuple[ModelConfig, ...]  # the settings of its layers, repeated over its depth
 
     @property
     def scanned(self) -> int:
@@ -366,8 +366,8 @@ class Stack(NamedTuple):
 
 
 # The keys of experts, from the first to the last, with their defaults: the settings of a layer without experts.
-_KEYS = [field.name for field in dataclasses.fields(Model)]
+_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
 _EXPERTS: dict[str, Any] = {
     field.name: field.default
-    for field in dataclasses.fields(Model)[_KEYS.index("experts") : _KEYS.index("capacity_factor") + 1]
+    for field in dataclasses.fields(ModelConfig)[_KEYS.index("experts") : _KEYS.index("capacity_factor") + 1]
 }

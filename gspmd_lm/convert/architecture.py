@@ -113,7 +113,7 @@ def _letters(word: str) -> str:
 def model_settings(
     row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str] = (), fix: str = "{flags}"
 ) -> Values:
-    """The settings of config.Model that a family's config.json asks for.
+    """The settings of config.ModelConfig that a family's config.json asks for.
 
     ignored: fields that may be set although their meaning is not known. Raises an InputError that lists every other
     field with an unknown meaning, and every field whose value is not supported. fix: what to do about the former.
@@ -180,7 +180,7 @@ def _read(row: Family, raw: Mapping[str, Any]) -> tuple[ConfigReader, Values]:
     return reader, values
 
 
-def config_json_of(row: Family, model: config.Model) -> dict[str, Any]:
+def config_json_of(row: Family, model: config.ModelConfig) -> dict[str, Any]:
     """The fields of the config.json of a model, as a family writes them."""
     written: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
     for codec in row.codecs:
@@ -188,7 +188,7 @@ def config_json_of(row: Family, model: config.Model) -> dict[str, Any]:
     return written
 
 
-def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> list[str]:
+def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> list[str]:
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
         values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
@@ -200,7 +200,7 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
     ours = OURS_ALONE
     if model.balance_bias != theirs.model.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
-    names = [field.name for field in dataclasses.fields(config.Model) if field.name not in ours]
+    names = [field.name for field in dataclasses.fields(config.ModelConfig) if field.name not in ours]
     return [
         f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs.model, name)!r}"
         for name in names
@@ -208,7 +208,7 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.Model) -> lis
     ]
 
 
-def describe(model: config.Model, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
+def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
     """The family of a model and its config.json.
 
     like: the config.json that the model came with, whose other fields are kept. Without it, the family is the first in

@@ -29,7 +29,7 @@ Held = list[tuple[ArrayLocation, Any, tuple[int, ...]]]
 
 def write_folder(
     folder: Path,
-    model: config.Model,
+    model: config.ModelConfig,
     params: Any,
     like: Mapping[str, Any] | None = None,
     dtype: str | None = None,
@@ -86,7 +86,7 @@ def write_folder(
 
 
 def family_and_config(
-    folder: Path, model: config.Model, like: Mapping[str, Any] | None, dtype: str | None
+    folder: Path, model: config.ModelConfig, like: Mapping[str, Any] | None, dtype: str | None
 ) -> tuple[Family, dict[str, Any]]:
     """The family and the config.json that `write_folder` writes. Raises InputError as it does."""
     safetensors.check_new(folder)
@@ -111,7 +111,7 @@ def _tensors(tree: Any, params: Any) -> dict[str, tuple[Tensor, Held]]:
 
 
 def _write_file(
-    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held, np.dtype]], model: config.Model
+    path: Path | None, head: bytes, tensors: Sequence[tuple[Tensor, Held, np.dtype]], model: config.ModelConfig
 ) -> None:
     """Writes one file. Without a path it only takes part in what other processes gather."""
     if path is None:
@@ -126,7 +126,7 @@ def _write_file(
             file.write(_bytes(tensor, held, model, dtype).data)
 
 
-def _bytes(tensor: Tensor, held: Held, model: config.Model, dtype: Any) -> np.ndarray:
+def _bytes(tensor: Tensor, held: Held, model: config.ModelConfig, dtype: Any) -> np.ndarray:
     """The bytes of a tensor, in its dtype."""
     view = np.empty(tensor.view(model), dtype)
     for location, array, entry in held:

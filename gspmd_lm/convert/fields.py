@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import LARGEST, MISSING, ConfigReader
 
-Values = dict[str, Any]  # name of a setting of config.Model -> value
+Values = dict[str, Any]  # name of a setting of config.ModelConfig -> value
 MOST_LAYERS = 2000  # a limit: published decoders have up to 126 layers
 
 
@@ -18,7 +18,7 @@ class FieldCodec(Protocol):
         """Adds settings of the model to `values`, or problems to the reader."""
         ...
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         """The fields of config.json that express these settings of a model. By default there are none."""
         return {}
 
@@ -40,7 +40,7 @@ class Renamed:
         if not self.may_be_zero or reader.get(names) != 0:
             values[self.setting] = reader.number(names, default, self.most)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.names.split()[0]: getattr(model, self.setting)}
 
 
@@ -74,7 +74,7 @@ class Flag:
         value = self.on if reader.flag([self.name], default) else self.off
         values.update(dict.fromkeys(self.settings, value(values) if callable(value) else value))
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: getattr(model, self.settings[0]) == self.on}
 
 
@@ -115,7 +115,7 @@ class Activation:
                 reader.refuse(name, word, f"contradicts {next(iter(words))}")
         values.setdefault("activation", "silu")
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
 
 
@@ -141,7 +141,7 @@ class MustAgree(FieldCodec):
                 return
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.Model)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.ModelConfig)}
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2",
@@ -161,7 +161,7 @@ class QueryScale:
         usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
         values["query_scale"] = 0.0 if scale == usual else float(scale)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         scale = model.query_scale or model.head_dim**-0.5
         return {self.name: _root(scale, self.power)}
 
@@ -177,7 +177,7 @@ class Divisor:
     def read(self, reader: ConfigReader, values: Values) -> None:
         values[self.setting] = 1 / reader.number([self.name], self.default)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: _root(getattr(model, self.setting), -1)}
 
 
@@ -199,7 +199,7 @@ class Cap:
         cap = reader.get([self.name], None if self.name in reader.raw else self.default)
         values[self.setting] = 0.0 if cap is None else reader.positive(self.name, cap)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: getattr(model, self.setting) or None}
 
 
@@ -215,7 +215,7 @@ class RotaryDim:
         values["positions"] = "rope"
         values["rope_dim"] = 0 if rotated == values["head_dim"] else rotated
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"rotary_dim": model.rope_dim or model.head_dim}
 
 
@@ -232,7 +232,7 @@ class MustEqual:
         if value != values[self.setting]:
             reader.refuse(self.name, value, self.why)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: getattr(model, self.setting)}
 
 
@@ -248,7 +248,7 @@ class DefaultsTo:
         value = reader.number([self.name], values[self.other])
         values[self.setting] = 0 if value == values[self.other] else value
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: getattr(model, self.setting) or getattr(model, self.other)}
 
 
@@ -262,7 +262,7 @@ class Temperature:
         temperature = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
         values["attention_temperature"] = temperature if tuned else None
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         tuned = model.attention_temperature
         if tuned is None:
             return {"attn_temperature_tuning": False}
@@ -306,7 +306,7 @@ class OptNorms:
         removed = reader.flag(["_remove_final_layer_norm"], False)
         values |= {"pre_norms": before, "sum_norms": not before, "final_norm": before and not removed}
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         removed = model.pre_norms and not model.final_norm
         return {"do_layer_norm_before": model.pre_norms, "_remove_final_layer_norm": removed}
 
@@ -329,7 +329,7 @@ class FalconBlock:
         values["block"] = "parallel" if parallel else "sequential"
         values["shared_norm"] = norms == 1
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         parallel = model.block == "parallel"
         new = parallel and (not model.shared_norm or model.kv_heads not in (1, model.heads))
         written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": parallel}

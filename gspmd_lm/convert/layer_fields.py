@@ -45,7 +45,7 @@ class Window:
         if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
             reader.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         switch = {self.switch: model.sliding_window > 0} if self.switch else {}
         return {"sliding_window": model.sliding_window or None} | switch
 
@@ -57,7 +57,7 @@ class LayerTypes:
     default: int | None  # window
     implied: Callable[[ConfigReader], Callable[[int], bool]]  # without layer_types: whether layer i has the window
     switch: str = ""  # a field; if it is not set, no layer has a window
-    older: Callable[[config.Model], dict[str, Any]] = lambda model: {}  # read by older transformers
+    older: Callable[[config.ModelConfig], dict[str, Any]] = lambda model: {}  # read by older transformers
     full: str = "full"  # the kind of a layer without a window: nope if it has no positions either
 
     def read(self, reader: ConfigReader, values: Values) -> None:
@@ -78,7 +78,7 @@ class LayerTypes:
         values["sliding_window"] = window if "sliding" in short else 0
         values["layer_pattern"] = _pattern(short)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in model.kind_of_each_layer]
         written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
         if self.switch:
@@ -105,7 +105,7 @@ class NoRopeLayers:
             reader.refuse("layer_types", kinds, "has layers with a window, which are not supported here")
         values["layer_pattern"] = _pattern(["full" if one else "nope" for one in rotated])
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         rotated = [int(kind != "nope") for kind in model.kind_of_each_layer]
         return {"no_rope_layers": rotated, "use_sliding_window": False}
 
@@ -135,7 +135,7 @@ class ChunkedLayers:
             values["attention_chunk"] = reader.positive("attention_chunk_size", chunk)
         values["layer_pattern"] = _pattern(kinds)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = model.kind_of_each_layer
         types = ["chunked_attention" if kind == "chunked" else "full_attention" for kind in kinds]
         rotated = [int(kind != "nope") for kind in kinds]
@@ -167,7 +167,7 @@ class LinearLayers:
         values["linear_attention"] = sizes if "linear_attention" in types else None
         values["layer_pattern"] = _pattern([known[kind] for kind in types])
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = ["linear_attention" if kind == "linear" else "full_attention" for kind in model.kind_of_each_layer]
         written: dict[str, Any] = {"layer_types": kinds}
         if linear := model.linear_attention:
@@ -200,7 +200,7 @@ class LocalLayers:
         values["sliding_window"] = window if "sliding" in short else 0
         values["layer_pattern"] = _pattern(short)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = ["local" if kind == "sliding" else "global" for kind in model.kind_of_each_layer]
         return {"attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256}
 
@@ -218,7 +218,7 @@ class DenseLayers:
         values["dense_layers"] = count
         values["sparse_step"] = reader.whole(["decoder_sparse_step"], 1, 1)
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": model.sparse_step}
 
 
@@ -236,7 +236,7 @@ class SparseLayers:
             reader.refuse("moe_layers", sparse, "are not every n-th layer: other layers with experts are not supported")
         values["sparse_step"] = step
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         step = model.sparse_step
         return {"interleave_moe_layer_step": step, "moe_layers": list(range(step - 1, model.layers, step))}
 
@@ -250,7 +250,7 @@ class SharedExperts:
     def read(self, reader: ConfigReader, values: Values) -> None:
         values["shared_mlp"] = reader.whole(["n_shared_experts"], self.default, 0) * values["expert_mlp"]
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"n_shared_experts": model.shared_mlp // model.expert_width}
 
 
@@ -271,7 +271,7 @@ class LatentSizes:
             if reader.get([name], value) != value:
                 reader.refuse(name, reader.raw[name], f"is not {value}, as the sizes of its parts have it")
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (latent := model.latent_attention):
             return {}
         return {
@@ -294,7 +294,7 @@ class GroupLimited:
         values["expert_groups"] = reader.positive("n_group", groups) if limited else 1
         values["groups_per_token"] = reader.positive("topk_group", used) if limited else 1
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         method = "group_limited_greedy" if model.expert_groups > 1 else "greedy"
         return {"topk_method": method, "n_group": model.expert_groups, "topk_group": model.groups_per_token}
 
@@ -310,7 +310,7 @@ class LaterTokens:
                 f"{names[0]}: {count}: what predicts later tokens stands behind the last layer and is left out"
             )
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"num_nextn_predict_layers": 0}
 
 
@@ -329,7 +329,7 @@ class EachLayer:
             reader.refuse(self.name, value, f"is not one number, or {values['layers']} that are equal")
         values[self.setting] = reader.positive(self.name, each[0])
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {self.name: [getattr(model, self.setting)] * model.layers}
 
 
@@ -349,7 +349,7 @@ class SparseActivation:
         values["activation_sparsity"] = float(share) if count else 0.0
         values["sparse_layers"] = count if count < layers else 0
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         share = model.activation_sparsity
         count = (model.sparse_layers or model.layers) if share else 0
         return {"activation_sparsity_pattern": [share] * count + [0.0] * (model.layers - count)}

@@ -41,10 +41,12 @@ class Tensor:
     interleaved_gate: bool = False  # gate and up in one tensor (J) take turns; otherwise up follows gate
     linear: bool = False  # its heads are those of linear attention
     mlp: str = "mlp"  # the setting of the model that is the size of F
-    others: Callable[[config.Model], Mapping[str, int]] = lambda model: {}  # sizes that differ from those of a model
+    others: Callable[[config.ModelConfig], Mapping[str, int]] = (
+        lambda model: {}
+    )  # sizes that differ from those of a model
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
     float32: bool = False  # whether files have it in float32, whatever the dtype of the others
-    is_of: Callable[[config.Model], bool] = lambda model: True  # whether a model has this tensor
+    is_of: Callable[[config.ModelConfig], bool] = lambda model: True  # whether a model has this tensor
 
     @property
     def is_one_of_several(self) -> bool:
@@ -56,11 +58,11 @@ class Tensor:
         """Whether it holds weights of routed experts."""
         return "{expert}" in self.name or "E" in self.axes
 
-    def view(self, model: config.Model) -> tuple[int, ...]:
+    def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
         return tuple(self._sizes(model)[letter] for letter in self.axes if letter.isalpha())
 
-    def shape(self, model: config.Model) -> tuple[int, ...]:
+    def shape(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
         sizes = self._sizes(model)
         groups = self.axes.replace("(", " ( ").replace(")", " ) ").split()
@@ -77,14 +79,14 @@ class Tensor:
                 shape.append(sizes[word])
         return tuple(shape)
 
-    def rows(self, weight: str, letters: str, model: config.Model) -> "AxisOrder":
+    def rows(self, weight: str, letters: str, model: config.ModelConfig) -> "AxisOrder":
         """Where `weight`, whose dimensions have `letters`, is in the tensor."""
         theirs = [letter for letter in self.axes if letter.isalpha()]
         ours = [letter if letter in theirs else _JOINED[letter] for letter in letters]
         along = tuple(self._along(weight, letter, model) for letter in letters)
         return AxisOrder(along, tuple(ours.index(letter) for letter in theirs))
 
-    def _along(self, weight: str, letter: str, model: config.Model) -> np.ndarray:
+    def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
         padded = {"V": model.vocab_rows}
         if not self.linear:
@@ -116,7 +118,7 @@ class Tensor:
         of_keys = "qk" if self.linear else "kv"
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
-    def _sizes(self, model: config.Model) -> Mapping[str, int]:
+    def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
@@ -131,7 +133,7 @@ class Tensor:
         }  # fmt: skip
 
 
-def _latent_sizes(model: config.Model) -> Mapping[str, int]:
+def _latent_sizes(model: config.ModelConfig) -> Mapping[str, int]:
     """The sizes of axes that only latent attention has, or that it has of another size."""
     if not (latent := model.latent_attention):
         return {"Q": 0, "Z": 0, "P": 0, "G": 0}
@@ -139,7 +141,7 @@ def _latent_sizes(model: config.Model) -> Mapping[str, int]:
     return {"Q": latent.q_rank, "Z": Z, "P": model.rope_dim, "G": Z + model.rope_dim, "X": own + latent.v_head_dim}
 
 
-def _of_latent_attention(weight: str, model: config.Model) -> np.ndarray:
+def _of_latent_attention(weight: str, model: config.ModelConfig) -> np.ndarray:
     """For the numbers of a head, or of the key that all heads share, the entries of the tensor.
 
     In files, what is rotated stands last, and numbers that are rotated together are neighbours.

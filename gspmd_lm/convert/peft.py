@@ -26,7 +26,7 @@ Member = tuple[ArrayLocation, np.ndarray, np.ndarray]
 
 
 def write_adapter(
-    folder: Path, model: config.Model, params: Any, base_name: str = "", like: Mapping[str, Any] | None = None
+    folder: Path, model: config.ModelConfig, params: Any, base_name: str = "", like: Mapping[str, Any] | None = None
 ) -> None:
     """Writes the adapters of `params`, without padding, to a folder that must not hold anything, in float32.
 
@@ -55,8 +55,8 @@ def write_adapter(
 
 
 def family_and_model(
-    folder: Path, model: config.Model, like: Mapping[str, Any] | None = None
-) -> tuple[Family, config.Model]:
+    folder: Path, model: config.ModelConfig, like: Mapping[str, Any] | None = None
+) -> tuple[Family, config.ModelConfig]:
     """The family and the model that the adapters belong to. Raises InputError as `write_adapter` does.
 
     No weights are needed.
@@ -101,7 +101,7 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def _matrices(members: Sequence[Member], model: config.Model) -> tuple[np.ndarray, np.ndarray]:
+def _matrices(members: Sequence[Member], model: config.ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """lora_A [rank, inputs] and lora_B [outputs, rank] of a module. The ranks of its members follow one another."""
     rank = members[0][1].shape[-1]
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -123,7 +123,9 @@ def _side(rows: AxisOrder, axes: range, rank: int) -> AxisOrder:
     return AxisOrder(along, (*(axis - axes.start for axis in rows.order if axis in axes), len(axes)))
 
 
-def _description(row: Family, modules: Mapping[str, list[Member]], model: config.Model, base: str) -> dict[str, Any]:
+def _description(
+    row: Family, modules: Mapping[str, list[Member]], model: config.ModelConfig, base: str
+) -> dict[str, Any]:
     """The fields of adapter_config.json."""
     assert model.lora
     members = {group[0][0].tensor: group for group in modules.values()}
@@ -147,7 +149,7 @@ def _description(row: Family, modules: Mapping[str, list[Member]], model: config
     }
 
 
-def _inputs_first(member: Member, model: config.Model) -> bool:
+def _inputs_first(member: Member, model: config.ModelConfig) -> bool:
     """Whether a published weight is [inputs, outputs], as in GPT-2's Conv1D."""
     location, a, _ = member
     return location.tensor.rows(location.weight, location.letters, model).order[0] < a.ndim - 1

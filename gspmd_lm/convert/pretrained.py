@@ -49,7 +49,7 @@ class ArrayLocation:
         return [self.tensor.name.format(layer, expert=i, stream=i) for layer in self.layers or ("",) for i in several]
 
 
-def array_locations(row: Family, model: config.Model) -> Any:
+def array_locations(row: Family, model: config.ModelConfig) -> Any:
     """The tree of a model's parameters, with an ArrayLocation for each. Raises InputError if the family lacks one."""
     shapes = _parameters(model)
     held = {
@@ -76,12 +76,12 @@ def array_locations(row: Family, model: config.Model) -> Any:
 
 
 @functools.lru_cache(maxsize=128)
-def _parameters(model: config.Model) -> Arrays:
+def _parameters(model: config.ModelConfig) -> Arrays:
     """The shapes and names of the parameters, which reading, checking and writing a folder need alike."""
     return arrays(functools.partial(init, model), DECODER)
 
 
-def _layers(path: str, model: config.Model) -> tuple[str, tuple[int, ...], bool]:
+def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...], bool]:
     """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
     head, _, rest = path.partition(".")
     for stack in model.stacks:
@@ -239,7 +239,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     return Pretrained(run_config, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
 
 
-def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[str, Stored]) -> None:
+def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Mapping[str, Stored]) -> None:
     """Raises InputError if the files are too small for the config.
 
     This comes first, because finding the shapes of all weights takes longer the deeper the model is.
@@ -257,7 +257,7 @@ def _check_sizes(place: str, row: Family, model: config.Model, stored: Mapping[s
 
 
 def _checked(
-    folder: Path, row: Family, model: config.Model, leaves: list[ArrayLocation], stored: Mapping[str, Stored]
+    folder: Path, row: Family, model: config.ModelConfig, leaves: list[ArrayLocation], stored: Mapping[str, Stored]
 ) -> dict[str, Stored]:
     """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""
     wanted = {name: location.tensor.shape(model) for location in leaves for name in location.names()}

@@ -124,7 +124,7 @@ class Rope:
             reader.refuse(name, dict(rope), f"lacks {', '.join(lacking)}")
         return kind
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         """The fields in the older form, which transformers 5 reads too."""
         written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
         if scaling := model.rope_scaling:
@@ -164,7 +164,7 @@ class ChatRope:
                           f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
         values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
 
-    def write(self, model: config.Model) -> dict[str, Any]:
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {"rope_ratio": model.rope_theta / 10000}
 
 
@@ -221,7 +221,7 @@ def _query_scale(head_dim: int, factor: float, weight: float) -> float:
     return 0.0 if strength == 1 else float(head_dim**-0.5 * strength * strength)
 
 
-def _mscale_all_dim(model: config.Model, factor: float) -> float:
+def _mscale_all_dim(model: config.ModelConfig, factor: float) -> float:
     """The weight that gives a model its query_scale, which is a short number in published models."""
     strength = (model.query_scale * model.head_dim**0.5) ** 0.5
     weight = (strength - 1) / (0.1 * math.log(factor)) if factor > 1 else 0.0

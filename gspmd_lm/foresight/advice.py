@@ -94,40 +94,48 @@ def _not_donated(memory: Memory) -> Iterator[Finding]:
 
 
 def _above_floor(report: Report) -> Iterator[Finding]:
+    """A step that sends clearly more than its floor. The mesh axes and phase with the largest excess are named."""
     floor, ratio, total = report.floor, report.above_floor, report.sent_bytes
-    if (
-        floor.communication_bytes is None
-        or floor.estimated_because
-        or total <= LARGE_BYTES / 64
-        or (ratio and ratio <= ABOVE_FLOOR)
-    ):
+    known = floor.communication_bytes is not None and not floor.estimated_because
+    if not known or total <= LARGE_BYTES / 64 or (ratio and ratio <= ABOVE_FLOOR):
         return
-    width = total / ratio / floor.communication_bytes if ratio else 1  # of what is sent, over that of the floor
-    excess = collections.Counter[tuple[str, str]]()
-    for one in report.collectives:
-        excess["+".join(one.mesh_axes), one.phase] += one.bytes_per_device_per_step
-    for one in floor.by_array:
-        excess[one.mesh_axes, one.phase] -= round(width * one.bytes_per_device_per_step)
+    excess = _excess_bytes(report)
     axes, phase = max(excess, key=excess.__getitem__)
-    moved = [one for one in report.collectives if ("+".join(one.mesh_axes), one.phase) == (axes, phase)]
-    needed = [one for one in floor.by_array if (one.mesh_axes, one.phase) == (axes, phase)]
-    least, times = collections.Counter[str](), collections.Counter[str]()
-    for one in needed:
-        least[one.array] += one.times_per_step
-    for one in moved:
-        times[one.op] += one.times_per_step
-    # The largest of those that are sent more often than they must be; else the largest.
-    largest = next((one for one in moved if times[one.op] > least[one.op] > 0), moved[0])
-    often = times[largest.op], least[largest.op]
-    repeated = f": {often[0]:,} times in a step, where {often[1]:,} would do" if often[0] > often[1] > 0 else ""
-    because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
     above = f"{ratio:.2f}x the necessary communication" if ratio else "communication that nothing makes necessary"
     too_much = f"{human_bytes(excess[axes, phase])} too much over {axes} ({phase})"
     yield Finding(
         "above-floor",
         f"{above}: {human_bytes(total)} per device and step; {too_much}",
-        f"look at the {largest.kind} at {largest.op or largest.source}{repeated}{because}",
+        f"look at {_most_excessive(report, axes, phase)}",
     )
+
+
+def _excess_bytes(report: Report) -> Mapping[tuple[str, str], int]:
+    """Mesh axes and phase -> the bytes that are sent above the floor, which is scaled to the width that is sent."""
+    floor, ratio = report.floor, report.above_floor
+    width = report.sent_bytes / ratio / floor.communication_bytes if ratio and floor.communication_bytes else 1.0
+    excess = collections.Counter[tuple[str, str]]()
+    for one in report.collectives:
+        excess["+".join(one.mesh_axes), one.phase] += one.bytes_per_device_per_step
+    for one in floor.by_array:
+        excess[one.mesh_axes, one.phase] -= round(width * one.bytes_per_device_per_step)
+    return excess
+
+
+def _most_excessive(report: Report, axes: str, phase: str) -> str:
+    """The largest collective of those that run more often than they must, or of all; in words."""
+    moved = [one for one in report.collectives if ("+".join(one.mesh_axes), one.phase) == (axes, phase)]
+    least, times = collections.Counter[str](), collections.Counter[str]()
+    for one in report.floor.by_array:
+        if (one.mesh_axes, one.phase) == (axes, phase):
+            least[one.array] += one.times_per_step
+    for one in moved:
+        times[one.op] += one.times_per_step
+    largest = next((one for one in moved if times[one.op] > least[one.op] > 0), moved[0])
+    often, enough = times[largest.op], least[largest.op]
+    repeated = f": {often:,} times in a step, where {enough:,} would do" if often > enough > 0 else ""
+    because = f", because of {', '.join(largest.rules)}" if largest.rules else ""
+    return f"the {largest.kind} at {largest.op or largest.source}{repeated}{because}"
 
 
 def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[str]) -> Iterator[Finding]:

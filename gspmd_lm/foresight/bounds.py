@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node
+from gspmd_lm.foresight.graph import DataflowGraph, Matmul
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
@@ -41,17 +41,23 @@ def of_training(
     """The lower bounds of a train step under `rules`, filled and checked; `chip` is None if simulated.
 
     `graph` is what was recorded of the forward pass of one microbatch under these rules, `reading` that of the whole
-    step. Of a model of one's own, the FLOPs are those of the trace, and the activations that are kept for the backward
-    pass are not counted among the bytes of memory.
+    step. Of a model of one's own, the FLOPs are those of the trace, and the bytes of memory are without those of
+    weights in use.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
+
+    Of memory, everything else is taken to stay on the chip. Weights that are trained, gradients and optimizer state are
+    read and written once. Weights in use are read forward and backward in each microbatch, in the compute dtype. What
+    the backward pass needs of the forward pass is written and read.
     """
+    moved_bytes = updated_bytes(rules, arrays) + 2 * reading.saved_bytes
     if task.config:
-        flops, moved_bytes = model_flops(task.config, arrays), memory_bytes(rules, arrays, graph)
+        flops, params = model_flops(task.config, arrays), pairs(arrays.named_params, arrays.params)
+        moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, arrays, graph)
         narrow = task.config.model.matmul_dtype, sum(flops for matmul, flops in matmuls if _is_narrow(matmul))
     else:
-        flops, moved_bytes, narrow = reading.model_flops, updated_bytes(rules, arrays), (None, 0.0)
+        flops, narrow = reading.model_flops, (None, 0.0)
     return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
 
 
@@ -85,7 +91,8 @@ def of_generation(
 def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
     """The lower bounds of a program of which nothing is known but its trace."""
     dtype = "float32" if reading.bytes_if_wider(FLOAT32_BYTES) == reading.communication_bytes else "bfloat16"
-    return _bounds(chip, reading, dtype, reading.model_flops / devices, None)
+    moved_bytes = reading.held_bytes + 2 * reading.saved_bytes
+    return _bounds(chip, reading, dtype, reading.model_flops / devices, moved_bytes)
 
 
 def _bounds(
@@ -93,10 +100,10 @@ def _bounds(
     reading: Reading,
     dtype: str,
     flops: float,
-    moved_bytes: float | None,
+    moved_bytes: float,
     narrow: tuple[str | None, float] = (None, 0.0),
 ) -> LowerBounds:
-    """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes; None: not known.
+    """The lower bounds of one device, of its FLOPs and of the bytes that it reads and writes.
 
     narrow: a dtype of 8 bits, and how many of the FLOPs have operands of it.
     """
@@ -106,7 +113,7 @@ def _bounds(
     sent = {axes: round(size) for axes, size in reading.bytes_by_axes.items()}
     return LowerBounds(
         compute_s=chip and wide_flops / chip.peak_bf16_flops_per_s + narrow_flops / faster_peak,
-        memory_s=None if chip is None or moved_bytes is None else moved_bytes / chip.hbm_bytes_per_s,
+        memory_s=chip and moved_bytes / chip.hbm_bytes_per_s,
         communication_bytes=round(reading.communication_bytes),
         communication_by_axis={axes: size for axes, size in sent.items() if size},
         flops=flops,
@@ -139,17 +146,6 @@ def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowG
 
 def _is_narrow(matmul: Matmul) -> bool:
     return matmul.weight.itemsize == 1
-
-
-def memory_bytes(rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
-    """The bytes that one device reads and writes in a step if everything else stays on the chip.
-
-    Weights that are trained, gradients and optimizer state are read and written once; weights in use are read forward
-    and backward in each microbatch, in the compute dtype; activations kept for the backward pass are written and read.
-    """
-    params = pairs(arrays.named_params, arrays.params)
-    per_pass = rules.microbatches * compute_bytes(rules, params, graph) + _saved_bytes(rules, graph)
-    return updated_bytes(rules, arrays) + 2 * per_pass
 
 
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
@@ -185,23 +181,3 @@ def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: i
     """The bytes that one device holds of an array where `table` puts it."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return math.prod(like.shape) * itemsize / rules.num_shards(itertools.chain(*spec))
-
-
-def _saved_bytes(rules: Rules, graph: DataflowGraph) -> float:
-    """Activations of all layers and microbatches that a device keeps for the backward pass."""
-    remat = rules.remat
-    inputs = [node for node in graph.nodes if node.checkpoint_name == "layer_input"]  # whatever name it is kept under
-    placed = [(graph.carried(node), node.trip_count) for node in inputs]
-    if remat.policy == "names":
-        names = {*remat.save, *remat.offload} - {"residual", "layer_input"}
-        named = {(node.placed.array, node.name.modules): node for node in graph.activations if node.placed}
-        placed += [(node, node.trip_count) for (name, modules), node in named.items() if name in names and modules]
-    elif remat.policy != "block":
-        placed += [(node, node.trip_count) for node in graph.matmul_results]
-    return sum(times * _activation_bytes(rules, node) for node, times in placed if node) * rules.microbatches
-
-
-def _activation_bytes(rules: Rules, node: Node) -> float:
-    assert node.placed
-    spec = rules.resolve("rules", node.placed.array, node.placed.axes, node.shape)[0]
-    return node.bytes / rules.num_shards(itertools.chain(*spec))

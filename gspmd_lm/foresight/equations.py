@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+PARTS = ("gather", "dynamic_slice", "slice", "scatter", "scatter-add", "dynamic_update_slice")  # of the first operand
 
 
 def flops(equation: Any) -> float:
@@ -59,6 +60,20 @@ def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
     jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
     return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
+
+
+def read_arguments(jaxpr: Any) -> list[bool]:
+    """Whether a program reads all of each argument; not if it only looks up parts of it, or passes it on."""
+    read = set()
+    for equation in jaxpr.eqns:
+        operands = equation.invars
+        inner = next(iter(called_jaxprs(equation.params)), None)
+        if inner is not None and len(inner.invars) == len(operands):
+            is_read = read_arguments(inner)
+        else:
+            is_read = [number > 0 or equation.primitive.name not in PARTS for number in range(len(operands))]
+        read.update(atom for atom, whole in zip(operands, is_read, strict=True) if whole and not hasattr(atom, "val"))
+    return [var in read for var in jaxpr.invars]
 
 
 def same_rank(inside: Iterable[Any], outside: Iterable[Any]) -> int:

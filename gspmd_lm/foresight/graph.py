@@ -217,17 +217,6 @@ class DataflowGraph:
         """Paths of the weights that are multiplied as matrices."""
         return frozenset(matmul.path for matmul in self.matmuls)
 
-    @functools.cached_property
-    def matmul_results(self) -> list[Node]:
-        """The results of the layers' matmuls, but for what is written to the residual stream."""
-        matmuls = [node for node in self.nodes if node.primitive in MATMULS and node.name.modules]
-        results = [near for node in matmuls for near in self.after([node])[:1] if self.written_to(near) is near]
-        return list(dict.fromkeys(results))
-
-    def carried(self, node: Node) -> Node | None:
-        """The activation that a loop hands to its body, or that was placed before an operation."""
-        return next(iter([*self.before([node]), *self.after([node])]), None)
-
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
 

@@ -14,7 +14,7 @@ import numpy as np
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
-from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.program import ShardedProgram, placed
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import placement, shapes
 
@@ -22,7 +22,7 @@ Batch = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskPrograms(Program):
+class TaskPrograms(ShardedProgram):
     """Evaluation and generation of a task under rules on a mesh, ready to be compiled."""
 
     task: Task

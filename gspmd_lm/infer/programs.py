@@ -16,7 +16,7 @@ from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings,
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.program import ShardedProgram, placed
 from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled, split_sequence
 from gspmd_lm.model.transformer import extend, init
 from gspmd_lm.sharding import mesh as meshes
@@ -88,7 +88,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Model) -> Any:
+def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.ModelConfig) -> Any:
     """The shapes and shardings of weights that are not trained.
 
     They rest in the dtype in which they are multiplied if it is smaller than their own, so that they are cast only
@@ -116,7 +116,7 @@ def whole_context(config: Config) -> Sizes:
     return Sizes(config.data.batch, config.data.seq, config.data.seq)
 
 
-def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tuple[jax.Array, Cache]:
+def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int) -> tuple[jax.Array, Cache]:
     """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts."""
     B, T = prompts.tokens_BT.shape
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
@@ -132,7 +132,7 @@ def prefill(cfg: configs.Model, params: Any, prompts: Prompts, slots: int) -> tu
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
-def decode(cfg: configs.Model, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:
+def decode(cfg: configs.ModelConfig, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:
     """The logits after `state.tokens_B`, [B, V], and the cache with these tokens added."""
     batch = {
         "tokens": state.tokens_B[:, None],
@@ -146,7 +146,7 @@ def decode(cfg: configs.Model, params: Any, state: DecodeState) -> tuple[jax.Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(Program):
+class Forward(ShardedProgram):
     """The part that all programs without a backward pass share."""
 
     @functools.cached_property
@@ -188,7 +188,7 @@ class GenerationPrograms(Forward):
         return attention_pass(self.sizes)
 
     @functools.cached_property
-    def model(self) -> configs.Model:
+    def model(self) -> configs.ModelConfig:
         """The model that is run: the config's, with a pattern as long as its depth if the layers are unrolled."""
         model = self.config.model
         if not self.unrolled:
@@ -331,7 +331,7 @@ def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict
     }
 
 
-def parameters(model: configs.Model) -> Arrays:
+def parameters(model: configs.ModelConfig) -> Arrays:
     """The weights of a model that is not trained."""
     return arrays(functools.partial(init, model), DECODER)
 
@@ -346,7 +346,7 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
-def _decode_state_shapes(model: configs.Model, sizes: Sizes) -> DecodeState:
+def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes) -> DecodeState:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)

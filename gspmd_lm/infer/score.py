@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from gspmd_lm.config import Config
-from gspmd_lm.config import Model as ModelConfig
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse

@@ -22,7 +22,7 @@ INPUTS = "residual: layers batch seq layer_embed"
 class AltUp(nn.Module):
     """Several residual streams around one block. What it computes of a token depends on that token alone."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg, D, M = self.cfg, self.cfg.embed, self.cfg.residual_streams
@@ -78,7 +78,7 @@ class AltUp(nn.Module):
 class Laurel(nn.Module):
     """A low-rank product beside attention."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ class Laurel(nn.Module):
 class LayerInputs(nn.Module):
     """Embeddings of tokens for each layer."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -114,7 +114,7 @@ class LayerInputs(nn.Module):
 class Streams(nn.Module):
     """The ends of the residual streams: each but the first has a matrix at either end."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg, D, others = self.cfg, self.cfg.embed, self.cfg.residual_streams - 1

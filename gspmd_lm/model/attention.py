@@ -20,7 +20,7 @@ from gspmd_lm.sharding.partial_sums import Unreduced
 class Attention(nn.Module):
     """Self-attention; it stays within a segment."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg = self.cfg
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return to_residual(out_BTNH, self.wo, self.bo, cfg), cache, kept
 
 
-def to_residual(out_BTNH: jax.Array, wo: Adapted, bo: jax.Array | None, cfg: config.Model) -> Unreduced:
+def to_residual(out_BTNH: jax.Array, wo: Adapted, bo: jax.Array | None, cfg: config.ModelConfig) -> Unreduced:
     """What the result of attention adds to the residual stream. Heads of padding add nothing."""
     if cfg.head_rows > cfg.heads:
         out_BTNH = jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)

@@ -87,7 +87,7 @@ class Cache(NamedTuple, Generic[Leaf]):
         return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None)
 
 
-def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache[jax.Array]:
+def empty_cache(cfg: config.ModelConfig, rows: int, slots: int) -> Cache[jax.Array]:
     """An empty cache for `rows` rows of up to `slots` tokens."""
     linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
     kv_layers = cfg.layers - linear - cfg.shared_kv_layers
@@ -99,7 +99,7 @@ def empty_cache(cfg: config.Model, rows: int, slots: int) -> Cache[jax.Array]:
     return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None)
 
 
-def _empty_states(cfg: config.Model, layers: int, rows: int) -> LinearState[jax.Array]:
+def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearState[jax.Array]:
     """The states before the first token."""
     sizes = cfg.linear_attention
     assert sizes
@@ -110,7 +110,7 @@ def _empty_states(cfg: config.Model, layers: int, rows: int) -> LinearState[jax.
     return LinearState._make(map(shard, arrays, STATES))
 
 
-def in_cache(cfg: config.Model) -> list[int]:
+def in_cache(cfg: config.ModelConfig) -> list[int]:
     """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
     that shares keys has the place of the layer whose keys it has."""
     kinds, makers = cfg.kind_of_each_layer, range(cfg.layers - cfg.shared_kv_layers)  # they make keys of their own
@@ -119,7 +119,7 @@ def in_cache(cfg: config.Model) -> list[int]:
     return [linear[:i].count(linear[i]) for i in keys_of]
 
 
-def no_keys(cfg: config.Model, rows: int, length: int) -> Kept:
+def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
     """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
     shape = rows, length, cfg.kv_head_rows, cfg.head_dim
     none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]

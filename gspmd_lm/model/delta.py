@@ -30,7 +30,7 @@ RATE = "q: batch seq heads"
 class GatedDeltaNet(nn.Module):
     """Linear attention of one layer; it stays within a segment."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg, sizes = self.cfg, self.cfg.linear_attention

@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
     A query and a key of a head begin with the rope_dim numbers that are rotated. In a key, all heads share them.
     """
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg = self.cfg

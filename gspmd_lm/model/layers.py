@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def table_specs(cfg: config.Model) -> tuple[str, str]:
+def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
     """How the activation of the token table's width is named: where it is reduced to, and gathered for a matmul."""
     return (EMBEDDED, EMBEDDED) if cfg.embedding_width else (RESIDUAL, BLOCK_INPUT)
 
@@ -36,7 +36,7 @@ def table_specs(cfg: config.Model) -> tuple[str, str]:
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, or over heads as well, computed in float32."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
     axes: str = "embed"  # of scale and bias: the last axes of what is normed
     joint: int = 0  # how many heads are normed together, the first ones, before any padding. 0: each by itself
 
@@ -66,7 +66,7 @@ class Norm(nn.Module):
         return normalized(x, scale, shift)
 
 
-def activated(cfg: config.Model, first: jax.Array, *rest: jax.Array) -> jax.Array:
+def activated(cfg: config.ModelConfig, first: jax.Array, *rest: jax.Array) -> jax.Array:
     """The hidden layer of an MLP, from x w_gate and x w_up, or from x w_up alone."""
     if cfg.mlp_limit:
         first, rest = jnp.minimum(first, cfg.mlp_limit), tuple(jnp.clip(x, -cfg.mlp_limit, cfg.mlp_limit) for x in rest)
@@ -95,7 +95,7 @@ def _sparse(x_BTF: jax.Array, share: float) -> jax.Array:
 class Mlp(nn.Module):
     """A gated or plain feed-forward network."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
@@ -132,7 +132,7 @@ def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int)
     return jnp.where(jax.vmap(jax.vmap(keep))(keys_BT), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model, length: int) -> jax.Array:
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, length: int) -> jax.Array:
     """Rotary positions (arXiv 2104.09864) on the first `rope_dim` dimensions of a head.
 
     Their first half is paired with the second, as in Llama's weights on Hugging Face. length: tokens of a row, on
@@ -146,7 +146,7 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.Model, length: 
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], -1).astype(x_BTNH.dtype)
 
 
-def rope_frequencies(cfg: config.Model, length: int) -> jax.Array:
+def rope_frequencies(cfg: config.ModelConfig, length: int) -> jax.Array:
     """The angle from one position to the next, in radians, for each pair of dimensions, in rows of a length."""
     half, theta, scaling = (cfg.rope_dim or cfg.head_dim) // 2, cfg.rope_theta, cfg.rope_scaling
     if scaling and scaling.kind == "dynamic":

@@ -28,7 +28,7 @@ def joined(left: Tree, right: Tree) -> Tree:
     return unflatten_dict(_flat(left) | _flat(right))
 
 
-def partition(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
+def partition(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, Tree]:
     """The parameters that gradients do not change, and the others. A model with adapters trains only them."""
     if cfg.lora:
         return weights(params), adapters(params)
@@ -38,7 +38,7 @@ def partition(params: Tree, cfg: config.Model) -> tuple[Tree, Tree]:
     return unflatten_dict(frozen), unflatten_dict(trained)
 
 
-def merged(params: Tree, cfg: config.Model) -> tuple[Tree, config.Model]:
+def merged(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, config.ModelConfig]:
     """Parameters without adapters that compute the same, and their model.
 
     Each adapter's product is added to its weight in float32. The sum is cast to the weight's dtype.

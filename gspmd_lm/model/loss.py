@@ -34,7 +34,9 @@ class Sums(NamedTuple):
     load_LC: Any = ()
 
 
-def losses(x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.Model) -> Sums:
+def losses(
+    x_BTD: jax.Array, table: Weight, bias: Weight | None, targets_BT: jax.Array, cfg: config.ModelConfig
+) -> Sums:
     """Sums of the losses of all tokens whose target is not negative.
 
     x_BTD: the output of the decoder. table: [V, D]. bias: [V]. targets_BT: int32, -1 where there is no target.
@@ -107,7 +109,7 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     return sums, jax.lax.optimization_barrier((dx_BTD, *map(gradient, dweights, weights)))
 
 
-def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.Model) -> tuple[jax.Array, Sums]:
+def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.ModelConfig) -> tuple[jax.Array, Sums]:
     """The loss and all sums of one chunk, from its raw logits."""
     has_target_BT = targets_BT >= 0
     target_BT, highest_BT, log_z_BT = of_targets(_finished(raw_BTV, cfg), targets_BT)
@@ -126,7 +128,7 @@ def of_targets(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array,
     return target_BT, highest_BT, log_z_BT
 
 
-def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Model) -> jax.Array:
+def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.ModelConfig) -> jax.Array:
     """The logits of the decoder's output, [B, T, V] in float32; -inf for rows of padding (cfg.vocab and up)."""
     with scope("of", "logits"):
         reduced_spec, gathered_spec = table_specs(cfg)
@@ -134,7 +136,7 @@ def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Mod
         return logits_of(x_BTD, use(table), None if bias is None else use(bias), cfg)
 
 
-def logits_of(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.Model) -> jax.Array:
+def logits_of(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.ModelConfig) -> jax.Array:
     """`logits` of hidden states and a table that are ready to be multiplied."""
     return _finished(_raw_logits(x_BTD, table_VD, bias_V), cfg)
 
@@ -144,7 +146,7 @@ def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None 
     return shard(raw_BTV if bias_V is None else raw_BTV + bias_V, LOGITS)
 
 
-def _finished(raw_BTV: jax.Array, cfg: config.Model) -> jax.Array:
+def _finished(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """The logits, scaled and capped as the model has it, and -inf for rows of padding."""
     cap, scaled_BTV = cfg.logit_softcap, raw_BTV * cfg.logit_scale if cfg.logit_scale != 1 else raw_BTV
     capped_BTV = cap * jnp.tanh(scaled_BTV / cap) if cap else scaled_BTV

@@ -19,7 +19,7 @@ from gspmd_lm.sharding.shapes import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ShardedProgram:
     """What is computed, under rules on a mesh: where its arrays live, and the context in which it is traced."""
 
     config: Any  # config.Config; None of a model of one's own

@@ -28,7 +28,7 @@ Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
 class Block(nn.Module):
     """One layer: attention and MLP, one after the other or side by side, around a residual stream."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     @nn.compact
     def __call__(
@@ -90,7 +90,7 @@ class Block(nn.Module):
 class Pattern(nn.Module):
     """The layers of one turn of a pattern: block_0, block_1, ..."""
 
-    kinds: tuple[config.Model, ...]
+    kinds: tuple[config.ModelConfig, ...]
 
     @nn.compact
     def __call__(self, carried: Carried, first: jax.Array, inputs: jax.Array | None, *rest: Any):
@@ -105,7 +105,7 @@ class Pattern(nn.Module):
 class Decoder(nn.Module):
     """A stack of blocks under one scan, so that the program does not grow with depth."""
 
-    cfg: config.Model
+    cfg: config.ModelConfig
 
     @nn.compact
     def __call__(
@@ -286,14 +286,14 @@ def _block(alone: bool = True) -> type[nn.Module]:
 
 
 def decode(
-    cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None]:
     """Hidden states, output table and its bias (see Decoder) for plain (unboxed) parameters."""
     return decode_routed(cfg, params, batch, dropout_key)[:3]
 
 
 def decode_routed(
-    cfg: config.Model, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None, RouterOutput | None]:
     """What `decode` returns, and what the routers did."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
@@ -302,14 +302,14 @@ def decode_routed(
 
 
 def extend(
-    cfg: config.Model, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
+    cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
 ) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array]]:
     """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
     extended: Any = Decoder(cfg).apply({"params": params}, batch, None, cache)
     return extended[:4]
 
 
-def init(cfg: config.Model, key: jax.Array) -> Any:
+def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": tokens, "positions": tokens, "row": tokens[0]}

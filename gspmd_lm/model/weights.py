@@ -19,7 +19,7 @@ def weight(
     name: str,
     axes: str,
     shape: tuple[int, ...],
-    cfg: config.Model,
+    cfg: config.ModelConfig,
     init: nn.initializers.Initializer,
 ) -> Weight:
     """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
@@ -30,14 +30,14 @@ def weight(
     return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned, matmul_dtype=eight_bits or "")
 
 
-def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> Weight:
+def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.ModelConfig) -> Weight:
     """A matrix drawn from a normal distribution. Matrices that write to the residual stream start smaller in a deeper
     model."""
     shrink = math.sqrt(2 * cfg.layers) if name in TO_RESIDUAL else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
-def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
+def adapted(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adapted:
     """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
 
     Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.
@@ -55,6 +55,6 @@ def adapted(module: nn.Module, weight_: Weight, cfg: config.Model) -> Adapted:
     return Adapted(weight_, (a, b), lora.scale)
 
 
-def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.Model) -> jax.Array:
+def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.ModelConfig) -> jax.Array:
     """A bias that starts at zero, ready to be added."""
     return use(weight(module, name, axes, shape, cfg, nn.initializers.zeros))

@@ -23,7 +23,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AttentionOp, ForwardTrace, NamedNodes, Op, OpGraph, SavedActivations, TraceCache
 from gspmd_lm.plan.overlap import Overlap
-from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, Transfer
+from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 
@@ -119,7 +119,7 @@ class _LayoutCosts:
     working_bytes: float  # of the working set while a layer, or the loss, is computed
     shard_counts: dict[NamedNodes, int]
     gathers_activations: bool  # before matmuls read them: the sequence is split between blocks
-    transfers: dict[tuple[bool, ...], list[Transfer]]
+    transfers: dict[tuple[bool, ...], list[EstimatedTransfer]]
 
 
 class Estimator:
@@ -282,7 +282,7 @@ class Estimator:
 
     # Communication
 
-    def _transfers(self, layout: _LayoutCosts, rules: Rules) -> list[Transfer]:
+    def _transfers(self, layout: _LayoutCosts, rules: Rules) -> list[EstimatedTransfer]:
         """What a device sends. It depends on the remat policy in two ways only."""
         remat = rules.remat
         names = {*remat.save, *remat.offload}

@@ -12,7 +12,7 @@ import numpy as np
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.transfers import Transfer
+from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
 
@@ -54,7 +54,11 @@ class Overlap:
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
     def exposed(
-        self, rules: Rules, transfers: Iterable[Transfer], passes_s: tuple[float, float], gathers_of_activations: int
+        self,
+        rules: Rules,
+        transfers: Iterable[EstimatedTransfer],
+        passes_s: tuple[float, float],
+        gathers_of_activations: int,
     ) -> tuple[dict[str, float], float]:
         """Mesh axes -> the seconds of exposed communication; and the seconds of all communication.
 
@@ -138,7 +142,7 @@ def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str,
     least_exposed_s[axes] += share * seconds
 
 
-def _combined(transfers: Iterable[Transfer]) -> Iterable[tuple[str, str, int, bool, float]]:
+def _combined(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str, int, bool, float]]:
     """What is sent, and the bytes each time. An iteration of a loop sends its weights, or its gradients, together.
 
     Weights that are gathered for both passes are sent twice in an iteration.

@@ -40,7 +40,7 @@ def mesh_axes_except(sharding: Sharding, *axes: str) -> set[str]:
     return {name for axis, names in sharding.items() if axis not in axes for name in names}
 
 
-class Transfer(NamedTuple):
+class EstimatedTransfer(NamedTuple):
     """What one device sends over some mesh axes, one or more times in a step."""
 
     kind: str  # weights, gradients, activations, or keys that go round beside attention
@@ -75,7 +75,7 @@ class Transfers(abc.ABC):
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         # Mesh axes over which gradients are summed once, after the last microbatch.
         self.reduced_last = {*rules.replicas} if self.microbatches > 1 else set()
-        self.all: list[Transfer] = []
+        self.all: list[EstimatedTransfer] = []
         self.weights: dict[str, Parameter] = {}
         trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
         for leaf, like in pairs(arrays.named_params, arrays.params):
@@ -129,7 +129,7 @@ class Transfers(abc.ABC):
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
         self.all += [
-            Transfer(kind, axes, size_bytes, times_per_step, in_loop)
+            EstimatedTransfer(kind, axes, size_bytes, times_per_step, in_loop)
             for axes, size_bytes in volume.items()
             if size_bytes
         ]

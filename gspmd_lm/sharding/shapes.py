@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from gspmd_lm.config import Model
+from gspmd_lm.config import ModelConfig
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.sharding import names, of_flax, placement, rules_file
 from gspmd_lm.sharding.annotate import Spec
@@ -39,7 +39,7 @@ class Arrays:
     def trained_count(self) -> int:
         return _count(self.trained)
 
-    def active_count(self, model: Model, trained: bool = False) -> int:
+    def active_count(self, model: ModelConfig, trained: bool = False) -> int:
         """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
         leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
         share = model.experts_per_token / model.experts if model.experts else 1.0

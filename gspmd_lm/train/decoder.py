@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspmd_lm.config import Config, Model
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.model import lora
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
@@ -68,7 +68,7 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
     return optimizer.build_optimizer(config.optimizer, config.train.steps, named)
 
 
-def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
+def _sums(model: ModelConfig, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
     batch = zigzag_sharded(dict(batch))
     x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
     sums = losses(x_BTD, table, bias, batch["targets"], model)
@@ -79,7 +79,7 @@ def _sums(model: Model, params: Any, batch: Batch, key: jax.Array | None) -> Sum
     return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C)
 
 
-def _moved(model: Model, frozen: Any, sums: Sums) -> Any:
+def _moved(model: ModelConfig, frozen: Any, sums: Sums) -> Any:
     return balanced(frozen, sums.load_LC, model)
 
 
@@ -87,7 +87,7 @@ def _targets(batch: Batch) -> jax.Array:
     return (batch["targets"] >= 0).sum(dtype=jnp.float32)
 
 
-def _evaluate(model: Model, params: Any, batch: Batch) -> dict[str, jax.Array]:
+def _evaluate(model: ModelConfig, params: Any, batch: Batch) -> dict[str, jax.Array]:
     sums = _sums(model, params, batch, None)
     return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": _targets(batch)}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.config import Config, Model
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.sharding.shapes import Arrays
 
 
 def flops_per_token(
-    model: Model, parameter_count: int, seq: int, trained_count: int | None = None, *, last: bool = False
+    model: ModelConfig, parameter_count: int, seq: int, trained_count: int | None = None, *, last: bool = False
 ) -> float:
     """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 N H S, S summed over layers.
 
@@ -37,12 +37,12 @@ def model_flops(config: Config, arrays: Arrays) -> float:
     return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
 
 
-def keys_seen(model: Model, seq: int, *, last: bool = False) -> float:
+def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
     """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
     return sum(_seen(layer, seq, last) for layer in model.each_layer)
 
 
-def _seen(layer: Model, seq: int, last: bool) -> float:
+def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
     if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
         return 1.5 * linear.value_heads * linear.head_dim**2 / (layer.heads * layer.head_dim)

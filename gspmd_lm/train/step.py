@@ -12,7 +12,7 @@ from einops import rearrange
 
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.model.program import Program, placed
+from gspmd_lm.model.program import ShardedProgram, placed
 from gspmd_lm.model.supported import Pass
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
@@ -29,10 +29,14 @@ REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Program):
+class Step(ShardedProgram):
     """The functions of a task under rules on a mesh, ready to be jitted, and where their inputs live."""
 
+    config: Any = dataclasses.field(init=False)  # that of the task; None of a model of one's own
     task: Task
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.task.config)
 
     @property
     def matmul_precision(self) -> str:
@@ -234,7 +238,7 @@ def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Seq
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
     task, mesh = decoder.task(config), meshes.build(rules, devices)
-    return Step(task.config, settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
+    return Step(settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
 
 
 def _is_boxed(leaf: Any) -> bool:

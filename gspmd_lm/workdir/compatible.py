@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.config import Model
+from gspmd_lm.config import ModelConfig
 from gspmd_lm.errors import InputError
 
 SHOWN = 6  # lines of each kind in a message
-# Fields of Model that change neither the tree of the parameters nor their meaning.
+# Fields of ModelConfig that change neither the tree of the parameters nor their meaning.
 _FREE = {
     "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_dtype", "matmul_precision", "dropout", "z_loss",
     "init_std", "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
@@ -26,21 +26,21 @@ def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-# A checkpoint that is older than a field of Model, or of a mapping in it, has the default of that field.
+# A checkpoint that is older than a field of ModelConfig, or of a mapping in it, has the default of that field.
 _MAPPINGS = {
     name: kind
-    for name, hint in get_type_hints(Model).items()
+    for name, hint in get_type_hints(ModelConfig).items()
     for kind in get_args(hint)
     if dataclasses.is_dataclass(kind)
 }
 _DEFAULTS = {
     kind: as_json({field.name: field.default for field in dataclasses.fields(kind)
                    if field.default is not dataclasses.MISSING})
-    for kind in (Model, *_MAPPINGS.values())
+    for kind in (ModelConfig, *_MAPPINGS.values())
 }  # fmt: skip
 
 
-def facts(model: Model) -> dict[str, Any]:
+def facts(model: ModelConfig) -> dict[str, Any]:
     """The fields of a model that decide its weights, as plain values."""
     values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
     return values | {"balance": "bias" if model.balance_bias else "none"}  # a loss adds no weights
@@ -52,7 +52,7 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
     names = [
         name
         for name in sorted({*saved, *wanted} - _FREE)
-        if saved.get(name, _DEFAULTS[Model].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
+        if saved.get(name, _DEFAULTS[ModelConfig].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
     ]
     differences = [
         f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"

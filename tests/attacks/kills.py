@@ -146,8 +146,8 @@ class Convert(Kind):
         from gspmd_lm.convert import export
         from gspmd_lm.model.transformer import init
 
-        model = config.Model(layers=4, embed=512, heads=8, kv_heads=8, head_dim=64, mlp=2048, vocab=16000, context=64,
-                             compute_dtype="float32")  # fmt: skip
+        model = config.ModelConfig(layers=4, embed=512, heads=8, kv_heads=8, head_dim=64, mlp=2048, vocab=16000,
+                                   context=64, compute_dtype="float32")  # fmt: skip
         export.write_folder(
             self.shared / "hub", model, jax.tree.map(np.asarray, nn.unbox(init(model, jax.random.key(0))))
         )

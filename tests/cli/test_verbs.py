@@ -18,7 +18,7 @@ from gspmd_lm.model.transformer import init
 from gspmd_lm.runtime import compiler, processes
 from tests.quick import QUICK_FLAGS
 
-MODEL = config.Model(
+MODEL = config.ModelConfig(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
 QUICKLY = "--compile_cache=none", *QUICK_FLAGS

@@ -104,7 +104,7 @@ def test_a_changed_setting_is_written_into_the_original():
 
 def test_a_model_that_no_family_has():
     model = model_of(LLAMA31)
-    odd = config.Model(**{**vars(model), "norm": "layernorm", "qkv_bias": True, "layer_pattern": ()})
+    odd = config.ModelConfig(**{**vars(model), "norm": "layernorm", "qkv_bias": True, "layer_pattern": ()})
     with pytest.raises(InputError) as error:
         architecture.describe(odd, None)
     assert "the nearest is Qwen2" in str(error.value)

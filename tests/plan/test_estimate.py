@@ -17,7 +17,7 @@ from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
-from gspmd_lm.plan.transfers import Transfer
+from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
@@ -254,7 +254,10 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
         exposed, sent_s = between.exposed(rules, moves, (1e6, 1e6), 0)
         return exposed["data"] / sent_s
 
-    gradients, weights = Transfer("gradients", "data", 1e8, 16, True), Transfer("weights", "data", 1e8, 16, True)
+    gradients, weights = (
+        EstimatedTransfer("gradients", "data", 1e8, 16, True),
+        EstimatedTransfer("weights", "data", 1e8, 16, True),
+    )
     assert share(gradients) == pytest.approx(overlap.LEAST_EXPOSED["tpu"][2])
     assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
     once = weights._replace(bytes=1.0, times_per_step=1, in_loop=False)
@@ -265,7 +268,7 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
 def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidden):
     host = Overlap(targets.parse("h100:8"))
     rules = rules_file.load("fsdp8").fill(8)
-    exposed, sent_s = host.exposed(rules, [Transfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
+    exposed, sent_s = host.exposed(rules, [EstimatedTransfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
     assert exposed["fsdp"] / sent_s == pytest.approx((1 + overlap.LEAST_EXPOSED["gpu"][hidden]) / 2)
 
 

@@ -47,7 +47,7 @@ MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_group
 
 
 def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
-    assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.Model))
+    assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.ModelConfig))
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS), "rotated": small(rope_dim=2)}
     for folder, base in bases.items():
@@ -60,7 +60,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
-        model = config.Model(**{**vars(base.model), name: value})
+        model = config.ModelConfig(**{**vars(base.model), name: value})
         with checkpoint.of_run(folder, dataclasses.replace(base, model=model)) as checkpoints:
             if name in SAME or value == "batch":
                 checkpoints.restore_weights(abstract(weights["params"]))

@@ -29,9 +29,10 @@ what they send. The other modules have the rules of primitives.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
@@ -41,7 +42,10 @@ from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
 
-__all__ = ["Reading", "Transfer", "read_step"]
+if TYPE_CHECKING:
+    from gspmd_lm.train.step import Step
+
+__all__ = ["Reading", "Transfer", "read_step", "read_train"]
 
 RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | manual.RULES
 
@@ -72,10 +76,29 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         for var, leaf in zip(jaxpr.outvars, places, strict=True)
     ]
     shardings = reader.read(jaxpr, operands, wanted=wanted)
+    held_bytes = sum(
+        reader.mesh.local_bytes(var.aval, one.dims)
+        for var, one, is_read in zip(jaxpr.invars, operands, equations.read_arguments(jaxpr), strict=True)
+        if is_read
+    )
     for var, result, dims in zip(jaxpr.outvars, shardings, wanted, strict=True):
+        placed = result.dims if dims is None else dims
         if jaxpr.eqns and (dims is not None or result.unreduced):  # what is returned is no partial sum
-            last = Operation(jaxpr.eqns[-1], "", [], {})
-            reader.move(last, var.aval, result, result.dims if dims is None else dims)
+            reader.move(Operation(jaxpr.eqns[-1], "", [], {}), var.aval, result, placed)
+        if isinstance(var, core.Var) and var not in jaxpr.invars:
+            held_bytes += reader.mesh.local_bytes(var.aval, placed)
     record = reader.record
-    flops = equations.model_flops(program.jaxpr)
-    return Reading(tuple(record.transfers), dict(record.flops), dict(record.unknown), flops)
+    return Reading(
+        tuple(record.transfers),
+        dict(record.flops),
+        dict(record.unknown),
+        equations.model_flops(program.jaxpr),
+        record.values.least_bytes(),
+        held_bytes,
+    )
+
+
+def read_train(step: "Step", traced: Any = None) -> Reading:
+    """What one device sends and computes in a train step; `traced` is its program, if it is traced already."""
+    traced = traced or step.trace_train()
+    return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
-from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
+from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
 
@@ -21,7 +21,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     inner = called_jaxprs(operation.params)[0]
     operands = _as_asked(reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands)
     if operation.params.get("prevent_cse"):
-        operands = [dataclasses.replace(operand, identity=object()) for operand in operands]
+        operands = [_renamed(reader, operand) for operand in operands]
     asked = operation.params.get("out_shardings", ())
     wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
     for number, sharding in enumerate(asked):
@@ -29,6 +29,14 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
             wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
     results = reader.read(inner, operands, operation.stack, wanted)
     return _as_asked(reader, operation, asked, inner.outvars, results)
+
+
+def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
+    """The same array, which is another one for collectives."""
+    renamed = dataclasses.replace(array, identity=object())
+    if array.identity is not None:
+        reader.record.values.link(renamed.identity, array.identity)
+    return renamed
 
 
 def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -45,7 +53,9 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
 
     def inside(one: ArraySharding, outside: ArraySharding) -> ArraySharding:
-        return dataclasses.replace(one, loop_depth=outside.loop_depth if once else depth, identity=object())
+        if once:
+            return dataclasses.replace(_renamed(reader, one), loop_depth=outside.loop_depth)
+        return dataclasses.replace(one, loop_depth=depth, identity=object())
 
     slices = [inside(dataclasses.replace(one, dims=one.dims[1:]), one) for one in stacked]
 
@@ -68,7 +78,34 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     reader.loops.pop()
     around = min(depth - 1, max((one.loop_depth for one in operation.operands), default=0))
     stacks = [dataclasses.replace(one, dims=((), *one.dims)) for one in results[carried:]]
-    return [dataclasses.replace(one, loop_depth=around, identity=None, scatter=None) for one in (*carry, *stacks)]
+    identities = [object() for _ in (*carry, *stacks)]
+    _note_stacks(reader, results, identities, stacked, slices, carried if not once else None)
+    return [
+        dataclasses.replace(one, loop_depth=around, identity=identity, scatter=None)
+        for one, identity in zip((*carry, *stacks), identities, strict=True)
+    ]
+
+
+def _note_stacks(
+    reader: Reader, results: Sequence[ArraySharding], identities: Sequence[object], stacked: Sequence[ArraySharding],
+    slices: Sequence[ArraySharding], carried: int | None,
+) -> None:  # fmt: skip
+    """Notes which results of a loop, of which `carried` are carried and the others stacked, are other arrays too.
+
+    What is stacked twice is one array, as is what the loop takes apart and stacks again. None: it is no loop.
+    """
+    values = reader.record.values
+    if carried is None:
+        for identity, result in zip(identities, results, strict=True):
+            values.link(identity, result.identity)
+        return
+    known = {one.identity: outside.identity for one, outside in zip(slices, stacked, strict=True)}
+    for identity, result in zip(identities[carried:], results[carried:], strict=True):
+        if result.identity in known:
+            values.link(identity, known[result.identity])
+        else:
+            known[result.identity] = identity
+            values.stacked.add(identity)
 
 
 def _settled_carry(iterate: Any, begin: Sequence[ArraySharding]) -> list[ArraySharding]:
@@ -140,9 +177,15 @@ def _least_split(shardings: Iterable[Dims]) -> Dims:
     return min(shardings, key=lambda dims: sum(map(len, dims)))
 
 
-def barrier(_: Reader, operation: Operation) -> list[ArraySharding]:
+def barrier(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """What comes out is what went in."""
-    return [dataclasses.replace(operand, identity=None) for operand in operation.operands]
+    return [_renamed(reader, operand) for operand in operation.operands]
+
+
+def device_put(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """The same arrays in another memory, or where the program asks for them."""
+    atoms = operation.equation.invars
+    return _as_asked(reader, operation, operation.params["devices"], atoms, barrier(reader, operation))
 
 
 def _as_asked(
@@ -158,14 +201,11 @@ def _as_asked(
     return arrays
 
 
-CALLS = (
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-)  # fmt: skip
 RULES: dict[str, Rule] = {
     **dict.fromkeys(CALLS, call),
     "scan": scan,
     "while": while_loop,
     "cond": branches,
     "optimization_barrier": barrier,
+    "device_put": device_put,
 }

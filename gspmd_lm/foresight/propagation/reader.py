@@ -1,16 +1,17 @@
 """The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core, source_info_util
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation.record import Recorder, Transfer
+from gspmd_lm.foresight.propagation.record import Record, Transfer
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,
     CollectiveCost,
@@ -36,11 +37,16 @@ ADDITIVE = frozenset((
 ))  # fmt: skip
 # Those that are so in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
-# Those that read another jaxpr: what they are given is looked at there.
-CONTROL = frozenset((
+
+# Those whose operations are read in their place.
+CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "cond", "while", "shard_map",
+    "custom_vjp_call", "custom_vjp_call_jaxpr",
 ))  # fmt: skip
+# Those that read another jaxpr: what they are given is looked at there.
+CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
+
+RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
 _INDICES = ("int32", "uint32")  # dtypes of arrays for which it is worth while to see that they are the same
 
@@ -102,18 +108,28 @@ class Way(NamedTuple):
     copies: Sequence[tuple[ArraySharding, ArraySharding]] = ()  # other arrays, and where they are then, too
 
 
-class Reader(Recorder):
+class Reader:
     """Reads jaxprs on a mesh by `rules`: a rule for each primitive.
 
     `loops` are the trip counts of the loops around the operation that is read.
     """
 
     def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, Rule]) -> None:
-        super().__init__()
+        self.record = Record()
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
         self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[Record]:
+        """A context that notes in a record of its own, as if what was noted before had been noted there too."""
+        before = self.record
+        self.record = Record(copies=dict(before.copies))
+        try:
+            yield self.record
+        finally:
+            self.record = before
 
     # Notes
 
@@ -264,6 +280,7 @@ class Reader(Recorder):
                         known[atom] = operation.operands[number] = self.reduce(
                             operation, atom, operation.operands[number]
                         )
+            flops_before = sum(self.record.flops.values())
             if operation.primitive == "sharding_constraint":
                 results = [self._constrained(operation, constrained, uses[equation.outvars[0]])]
             else:
@@ -277,7 +294,23 @@ class Reader(Recorder):
                     result = dataclasses.replace(result, identity=result.identity or self.value(operation))
                 result = _identified(result)
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
+            if operation.primitive not in CALLS:
+                multiplies = sum(self.record.flops.values()) > flops_before
+                self._add_values(operation, [known[var] for var in equation.outvars], multiplies)
         return [sharding_of(atom) for atom in jaxpr.outvars]
+
+    def _add_values(self, operation: Operation, results: Sequence[ArraySharding], multiplies: bool) -> None:
+        """Notes what an operation makes from what, for the bytes that the backward pass waits for."""
+        operands = [one.identity for one in operation.operands if not one.is_constant]
+        if operands and operation.primitive not in RENAMING:
+            times = self.times(len(self.loops))
+            sizes = [
+                times * self.mesh.local_bytes(var.aval, one.dims) if hasattr(var.aval, "shape") else 0.0
+                for var, one in zip(operation.equation.outvars, results, strict=True)
+            ]
+            made = zip((one.identity for one in results), sizes, strict=True)
+            is_repeatable = not multiplies and operation.primitive not in ("scan", "while")
+            self.record.values.add(operation.phase, operands, made, is_repeatable)
 
     def value(self, operation: Operation) -> Any:
         """What operations have in common that compute the same from the same arrays; None where that is not known."""

@@ -1,14 +1,14 @@
 """What is noted while a step is read, and what the result says of it."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from gspmd_lm.foresight.propagation.saved import SavedValues
 from gspmd_lm.foresight.propagation.sharding import ArraySharding
 
 _TRIFLE = 0.01  # of all bytes
@@ -56,6 +56,7 @@ class Record:
     unknown: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     # An array's identity -> the shardings in which devices have it already.
     copies: dict[Any, tuple[ArraySharding, ...]] = dataclasses.field(default_factory=dict)
+    values: SavedValues = dataclasses.field(default_factory=SavedValues)
 
     @property
     def sent_bytes(self) -> float:
@@ -67,23 +68,7 @@ class Record:
             self.flops[phase] = self.flops.get(phase, 0.0) + flops
         self.unknown += other.unknown
         self.copies = other.copies
-
-
-class Recorder:
-    """Has the record of the reader, which can try something and discard what it noted."""
-
-    def __init__(self) -> None:
-        self.record = Record()
-
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[Record]:
-        """A context that notes in a record of its own, as if what was noted before had been noted there too."""
-        before = self.record
-        self.record = Record(copies=dict(before.copies))
-        try:
-            yield self.record
-        finally:
-            self.record = before
+        self.values.update(other.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +83,8 @@ class Reading:
     flops_by_phase: Mapping[str, float]
     unknown: Mapping[str, int]
     model_flops: float = 0.0  # of all devices, recomputation not counted, nor kernels that the program calls
+    saved_bytes: float = 0.0  # of one device: what it must keep of the forward pass for the backward pass
+    held_bytes: float = 0.0  # of one device: the arguments that it must read, and the results that it must write
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Reading":

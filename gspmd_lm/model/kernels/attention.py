@@ -54,7 +54,7 @@ def attend(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segments_BT: jax.Array | None,
-    cfg: config.Model,
+    cfg: config.ModelConfig,
     places_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
@@ -79,7 +79,7 @@ def attend(
 
 def fused(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, segments_BT: jax.Array | None = None,
-    *, kernel: str, cfg: config.Model, interpret: bool = False,
+    *, kernel: str, cfg: config.ModelConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
@@ -105,8 +105,8 @@ def as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
 
 
 def attend_to_cache(
-    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array, cfg: config.Model,
-    sinks_N: jax.Array | None = None,
+    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array,
+    cfg: config.ModelConfig, sinks_N: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
 
@@ -120,7 +120,7 @@ def attend_to_cache(
 
 
 def unsupported(
-    kernel: str, model: config.Model, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
+    kernel: str, model: config.ModelConfig, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
     """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
 
@@ -158,14 +158,14 @@ def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array
     return seen_BTS & (ahead_BTS < window) if window else seen_BTS
 
 
-def sees(cfg: config.Model) -> Any:
+def sees(cfg: config.ModelConfig) -> Any:
     """The scope of attention, for `foresight`: how far a query sees."""
     return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 def masked(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_N: jax.Array,
-    cfg: config.Model,
+    cfg: config.ModelConfig,
 ) -> jax.Array:  # fmt: skip
     """Attention as XLA compiles it, of some queries to keys before them, [B, T, N, H]."""
     seen_BTS = _before(queries.at_BT, keys.at_BT, cfg.sliding_window)
@@ -215,12 +215,12 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
 
 
-def scores_scale(cfg: config.Model) -> float:
+def scores_scale(cfg: config.ModelConfig) -> float:
     """What q k is multiplied with."""
     return cfg.query_scale or cfg.head_dim**-0.5
 
 
-def of_heads(cfg: config.Model, sinks_N: jax.Array | None) -> jax.Array:
+def of_heads(cfg: config.ModelConfig, sinks_N: jax.Array | None) -> jax.Array:
     """A number for each head: its sink, or otherwise its slope, which is 0 for heads of padding."""
     return sinks_N if sinks_N is not None else jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
 
@@ -239,7 +239,7 @@ def alibi_slopes(heads: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_sums(
-    passes: tuple[Any, Any], cfg: config.Model, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
+    passes: tuple[Any, Any], cfg: config.ModelConfig, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
     heads_N: jax.Array, kernel_args: tuple[Any, ...],
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].

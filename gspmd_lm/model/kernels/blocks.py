@@ -25,7 +25,7 @@ class Blocks:
     """
 
     kernel: str
-    cfg: config.Model
+    cfg: config.ModelConfig
     interpret: bool = False
 
     def forward(self, q_BTNH, k_BSKH, v_BSKH, segments: Segments, *, causal: bool) -> tuple[jax.Array, jax.Array]:

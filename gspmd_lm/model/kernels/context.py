@@ -76,7 +76,7 @@ def zigzag_sharded(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.Model,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
     sinks_N: jax.Array | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.

@@ -28,7 +28,7 @@ _UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig,
     packed: Documents | CallRanges | None = None, *, causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The result of the kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N], float32.
@@ -56,7 +56,7 @@ def forward(
 
 
 def backward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, out_BTNH: jax.Array,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, out_BTNH: jax.Array,
     lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | CallRanges | None = None, *, causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys."""
@@ -79,7 +79,7 @@ def backward(
     return dq, dk, dv[..., :width]
 
 
-def _check(cfg: config.Model, seq: int, packed: bool) -> None:
+def _check(cfg: config.ModelConfig, seq: int, packed: bool) -> None:
     """Raises InputError for what the GPU that is compiled for cannot do, RuntimeError where cuDNN is not installed."""
     kernels.check_cudnn_version()
     chip = chip_of(device_kind())
@@ -93,8 +93,8 @@ def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 
-def _call(primitive: Any, cfg: config.Model, causal: bool, qkv: Any, after: Any = (), part: CallRanges | None = None,
-          **options: Any) -> list[jax.Array]:  # fmt: skip
+def _call(primitive: Any, cfg: config.ModelConfig, causal: bool, qkv: Any, after: Any = (),
+          part: CallRanges | None = None, **options: Any) -> list[jax.Array]:  # fmt: skip
     """The results of a primitive. `after`: what a backward pass takes of the forward pass."""
     none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType
     where, mask = [none] * 4, masks.CAUSAL if causal else masks.NO_MASK

@@ -63,7 +63,7 @@ class _Mask(masks.Mask):
 
 
 def kernel(
-    q_BTNH: jax.Array, keys: int, cfg: config.Model, *, places_T: np.ndarray | None = None, piece: int = 0,
+    q_BTNH: jax.Array, keys: int, cfg: config.ModelConfig, *, places_T: np.ndarray | None = None, piece: int = 0,
     devices: int = 1, everything: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
@@ -98,7 +98,7 @@ def of_device(made: Any, devices: int, device: jax.Array) -> Any:
 
 
 def attend(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, cfg: config.Model,
+    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, cfg: config.ModelConfig,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_N: the sinks, if any."""
@@ -108,7 +108,9 @@ def attend(
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
 
-def _called(made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.Model, segments: tuple[jax.Array, jax.Array] | None) -> Any:
+def _called(
+    made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.ModelConfig, segments: tuple[jax.Array, jax.Array] | None
+) -> Any:
     """What a kernel gives, heads before tokens."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
@@ -117,7 +119,7 @@ def _called(made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.Model, segments: tupl
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, made: Any,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, made: Any,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
@@ -128,7 +130,7 @@ def forward(
 
 
 def backward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.Model, out_BTNH: jax.Array,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, out_BTNH: jax.Array,
     lse_BTN: jax.Array, dout_BTNH: jax.Array, made: Any, segments: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys.

@@ -16,7 +16,7 @@ B, T, N, K, H = 2, 128, 4, 2, 128
 
 def settings(**changes):
     usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": T}
-    return config.Model(**(usual | changes))
+    return config.ModelConfig(**(usual | changes))
 
 
 PLAIN = settings()

@@ -42,7 +42,7 @@ def arrays(B, T, H):
 
 def settings(H, **changes):
     usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": 8}
-    return config.Model(**(usual | changes))
+    return config.ModelConfig(**(usual | changes))
 
 
 def both(cfg, place, qkv, weigh, batch):
