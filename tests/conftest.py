@@ -121,7 +121,10 @@ def small():
 
 @pytest.fixture(scope="session")
 def built():
-    """A function that builds the step of a config under a rules file (or Rules), which may be changed on the way."""
+    """A function that builds the step of a config under a rules file (or Rules), which may be changed on the way.
+
+    Whether the rules fit the config is not asked here: that would trace the model once more for each step.
+    """
 
     def make(config, rules, **changes):
         rules = rules_file.load(rules) if isinstance(rules, str) else rules
@@ -129,9 +132,7 @@ def built():
         if rules.devices > jax.device_count():
             pytest.skip(f"needs SIMULATED_DEVICES={rules.devices}")
         devices = jax.devices()[: rules.devices if rules.devices > 0 else 8]
-        rules = rules.fill(len(devices))
-        arrays, _ = state.arrays_and_warnings(config, rules, "cpu")
-        return step.build_step(config, rules, arrays, devices)
+        return step.build_step(config, rules.fill(len(devices)), state.arrays(config), devices)
 
     return make
 

@@ -15,12 +15,15 @@ import yaml
 from gspmd_lm import cli
 from gspmd_lm.sharding import rules_file
 from tests.launched import FROM_OUTSIDE, ROOT, free_port
+from tests.quick import QUICK_FLAGS
 
 TRAIN = [
-    "--platform=cpu", "--config=tiny", "--rules=fsdp", "--set=data.source=random:64", "--set=model.vocab=128",
+    "--platform=cpu", "--devices=2", "--config=tiny", "--rules=fsdp", "--set=data.source=random:64",
+    "--set=model.vocab=128",
     "--set=model.layers=1", "--set=train.steps=2", "--set=train.trackers=[]", "--set=train.eval_every=0",
+    *QUICK_FLAGS,
 ]  # fmt: skip
-TOGETHER = "mesh fsdp=16 on 16 simulated cpu devices"  # eight of each process
+TOGETHER = "mesh fsdp=4 on 4 simulated cpu devices"  # two of each process
 # How the two find each other is what Slurm says, also for the workers of a TPU slice: they would ask its metadata.
 TWO = """
 for index in 0 1; do

@@ -25,8 +25,8 @@ LAYOUTS = sorted(path.stem for path in (ROOT / "rules").glob("*.yaml"))
 PODS = [("fsdp", 256), ("fsdp", 512), ("fsdp_tp", 256), ("fsdp_tp", 512)]
 PAIRS = [(name, layout, 8) for name in CONFIGS for layout in LAYOUTS]
 PAIRS += [(name, layout, devices) for name in CONFIGS for layout, devices in PODS]
-# By default each config meets every fifth layout, and each layout every fifth config.
-FIFTH = [pair if i % 5 == 0 else pytest.param(*pair, marks=pytest.mark.slow) for i, pair in enumerate(PAIRS)]
+# By default each config meets every ninth layout, and each layout every ninth config.
+NINTH = [pair if i % 9 == 0 else pytest.param(*pair, marks=pytest.mark.slow) for i, pair in enumerate(PAIRS)]
 
 # One variant for every array that a rules file may name.
 PLAIN = ("model.mlp_kind=plain", "model.norm=layernorm", "model.norm_bias=true", "model.positions=learned")
@@ -52,7 +52,7 @@ def title(name, layout, devices):
     return f"{name} under {layout}" + (f" on {devices} devices" if layout in ("fsdp", "fsdp_tp") else "")
 
 
-@pytest.mark.parametrize(("name", "layout", "devices"), FIFTH)
+@pytest.mark.parametrize(("name", "layout", "devices"), NINTH)
 def test_config_under_rules(name, layout, devices):
     try:
         _, warnings = state.arrays_and_warnings(config.load(name), filled(layout, devices), "cpu")
@@ -172,8 +172,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
         seen |= set(state.activations(cfg, arrays, 1, one))
-        for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
-            seen |= set(recorder.arrays)
+        if cfg is configs[0] or len(names) > 1:  # generation reads the same arrays, and a cache
+            for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
+                seen |= set(recorder.arrays)
     assert seen == set(axes.ARRAYS)
 
 

@@ -15,7 +15,9 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import Input, InputError, parameter, shard, use
+from gspmd_lm.foresight import compile
 from gspmd_lm.sharding import annotate
+from tests.launched import compiled_here
 from tests.quick import QUICK
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +59,9 @@ def runs(steps):
 
 @pytest.fixture(scope="module")
 def reports():
-    found = gspmd_lm.compare(mixer.TASK, [layout(name) for name in LAYOUTS], "cpu:8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_run_compiler", compiled_here)
+        found = gspmd_lm.compare(mixer.TASK, [layout(name) for name in LAYOUTS], "cpu:8")
     return dict(zip(LAYOUTS, found, strict=True))
 
 

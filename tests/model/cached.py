@@ -22,14 +22,15 @@ def both_ways(cfg, params, tokens, starts, prompt):
         return found | {"slot": jnp.array(first), "start": starts, "row": batch["row"]}
 
     @jax.jit
-    def in_pieces():
-        prompts = piece(0, prompt) | {"segment_ids": segments[:, :prompt]}
-        first, *_, cache = extend(cfg, params, prompts, empty_cache(cfg, rows, length))
-        found = [first[:, -1:]]
-        for at in range(prompt, length):
-            x, *_, cache = extend(cfg, params, piece(at, at + 1), cache)
-            found.append(x)
-        return jnp.concatenate(found, 1)
+    def one_piece(batch, cache):
+        x, *_, cache = extend(cfg, params, batch, cache)
+        return x, cache
 
+    prompts = piece(0, prompt) | {"segment_ids": segments[:, :prompt]}
+    first, cache = one_piece(prompts, empty_cache(cfg, rows, length))
+    found = [first[:, -1:]]
+    for at in range(prompt, length):
+        x, cache = one_piece(piece(at, at + 1), cache)
+        found.append(x)
     whole = jax.jit(lambda: decode(cfg, params, batch | {"segment_ids": segments})[0])()
-    return in_pieces(), whole[:, prompt - 1 :]
+    return jnp.concatenate(found, 1), whole[:, prompt - 1 :]

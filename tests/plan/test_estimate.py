@@ -39,22 +39,37 @@ def simulated(llama):
     return Estimator(llama, targets.parse("cpu:8"))
 
 
-@pytest.mark.parametrize("layout", ["fsdp8", "tp8", "whole keys", "dp8", "zero1_8", "fsdp2_tp4", "dp2_tp4"])
-def test_what_is_sent_is_what_the_trace_says(llama, simulated, built, read, layout):
+REMATS = {
+    "none": Remat(), "block": Remat("block"), "dots": Remat("dots"), "residual": Remat("names", ("residual",)),
+    "q": Remat("names", ("q",)),
+}  # fmt: skip
+ROWS_ALONE, OF_TENSOR = ("fsdp8", "dp8", "zero1_8"), ("tp8", "whole keys", "fsdp2_tp4", "dp2_tp4")
+# Each policy where sums and gathers both depend on it, each policy of sums alone, and what microbatches repeat.
+BY_DEFAULT = {
+    *(("fsdp2_tp4", remat, 1) for remat in REMATS), ("fsdp2_tp4", "block", 2),
+    ("tp8", "block", 1), ("tp8", "residual", 1), ("tp8", "q", 2), ("dp2_tp4", "dots", 1), ("dp2_tp4", "residual", 2),
+    ("whole keys", "block", 1), ("whole keys", "none", 2), ("fsdp8", "block", 1), ("fsdp8", "q", 1),
+    ("dp8", "none", 1), ("zero1_8", "block", 1),
+}  # fmt: skip
+SENT = [(layout, remat, 1) for layout in (*ROWS_ALONE, *OF_TENSOR) for remat in REMATS]
+SENT += [(layout, remat, 2) for layout in OF_TENSOR for remat in REMATS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "remat", "microbatches"),
+    [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in SENT],
+)
+def test_what_is_sent_is_what_the_trace_says(llama, simulated, built, read, layout, remat, microbatches):
     """`plan` has rules of its own for what a decoder sends, which are asked thousands of times."""
     if layout == "whole keys":  # queries are split finer than the keys that they share
         raw = {"mesh": {"tensor": 8}, "rules": {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}}
         file = rules_file.from_dict(raw, layout)
     else:
         file = rules_file.load(layout)
-    for microbatches in (1, 2):
-        if 8 % (microbatches * file.mesh.get("data", 1) * file.mesh.get("fsdp", 1)):
-            continue
-        for remat in (Remat(), Remat("block"), Remat("dots"), Remat("names", ("residual",)), Remat("names", ("q",))):
-            step = built(llama, dataclasses.replace(file, microbatches=microbatches, remat=remat))
-            sent = {axes: size for axes, size in read(step).bytes_by_axes.items() if axes in step.rules.mesh}
-            # Scalars are left out, and scales of norms that are gathered again.
-            assert simulated.estimate(step.rules).sent_by_axis == pytest.approx(sent, rel=1e-4)
+    step = built(llama, dataclasses.replace(file, microbatches=microbatches, remat=REMATS[remat]))
+    sent = {axes: size for axes, size in read(step).bytes_by_axes.items() if axes in step.rules.mesh}
+    # Scalars are left out, and scales of norms that are gathered again.
+    assert simulated.estimate(step.rules).sent_by_axis == pytest.approx(sent, rel=1e-4)
 
 
 def test_products_of_a_step_are_those_of_its_gradients(mixer, read):
@@ -68,10 +83,10 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer, read):
     assert total - of_images == read(step).model_flops
 
 
-def test_what_a_policy_computes_again(llama, monkeypatch):
+def test_what_a_policy_computes_again(llama, traces_of, monkeypatch):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
     monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
-    estimator = Estimator(llama, targets.parse("v5p:2x2x2"))
+    estimator = Estimator(llama, targets.parse("v5p:2x2x2"), traces_of(llama))
 
     def products_s(remat):
         return estimator.estimate(rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)).matmul_s
@@ -145,14 +160,13 @@ def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(smal
     assert sum(one.grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
 
 
-def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, monkeypatch):
+def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, traces_of, monkeypatch):
     """What is computed again comes again, and so do its elementwise operations."""
-    traces = TraceCache(llama)
 
     def products_s(share, remat):
         monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
-        return Estimator(llama, targets.parse("v5p:2x2x2"), traces).estimate(rules).matmul_s
+        return Estimator(llama, targets.parse("v5p:2x2x2"), traces_of(llama)).estimate(rules).matmul_s
 
     extra_s = {remat: products_s(0.7, remat) - products_s(0.0, remat) for remat in ("none", "block")}
     hidden_s = B / 8 * T * F * 2 / op_time.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
@@ -203,8 +217,9 @@ def test_offloaded_activations_leave_the_device(estimated):
 
 
 @pytest.mark.parametrize(("target", "free"), [("v5p:2x2x2", True), ("h100:8", False)])
-def test_casts_of_weights_cost_nothing_on_tpus(llama, target, free):
-    layout = Estimator(llama, targets.parse(target))._layout(rules_file.from_dict(DATA, "data").fill(8))
+def test_casts_of_weights_cost_nothing_on_tpus(llama, traces_of, target, free):
+    estimator = Estimator(llama, targets.parse(target), traces_of(llama))
+    layout = estimator._layout(rules_file.from_dict(DATA, "data").fill(8))
     estimated = {timed.op for timed in layout.timed_ops}
     cast = [operation for operation in layout.op_graph.ops if operation.only_casts]
     assert {"layers.attention.wq", "layers.mlp.w_down"} <= {
@@ -272,8 +287,8 @@ def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidde
     assert exposed["fsdp"] / sent_s == pytest.approx((1 + overlap.LEAST_EXPOSED["gpu"][hidden]) / 2)
 
 
-def test_simulated_devices_have_bytes_and_no_times(llama):
-    estimator = Estimator(llama, targets.parse("cpu:8"))
+def test_simulated_devices_have_bytes_and_no_times(llama, traces_of):
+    estimator = Estimator(llama, targets.parse("cpu:8"), traces_of(llama))
     found = estimator.estimate(rules_file.load("fsdp8").fill(8))
     assert found.step_time_s == found.matmul_s == 0
     assert found.sent_bytes > 0

@@ -7,7 +7,6 @@ import pytest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.remats import Names, policies
 from gspmd_lm.plan.space import Space
@@ -70,15 +69,14 @@ def test_each_comes_once_and_what_needs_least_is_among_them(space, rules):
     assert Remat("names", (), ("layer_input",)) in found
 
 
-def test_where_all_fits_nothing_is_offloaded(llama):
-    space = Space(llama, targets.parse("h200:8"), TraceCache(llama))
+def test_where_all_fits_nothing_is_offloaded(llama, space_of):
+    space = space_of(llama, "h200:8")
     found = list(policies(space.estimator, space.rules(FSDP), Names(NAMES, ("layer_input",))))
     assert not any(remat.offload for remat in found)
     assert Remat("names", NAMES) in found or Remat("names", ("attention_out", "k", "v", "q", "residual")) in found
 
 
-def test_without_times_what_is_computed_again_decides(llama):
-    estimator = Estimator(llama, targets.parse("cpu:8"))
-    space = Space(llama, targets.parse("cpu:8"), estimator.traces)
-    *_, last = policies(estimator, space.rules(FSDP), space.names)
+def test_without_times_what_is_computed_again_decides(llama, space_of):
+    space = space_of(llama, "cpu:8")
+    *_, last = policies(space.estimator, space.rules(FSDP), space.names)
     assert last.policy == "names" and {"q", "k", "v", "residual", "hidden"} <= {*last.save}

@@ -12,6 +12,7 @@ import pytest
 
 from gspmd_lm import cli
 from tests.launched import free_port
+from tests.quick import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = [
@@ -19,6 +20,7 @@ SMALL = [
     *(f"--set={item}" for item in ("model.layers=1", "model.embed=64", "model.mlp=128", "data.batch=8", "data.seq=32")),
     "--set=train.log_every=1",
     "--set=train.trackers=[]",
+    *QUICK_FLAGS,
 ]
 
 
@@ -54,7 +56,7 @@ def losses(workdir):
 def test_the_command_of_the_readme(tmp_path, capfd):
     command = re.search(r"python main.py (--rules=\S+)", (ROOT / "README.md").read_text())
     assert command
-    here(command[1], "--steps=2", f"--workdir={tmp_path}/run")
+    here(command[1], "--steps=2", f"--workdir={tmp_path}/run", *QUICK_FLAGS)
     output = "".join(capfd.readouterr())
     lines = output.splitlines()
     first_step = next(at for at, line in enumerate(lines) if line.startswith("step"))

@@ -1,5 +1,6 @@
 """A run of a small config, whose programs are compiled once for all tests that a process runs."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -9,6 +10,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm.data import loader
+from gspmd_lm.train import decoder
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from tests.quick import QUICK
@@ -17,16 +19,17 @@ from tests.train.runs import CPU, TRAIN
 
 @pytest.fixture(scope="session")
 def run(small, built):
-    """A function that makes a Run; programs are compiled once per config and layout."""
+    """A function that makes a Run; programs are compiled once per layout and what they compute."""
     programs = {}
 
     def make(workdir, layout="dp2_tp4", config=None, profile=None):
         config = config or small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
-        key = json.dumps([layout, repr(config)])
+        key = json.dumps([layout, repr((config.model, config.data, config.optimizer, config.train.steps))])
         if key not in programs:
             step = built(config, layout, compiler_options={"cpu": QUICK})
             programs[key] = step, {}
         step, compiled = programs[key]
+        step = dataclasses.replace(step, config=config, task=decoder.task(config))
         console = Console(file=io.StringIO(), width=1000)
         return Run(
             TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),

@@ -9,7 +9,9 @@ from gspmd_lm.model import loss
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat, Row
 
-SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
+SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4"]
+# Those that fill any number of devices have on eight the collectives of fsdp8, and of fsdp2_tp4 or tp8.
+MORE = [("fsdp", None), ("fsdp_tp", None), ("fsdp2_tp4", "none"), ("fsdp2_tp4", "dots")]
 B, T, D, L = 32, 16, 32, 3
 RESHARDING = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -101,8 +103,7 @@ def test_split_gradients_are_reduced_in_each_microbatch(moved):
 
 @pytest.mark.parametrize(
     ("layout", "remat"),
-    [*((layout, None) for layout in SHIPPED), pytest.param("fsdp2_tp4", "none", marks=pytest.mark.slow),
-     ("fsdp2_tp4", "dots")],
+    [*((layout, None) for layout in SHIPPED), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )  # fmt: skip
 def test_no_shipped_layout_reshards_in_the_layers(moved, layout, remat):
     loop = in_layers(moved(layout, remat=remat))

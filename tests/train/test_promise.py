@@ -81,7 +81,7 @@ FAMILIES = {
         "linear_attention": LinearAttention(key_heads=4, value_heads=8, head_dim=8, taps=3), "init_std": 0.1,
     },
     "Gemma 3n": {
-        "layers": 3, "kv_heads": 4, "sliding_window": 5, "shared_kv_layers": 2, "residual_streams": 2, "laurel_rank": 4,
+        "layers": 2, "kv_heads": 4, "sliding_window": 5, "shared_kv_layers": 1, "residual_streams": 2, "laurel_rank": 4,
         "layer_embed": 8, "layer_vocab": 50, "activation_sparsity": 0.5, "sparse_layers": 1, "value_norm": True,
         "init_std": 0.1,
     },

@@ -7,7 +7,6 @@ import types
 
 import pytest
 from etils import epath
-from tensorboardX.proto import event_pb2
 
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
@@ -17,6 +16,8 @@ from gspmd_lm.workdir.log import Log, Sample
 
 def events(workdir):
     """The events of TensorBoard's files, the oldest file first. A record has its length and two checksums around it."""
+    from tensorboardX.proto import event_pb2  # which imports torch where there is one
+
     for path in sorted((workdir / "tensorboard").iterdir()):
         data, at = path.read_bytes(), 0
         while at < len(data):
@@ -37,7 +38,7 @@ def test_tensorboard_is_told_which_points_a_rewind_leaves_behind(tmp_path):
             (first,) = (tmp_path / "tensorboard").iterdir()
             first.rename(first.with_name("events.out.tfevents.0.before"))
     found = list(events(tmp_path))
-    starts = [event.step for event in found if event.session_log.status == event_pb2.SessionLog.START]
+    starts = [event.step for event in found if event.session_log.status == event.session_log.START]
     assert starts == [1, 5]  # a viewer then drops what came before with these steps or later ones
     assert [event.step for event in found if event.summary.value and event.summary.value[0].tag == "loss"] == [
         1, 4, 8, 5, 8,
