@@ -244,10 +244,11 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         rounds = f" of {pipeline.repeats} parts each" if pipeline.repeats > 1 else ""
         fewer = [n for n in range(2, stages) if stages % n == 0 and turns % (n * pipeline.repeats) == 0]
         fix = f"make the layers of the config a multiple of {parts * length}"
-        if fewer and len(over) == 1:
+        instead = ""
+        if turns % stages == 0:
+            instead = "--set rules.pipeline.repeats=1"
+        elif fewer and len(over) == 1:
             instead = f"--mesh={over[0]}={fewer[-1]}, with {rules.devices // stages * fewer[-1]} devices"
-        else:
-            instead = "use fewer stages or repeats"
         wrong(f"{of_what} do not divide into {names} stages{rounds}", fix, instead)
     batch = rules.split("rules", "residual", "batch")
     shards = rules.microbatches * rules.num_shards(name for name in batch if name not in over)
