@@ -1,6 +1,7 @@
 """Pipelines: losses and gradients of every weight against one device, and what stages send to each other."""
 
 import collections
+import dataclasses
 import math
 
 import jax
@@ -8,9 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count, ring_bytes
+from examples import mixer
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.infer import programs, score
 from gspmd_lm.sharding import pipeline, rules_file
+from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import state
 from tests import courses
 from tests.courses import agree
 
@@ -157,3 +163,56 @@ def test_the_trace_says_what_is_sent(first, small, built, read):
     sent, reading = ring_bytes(count(first.program.as_text())), read(step)
     assert not reading.unknown
     assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(2, 2), (4, 3), (6, 4), (3, 7)])
+def test_each_round_gives_each_stage_a_part(stages, repeats):
+    rounds = pipeline._rounds(stages, repeats)
+    assert sorted(part for round_ in rounds for part in round_) == list(range(stages * repeats))
+    for round_ in rounds:
+        assert {part // repeats for part in round_} == {part % stages for part in round_} == set(range(stages))
+
+
+def test_layers_outside_of_the_stages_rest_as_under_other_rules(small):
+    arrays = state.arrays(small(layers=5, **EXPERTS, dense_layers=1, balance="row"))
+    rules = rules_of("experts")
+    placed = {leaf.path: rules.resolve("weights", leaf.path, leaf.axes, like.shape)[0][0]
+              for leaf, like in pairs(arrays.named_params, arrays.params) if "layers" in leaf.axes}  # fmt: skip
+    assert placed["layers.attention.wq"] == ("stage",) and placed["dense_layers.attention.wq"] == ()
+    assert set(placed.values()) == {("stage",), ()}
+    assert all(bool(names) == path.startswith("layers.") for path, names in placed.items())
+
+
+def test_within_a_stage_no_row_names_it():
+    rules = rules_of(FIRST)
+    inner = rules.of_a_stage
+    assert rules.split("rules", "residual", "batch") == ("stage", "fsdp")
+    assert inner.split("rules", "residual", "batch") == inner.split("weights", "layers.mlp.w_up", "embed") == ("fsdp",)
+    assert inner.stages == () and inner.split("weights", "layers.mlp.w_up", "layers") == ()
+
+
+def test_a_bubble_is_a_finding_unless_it_is_small():
+    (finding,) = advice._bubble(rules_of(FIRST))
+    assert finding.message == "in 1 of 5 turns, a stage computes what nobody reads: 20%"
+    assert "--set rules.pipeline.microbatches=8" in finding.fix
+    assert not list(advice._bubble(rules_of(FIRST, 3))) and not list(advice._bubble(rules_file.load("fsdp8")))
+
+
+def test_texts_are_not_generated_or_scored_in_stages(small):
+    config, rules = model_of("plain", FIRST, 1, small), rules_of(FIRST)
+    with pytest.raises(ShardingError, match="pipeline: training and its evaluation have stages"):
+        programs.arrays_and_warnings(config, rules, "cpu", programs.whole_context(config))
+    with pytest.raises(ShardingError, match="pipeline: training and its evaluation have stages"):
+        score.build_scoring(config, rules, jax.devices()[:8], "cpu", 8, 16)
+
+
+def test_a_model_of_ones_own_is_told_that_it_has_no_stages():
+    raw = {"mesh": {"data": 1}, "rules": {}, "pipeline": {"microbatches": 4}}
+    rules = rules_file.from_dict(raw, "here.yaml", vocabulary=mixer.TASK.names)
+    _, warnings = state.arrays_and_warnings(mixer.TASK, rules, "cpu")
+    assert "pipeline: the model does not use this key, so the key has no effect" in [one.message for one in warnings]
+
+
+def test_what_crosses_slices_may_be_the_stages(small):
+    rules = dataclasses.replace(rules_of(FIRST), dcn={"stage": 2}).fill(8)
+    assert state.arrays_and_warnings(model_of("plain", FIRST, 1, small), rules, "cpu")[1] == []
