@@ -251,6 +251,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         if asked:
             wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
                   f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+    if problems:
+        return problems
     if model.balance == "batch":
         wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
               "--set model.balance=row or bias")  # fmt: skip
@@ -260,20 +262,29 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if turns % parts:
         of_what = f"{turns} turns of a pattern of {length} layers" if length > 1 else f"{turns} layers"
         rounds = f" of {pipeline.repeats} parts each" if pipeline.repeats > 1 else ""
-        fitting = [n for n in range(2, stages + 1) if turns % (n * pipeline.repeats) == 0]
-        fix = f"--mesh={over[0]}={fitting[-1]}" if fitting and len(over) == 1 else "use fewer stages or repeats"
-        wrong(f"{of_what} do not divide into {names} stages{rounds}", fix, f"make them a multiple of {parts}")
-    if pipeline.microbatches % stages:
-        more = -(-pipeline.microbatches // stages) * stages
-        wrong(f"microbatches={pipeline.microbatches} is no multiple of the stages {names}",
-              f"--set rules.pipeline.microbatches={more}")  # fmt: skip
+        fewer = [n for n in range(2, stages) if stages % n == 0 and turns % (n * pipeline.repeats) == 0]
+        fix = f"make the layers of the config a multiple of {parts * length}"
+        instead = ""
+        if turns % stages == 0:
+            instead = "--set rules.pipeline.repeats=1"
+        elif fewer and len(over) == 1:
+            instead = f"--mesh={over[0]}={fewer[-1]}, with {rules.devices // stages * fewer[-1]} devices"
+        wrong(f"{of_what} do not divide into {names} stages{rounds}", fix, instead)
     batch = rules.split("rules", "residual", "batch")
-    shards = rules.num_shards(name for name in batch if name not in over)
-    rows, pieces = config.data.batch, rules.microbatches * pipeline.microbatches
-    if rows % (pieces * shards):
-        each = f" in {rules.microbatches} microbatches each" if rules.microbatches > 1 else ""
-        wrong(f"data.batch={rows} does not divide into {pipeline.microbatches} microbatches{each} of {shards} shards",
-              f"make data.batch a multiple of {pieces * shards}")  # fmt: skip
+    shards = rules.microbatches * rules.num_shards(name for name in batch if name not in over)
+    rows, microbatches = config.data.batch, pipeline.microbatches
+    if microbatches % stages:
+        able = [n for n in range(stages, rows + 1, stages) if rows % (n * shards) == 0]
+        nearest = min(able, key=lambda n: abs(n - microbatches), default=None)
+        fix = f"--set rules.pipeline.microbatches={nearest}" if nearest else f"use a multiple of {stages}"
+        wrong(f"microbatches={microbatches} is no multiple of the stages {names}", fix)
+    elif rows % (microbatches * shards):
+        each = f" of each of {rules.microbatches} microbatches" if rules.microbatches > 1 else ""
+        inside = (
+            f" of rows that divide over {shards // rules.microbatches} devices" if shards > rules.microbatches else ""
+        )
+        wrong(f"data.batch={rows} does not divide into {microbatches} microbatches{each}{inside}",
+              f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
     if not {*over} <= {*batch}:
         wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
               f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip

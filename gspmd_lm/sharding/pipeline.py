@@ -1,7 +1,7 @@
 """Layers in stages: microbatches travel through the devices that hold the layers (arXiv 1811.06965).
 
 All stages compute in every turn, as a dimension of a batch that is split over them. In turn t, stage s computes what
-stage 0 has computed in turn t - s. Layers are cut in S * R parts, and stage s has the parts s, S + s, 2 S + s, ....
+stage 0 has computed in turn t - s. Layers are cut in S * R parts. Stage s has the parts s, S + s, 2 S + s and so on.
 S microbatches at a time go R times through all stages, before the next S of them begin (arXiv 2104.04473). A row that
 ends a round is in stage 0 in the very next turn, so nothing waits between rounds.
 

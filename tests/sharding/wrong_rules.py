@@ -4,6 +4,7 @@ import dataclasses
 
 TP = "mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor, mlp: tensor, vocab: tensor}\n"
 DP = "mesh: {data: 8}\nrules: {batch: data}\n"
+PP = "mesh: {stage: 4, fsdp: 2}\nrules: {batch: [stage, fsdp]}\nweights: {layers: stage}\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,28 @@ WRONG = {
     "dcn that is no number": Case(DP + "dcn: {data: 0}\n"),
     "dcn that does not divide": Case(DP + "dcn: {data: 3}\n"),
     "dcn that does not divide what -1 becomes": Case("mesh: {data: -1}\nrules: {batch: data}\ndcn: {data: 3}\n"),
+    # A pipeline
+    "pipeline without stages": Case(DP + "pipeline: {microbatches: 4}\n"),
+    "pipeline without microbatches": Case(PP + "pipeline: {repeats: 2}\n"),
+    "pipeline that is no mapping": Case(PP + "pipeline: 4\n"),
+    "unknown key of a pipeline": Case(PP + "pipeline: {microbatch: 4, repeats: 0}\n"),
+    "layers that do not divide into stages": Case(PP + "pipeline: {microbatches: 4}\n", ("model.layers=6",)),
+    "layers that do not divide into repeats": Case(PP + "pipeline: {microbatches: 4, repeats: 2}\n"),
+    "a pattern cut in half": Case(
+        PP + "pipeline: {microbatches: 4}\n",
+        ("model.layers=8", "model.layer_pattern=[sliding, sliding, sliding, full]", "model.sliding_window=8"),
+    ),
+    "microbatches that are no multiple of the stages": Case(PP + "pipeline: {microbatches: 6}\n", ("data.batch=24",)),
+    "a batch that does not divide into rows of a stage": Case(PP + "pipeline: {microbatches: 16}\n"),
+    "microbatches of a pipeline in microbatches": Case(PP + "microbatches: 4\npipeline: {microbatches: 4}\n"),
+    "pipeline of several residual streams": Case(
+        PP + "pipeline: {microbatches: 4}\n",
+        ("model.residual_streams=2", "model.layer_embed=8", "model.layer_vocab=50", "model.shared_kv_layers=2"),
+    ),
+    "pipeline and loads of the whole batch": Case(
+        PP + "pipeline: {microbatches: 4}\n",
+        ("model.experts=8", "model.experts_per_token=2", "model.balance=batch"),
+    ),
     "everything at once": Case(
         "mesh: {tensor: 4, dat: 1}\nrules: {heads: tensr, mlp: tensor, residul.seq: tensor}\nremat: blok\nextra: 1\n",
         ("model.mlp=30",),

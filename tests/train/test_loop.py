@@ -78,17 +78,18 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
     [
         (("tp8", "dp2_tp4"), {}),
         pytest.param(("fsdp8", "tp8", "dp2_tp4"), {}, marks=pytest.mark.slow),
+        pytest.param(("pp2_fsdp2_tp2", "fsdp8", "pp2_fsdp2_tp2"), {"layers": 2}, marks=pytest.mark.slow),
         *(
             pytest.param(("expert4", "fsdp8", "dp2_tp4"), {**MIXTURE, **more}, marks=pytest.mark.slow)
             for more in ({"balance": "batch"}, {"balance": "bias", "balance_rate": 0.05}, ADAPTED)
         ),
     ],
-    ids=["dense", "dense, three layouts", "mixture", "mixture balanced by a bias", "mixture with adapters"],
+    ids=["dense", "dense, three layouts", "pipeline", "mixture", "mixture balanced by a bias", "mixture with adapters"],
 )
 def test_a_checkpoint_restores_under_another_layout(run, straight, small, tmp_path, layouts, model):
     config, workdir = None, straight[0]
     if model:
-        config = small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN), **model)
+        config = small(**{"layers": 1, **model}, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
         workdir = tmp_path / "straight"
         run(workdir, config=config).train(12)
     for layout, stop in zip(layouts, (5, 9, 12)[-len(layouts) :], strict=True):

@@ -16,12 +16,14 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A function that is called: its operations are read in its place.
 
     A jitted function may say how its arguments and results are sharded. XLA does not merge what `jax.checkpoint`
-    computes again with what was computed before, unless `prevent_cse` is off.
+    computes again with what was computed before, unless `prevent_cse` is off. A barrier stands before it then, behind
+    which nothing leaves a loop that changes any of its operands.
     """
     inner = called_jaxprs(operation.params)[0]
     operands = _as_asked(reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands)
     if operation.params.get("prevent_cse"):
-        operands = [_renamed(reader, operand) for operand in operands]
+        depth = max((operand.loop_depth for operand in operands), default=0)
+        operands = [dataclasses.replace(_renamed(reader, operand), loop_depth=depth) for operand in operands]
     asked = operation.params.get("out_shardings", ())
     wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
     for number, sharding in enumerate(asked):

@@ -1,0 +1,218 @@
+"""Pipelines: losses and gradients of every weight against one device, and what stages send to each other."""
+
+import collections
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.collectives import count, ring_bytes
+from examples import mixer
+from gspmd_lm.config import Lora
+from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.infer import programs, score
+from gspmd_lm.sharding import pipeline, rules_file
+from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import state
+from tests import courses
+from tests.courses import agree
+
+UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
+TENSOR = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "residual.seq"), "tensor")
+B, T, D = 32, 16, 32
+
+LAYOUTS = {
+    "fsdp and tensor": {
+        "mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "rules": {"batch": ["stage", "fsdp"], **TENSOR},
+        "weights": {"embed": "fsdp"}, "pipeline": {"microbatches": 4},
+    },
+    "ring": {
+        "mesh": {"stage": 4, "context": 2}, "context": "ring", "rules": {"batch": "stage", "seq": "context"},
+        "pipeline": {"microbatches": 4}, "microbatches": 2,
+    },
+    "four stages": {
+        "mesh": {"stage": 4, "fsdp": 2}, "rules": {"batch": ["stage", "fsdp"]}, "weights": {"embed": "fsdp"},
+        "pipeline": {"microbatches": 8},
+    },
+    "experts": {
+        "mesh": {"stage": 2, "expert": 2, "tensor": 2}, "pipeline": {"microbatches": 4},
+        "rules": {"batch": ["stage", "expert"], "expert": "expert", **TENSOR},
+    },
+    "data outside of the stages, zero1": {
+        "mesh": {"data": 2, "stage": 2, "tensor": 2}, "rules": {"batch": ["data", "stage"], **TENSOR},
+        "optimizer": {"embed": "data"}, "pipeline": {"microbatches": 2}, "microbatches": 2,
+    },
+    "a batch that stages do not split": {
+        "mesh": {"data": 2, "stage": 2, "tensor": 2}, "rules": {"batch": "data", **TENSOR},
+        "pipeline": {"microbatches": 4},
+    },
+}  # fmt: skip
+FIRST, RING = list(LAYOUTS)[:2]
+MIXED = "pattern, dropout and a tied table"
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
+MODELS = {
+    "plain": {},
+    "pattern, dropout and a tied table": {
+        "layer_pattern": ("full", "nope"), "dropout": 0.1, "tied_embeddings": True, "kv_heads": 4,
+    },
+    "a layer behind the pattern": {"layer_pattern": ("chunked", "nope", "full"), "attention_chunk": 5, "behind": 1},
+    "dense, then experts": {**EXPERTS, "dense_layers": 1, "balance": "row", "router_z_loss": 0.1},
+    "experts in a pattern": {**EXPERTS, "sparse_step": 2, "balance": "bias", "shared_mlp": 8},
+    "adapters": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_down"))},
+}  # fmt: skip
+REMATS = ("none", "block", "dots", {"save": ["attention_out"]})
+PRODUCT = [
+    (model, layout, 1 + (i + j) % 2, REMATS[(i + j + i // 2) % 4])
+    for i, model in enumerate(MODELS)
+    for j, layout in enumerate(LAYOUTS)
+    if not (layout == RING and "attention_chunk" in MODELS[model])
+]
+
+
+def rules_of(layout, repeats=1, remat="block"):
+    raw = LAYOUTS[layout]
+    sizes = raw["pipeline"] | {"repeats": repeats}
+    raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
+    return rules_file.from_dict(raw, "here.yaml")
+
+
+def model_of(name, layout, repeats, small):
+    """A model with two turns of its pattern, or one, in each part of a stage."""
+    settings = dict(MODELS[name])
+    length = math.lcm(len(settings.get("layer_pattern", ("full",))), settings.get("sparse_step", 1))
+    layers = LAYOUTS[layout]["mesh"]["stage"] * repeats * length * (2 if length == repeats == 1 else 1)
+    return small(
+        layers=layers + settings.get("dense_layers", 0) + settings.pop("behind", 0), optimizer=UNCLIPPED, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def first(small, course):
+    """The course of the first layout, without repeats."""
+    return course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST), 2)
+
+
+def test_a_pipeline_changes_nothing(first, small, course):
+    agree(first, course(model_of(MIXED, FIRST, 1, small), "single", 2))
+
+
+@pytest.fixture(scope="module")
+def repeated(small, course):
+    """A course of four stages through which rows go twice, in microbatches of microbatches."""
+    return course(model_of("plain", RING, 2, small), rules_of(RING, 2, {"save": ["attention_out"]}), 1)
+
+
+def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(repeated, small, course):
+    agree(repeated, course(model_of("plain", RING, 2, small), "single", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "repeats", "remat"), PRODUCT)
+def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repeats, remat, small, course):
+    config = model_of(model, layout, repeats, small)
+    agree(course(config, rules_of(layout, repeats, remat), 1), course(config, "single", 1))
+
+
+def test_every_remat_policy_meets_every_layout():
+    assert len({(layout, str(remat)) for _, layout, _, remat in PRODUCT}) == len(LAYOUTS) * len(REMATS)
+
+
+def test_what_stages_compute_without_rows_changes_no_bit(repeated, small, built, batch_of, monkeypatch):
+    monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
+    run = courses.once(built, batch_of)
+    filled = run(model_of("plain", RING, 2, small), rules_of(RING, 2, {"save": ["attention_out"]}), 1)
+    assert filled.program.as_text() != repeated.program.as_text()
+    assert filled.losses == repeated.losses
+    jax.tree.map(np.testing.assert_array_equal, filled.gradients, repeated.gradients)
+
+
+def over_stages(text):
+    """Of each collective between stages: kind, dtype, elements, in a loop, times."""
+    found = collections.Counter()
+    for instruction in hlo.parse(text).operations:
+        for one in instruction.collectives:
+            if any(len({device // 4 for device in group}) > 1 for group in one.groups):
+                times = math.prod(loop.trip_count for loop in instruction.loops)
+                for moved in one.inputs:
+                    found[one.kind, moved.dtype, moved.elements, bool(instruction.loops)] += times
+    return found
+
+
+def test_what_stages_send(first):
+    """Rows to the next stage and rows that wait to the one before, in each of 5 turns and of their derivatives. Outside
+    of the turns there is the last exchange, what tells tokens apart, and the gradients of what all stages share."""
+    found = over_stages(first.program.as_text())
+    rows = B // 4 // 2 * T // 2 * D  # of a microbatch on a device
+    table = 64 // 2 * D // 2  # its gradient where it rests, of the look-up and of the logits
+    found = {what: times for what, times in found.items() if what[:3] != ("all-reduce", "f32", 1)}  # sums of a step
+    assert found == {
+        ("collective-permute", "f32", rows, True): 2 * 2 * 5,
+        ("collective-permute", "f32", rows, False): 2,
+        ("all-gather", "s32", B // 4 * T, False): 2,  # positions and documents
+        ("all-gather", "u32", B // 4 * T * 2, False): 1,  # keys of dropout
+        ("all-reduce", "f32", D, False): 1,  # the gradient of the last norm
+        ("all-reduce", "f32", table, False): 2,
+    }
+
+
+def test_the_trace_says_what_is_sent(first, small, built, read):
+    step = built(model_of(MIXED, FIRST, 1, small), rules_of(FIRST))
+    sent, reading = ring_bytes(count(first.program.as_text())), read(step)
+    assert not reading.unknown
+    assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(2, 2), (4, 3), (6, 4), (3, 7)])
+def test_each_round_gives_each_stage_a_part(stages, repeats):
+    rounds = pipeline._rounds(stages, repeats)
+    assert sorted(part for round_ in rounds for part in round_) == list(range(stages * repeats))
+    for round_ in rounds:
+        assert {part // repeats for part in round_} == {part % stages for part in round_} == set(range(stages))
+
+
+def test_layers_outside_of_the_stages_rest_as_under_other_rules(small):
+    arrays = state.arrays(small(layers=5, **EXPERTS, dense_layers=1, balance="row"))
+    rules = rules_of("experts")
+    placed = {leaf.path: rules.resolve("weights", leaf.path, leaf.axes, like.shape)[0][0]
+              for leaf, like in pairs(arrays.named_params, arrays.params) if "layers" in leaf.axes}  # fmt: skip
+    assert placed["layers.attention.wq"] == ("stage",) and placed["dense_layers.attention.wq"] == ()
+    assert set(placed.values()) == {("stage",), ()}
+    assert all(bool(names) == path.startswith("layers.") for path, names in placed.items())
+
+
+def test_within_a_stage_no_row_names_it():
+    rules = rules_of(FIRST)
+    inner = rules.of_a_stage
+    assert rules.split("rules", "residual", "batch") == ("stage", "fsdp")
+    assert inner.split("rules", "residual", "batch") == inner.split("weights", "layers.mlp.w_up", "embed") == ("fsdp",)
+    assert inner.stages == () and inner.split("weights", "layers.mlp.w_up", "layers") == ()
+
+
+def test_a_bubble_is_a_finding_unless_it_is_small():
+    (finding,) = advice._bubble(rules_of(FIRST))
+    assert finding.message == "in 1 of 5 turns, a stage computes what nobody reads: 20%"
+    assert "--set rules.pipeline.microbatches=8" in finding.fix
+    assert not list(advice._bubble(rules_of(FIRST, 3))) and not list(advice._bubble(rules_file.load("fsdp8")))
+
+
+def test_texts_are_not_generated_or_scored_in_stages(small):
+    config, rules = model_of("plain", FIRST, 1, small), rules_of(FIRST)
+    with pytest.raises(ShardingError, match="pipeline: training and its evaluation have stages"):
+        programs.arrays_and_warnings(config, rules, "cpu", programs.whole_context(config))
+    with pytest.raises(ShardingError, match="pipeline: training and its evaluation have stages"):
+        score.build_scoring(config, rules, jax.devices()[:8], "cpu", 8, 16)
+
+
+def test_a_model_of_ones_own_is_told_that_it_has_no_stages():
+    raw = {"mesh": {"data": 1}, "rules": {}, "pipeline": {"microbatches": 4}}
+    rules = rules_file.from_dict(raw, "here.yaml", vocabulary=mixer.TASK.names)
+    _, warnings = state.arrays_and_warnings(mixer.TASK, rules, "cpu")
+    assert "pipeline: the model does not use this key, so the key has no effect" in [one.message for one in warnings]
+
+
+def test_what_crosses_slices_may_be_the_stages(small):
+    rules = dataclasses.replace(rules_of(FIRST), dcn={"stage": 2}).fill(8)
+    assert state.arrays_and_warnings(model_of("plain", FIRST, 1, small), rules, "cpu")[1] == []
