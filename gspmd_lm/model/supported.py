@@ -291,6 +291,28 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     return problems
 
 
+def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
+    """The problems that a config and layers that compute their rows in parts do not fit each other in training."""
+    parts, model = rules.interleave, config.model
+    if parts == 1:
+        return []
+    place, without = rules.place("interleave", parts), "--set rules.interleave=1"
+    lacking = ("experts", model.experts), ("residual_streams", model.residual_streams > 1), (
+        "layer_embed", model.layer_embed), ("shared_kv_layers", model.shared_kv_layers)  # fmt: skip
+    problems = [
+        Problem(f"interleave: layers with model.{key}={getattr(model, key)} are not computed in parts", place, without)
+        for key, asked in lacking if asked
+    ]  # fmt: skip
+    microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
+    batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
+    shards = microbatches * rules.num_shards(batch)
+    if config.data.batch % (shards * parts):
+        rows = config.data.batch / shards
+        message = f"interleave: the {rows:g} rows that a device computes at a time do not divide into {parts} parts"
+        problems.append(Problem(message, place, f"make data.batch a multiple of {shards * parts}, or {without}"))
+    return problems
+
+
 def _pipeline_row(rules: Rules) -> str:
     sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
     return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
@@ -17,8 +18,8 @@ from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout, sin
 from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
-from gspmd_lm.sharding.annotate import Weight, like, remat, shard, unroll, use
-from gspmd_lm.sharding.matmuls import gathered, look_up, project
+from gspmd_lm.sharding.annotate import Weight, interleave, like, remat, shard, unroll, use
+from gspmd_lm.sharding.matmuls import gathered, look_up, project, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
@@ -87,6 +88,35 @@ class Block(nn.Module):
         return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
 
 
+class Interleaved(nn.Module):
+    """A layer that computes the rows in parts, side by side: what one part sends hides behind the products of another
+    (arXiv 2409.15241). Its parameters are those of a block.
+    """
+
+    cfg: config.ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        carried: Carried,
+        layer: jax.Array | int,
+        input_BTY: jax.Array | None,
+        batch: dict[str, jax.Array],
+        keys_BT: jax.Array | None,
+    ) -> tuple[Carried, RouterOutput | None]:
+        block = Block(self.cfg, name="block")
+        nn.share_scope(self, block)
+        x_BTD, parts = carried[0], interleave()
+        # No row moves: each device has rows of every part.
+        rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, batch, keys_BT))
+        computed = []
+        with sharing_weights():
+            for i in range(parts):
+                x_bTD, of_part, keys_bT = jax.tree.map(lambda x, i=i: x[i], rows)
+                computed.append(block((shard(x_bTD, RESIDUAL), None, None), layer, None, of_part, keys_bT)[0][0])
+        return (shard(rearrange(jnp.stack(computed), "p b ... -> (b p) ..."), RESIDUAL), None, None), None
+
+
 class Pattern(nn.Module):
     """The layers of one turn of a pattern: block_0, block_1, ..."""
 
@@ -97,7 +127,9 @@ class Pattern(nn.Module):
         routed = []
         for i, kind in enumerate(self.kinds):
             input_BTY = None if inputs is None else inputs[i]
-            carried, of_block = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, input_BTY, *rest)
+            carried, of_block = _block(carried, alone=False)(kind, name=f"block_{i}")(
+                carried, first + i, input_BTY, *rest
+            )
             routed += [of_block] if of_block else []
         return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
@@ -210,7 +242,7 @@ class Decoder(nn.Module):
         for i, kind in enumerate(stack.kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
             input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
-            block = _block(alone=False)(kind, name=f"layer_{layer}")
+            block = _block(carried, alone=False)(kind, name=f"layer_{layer}")
             carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in of_layers if each is not None]
@@ -266,7 +298,7 @@ def _loop(
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
     }
-    one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+    one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
     if inputs_LBTY is not None and length > 1:
         inputs_LBTY = inputs_LBTY.reshape(turns, length, *inputs_LBTY.shape[1:])
@@ -274,15 +306,17 @@ def _loop(
     return carried, routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
 
 
-def _block(alone: bool = True) -> type[nn.Module]:
-    """Block, recomputed in the backward pass if the rules say so.
+def _block(carried: Carried, alone: bool = True) -> type[nn.Module]:
+    """The module of a layer, recomputed in the backward pass if the rules say so. `carried`: what it is given.
 
     A block that is alone in a scan needs no barrier against common subexpressions. A block beside others does: without
     the barrier, the compiler reuses the results of the forward pass, or it recomputes all blocks at once and holds the
     gathered weights of all of them.
     """
     policy = remat()
-    return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block
+    rows, cache = carried[0].shape[0], carried[1]
+    layer = Interleaved if interleave() > 1 and cache is None and rows > 1 else Block
+    return nn.remat(layer, prevent_cse=not alone, policy=policy) if policy else layer
 
 
 def decode(

@@ -95,6 +95,7 @@ class Settings:
     context: str = "gather"  # how the keys of a split sequence reach its queries: gather, ring or ulysses
     remat: Callable[..., Any] | None = None  # the policy of `jax.checkpoint` for a block; None: not computed again
     replicas: str = ""  # the name of the vmapped axis of replicas, of one of which the work is traced
+    interleave: int = 1  # parts of a device's rows that a layer computes side by side
     unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
 
 
@@ -234,6 +235,11 @@ def _setting(name: str) -> Any:
 def remat() -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
     return _setting("remat")
+
+
+def interleave() -> int:
+    """In how many parts, side by side, a layer computes the rows."""
+    return _setting("interleave")
 
 
 def unroll(turns: int) -> int:

@@ -1,13 +1,15 @@
 """An einsum whose axes may be cut in two, one for the shard and one within it, and whose operands may be quantised."""
 
 import functools
+import string
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import Split, platform
+from gspmd_lm.sharding.annotate import Split, Weight, placement, platform
 from gspmd_lm.sharding.op_names import einsum_equation
 from gspmd_lm.sharding.quantised import Quantised
 
@@ -68,3 +70,20 @@ def letters_of(equation: str) -> tuple[list[str], str]:
     """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
     left, _, out = equation.partition("->")
     return left.split(","), out
+
+
+def equation_of(outer: Sequence[str], summed: int, w: Weight) -> str:
+    """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
+
+    Letters are those of the model's axes, as far as they are known and differ.
+    """
+    place, axes, count = placement(), (*outer, *w.axes), len(outer)
+    known = {axis: letter for axis, (letter, _) in place.vocabulary.axes.items()} if place else {}
+    wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
+    free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
+    letters = [
+        letter if letter in {*string.ascii_uppercase} - {*wanted[:at]} else next(free)
+        for at, letter in enumerate(wanted)
+    ]
+    rows, weight = "".join(letters[:count]), "".join(letters[count:])
+    return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"

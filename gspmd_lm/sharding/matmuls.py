@@ -19,10 +19,10 @@ sequence.
 """
 
 import contextlib
+import dataclasses
 import functools
 import operator
-import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -45,9 +45,19 @@ from gspmd_lm.sharding.annotate import (
     split,
     use,
 )
-from gspmd_lm.sharding.cut_einsum import cut_einsum, letters_of
+from gspmd_lm.sharding.cut_einsum import cut_einsum, equation_of, letters_of
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import PartialSums, Sum, Unreduced, copied, gradient, reduced, tokens_of, unreduced
+from gspmd_lm.sharding.partial_sums import (
+    PartialSums,
+    Sum,
+    Unreduced,
+    copied,
+    gradient,
+    gradient_slot,
+    reduced,
+    tokens_of,
+    unreduced,
+)
 from gspmd_lm.sharding.quantised import Quantised
 
 LOW_RANK = "low_rank: batch seq rank"
@@ -89,15 +99,25 @@ def unreduced_matmul(x: jax.Array, weight: Weight | Adapted) -> Unreduced:
     matrix = weight if isinstance(weight, Adapted) else Adapted(weight)
     summed = matrix.weight.array.ndim - 1
     outer = ["batch", "seq", *map(str, range(x.ndim))][: x.ndim - summed]
-    y = einsum(_equation(outer, summed, matrix.weight), x, matrix.weight)
+    y = einsum(equation_of(outer, summed, matrix.weight), x, matrix.weight)
     if not matrix.adapter:
         return y
     a, b = matrix.adapter
-    low = matrix.scale * einsum(_equation(outer, summed, a), x, a)
+    low = matrix.scale * einsum(equation_of(outer, summed, a), x, a)
     if low.parts:
-        return y + _matmul_of_partial_sums(_equation(outer, 1, b), low, b)
+        return y + _matmul_of_partial_sums(equation_of(outer, 1, b), low, b)
     with gathered(low.rest[0], LOW_RANK, LOW_RANK) as low_BTR:
         return y + project(low_BTR, b)
+
+
+@contextlib.contextmanager
+def sharing_weights() -> Iterator[None]:
+    """A context in which matmuls with the same weight gather it once, and sum its gradient over devices once."""
+    token = _shared_weights.set({})
+    try:
+        yield
+    finally:
+        _shared_weights.reset(token)
 
 
 def copies(x: jax.Array, sum_: Sum) -> jax.Array:
@@ -122,7 +142,7 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     if isinstance(w, Weight):
         letter, sum_ = _summed(w, b, a)
         operand, slot = (_quantised(x, a, b, w), x) if eight_bits else (x, None)
-        return unreduced(_product(_matmul(w, b, a, f"z{out}", a, letter, sum_), operand, slot, w.array), sum_)
+        return unreduced(_times(_matmul(w, b, a, f"z{out}", a, letter, sum_), operand, slot, w), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
         return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
@@ -197,7 +217,7 @@ class _Gathered:
 
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
-        equation = _equation(self._gathered_spec.axes[:-1], 1, w)
+        equation = equation_of(self._gathered_spec.axes[:-1], 1, w)
         if placement() is None and not w.matmul_dtype:
             return jnp.einsum(equation, self.x, use(w))
         (a, b), out = letters_of(equation)
@@ -206,7 +226,7 @@ class _Gathered:
         if w.matmul_dtype:
             self._quantised = self._quantised or _quantised(self.x, a, b, w)
             x, slot = self._quantised, slot if letter else self.x
-        return _product(_matmul(w, b, a, out, f"z{a}" if letter else a, letter, sum_), x, slot, w.array)
+        return _times(_matmul(w, b, a, out, f"z{a}" if letter else a, letter, sum_), x, slot, w)
 
     def copies(self, sum_: Sum) -> jax.Array:
         if sum_.over.num_shards == 1:
@@ -257,7 +277,7 @@ def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
         matmul = _matmul(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
-        parts.append(PartialSums(_product(matmul, part.array, None, w.array), part.sum | sum_))
+        parts.append(PartialSums(_times(matmul, part.array, None, w), part.sum | sum_))
     return Unreduced(tuple(parts))
 
 
@@ -289,17 +309,35 @@ def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
     return quantised.use(weight, matmul.w, matmul.x) if weight.matmul_dtype else use(weight)
 
 
+_shared_weights: ContextVar[dict[str, tuple[Any, jax.Array]] | None] = ContextVar("shared_weights", default=None)
+
+
+def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: Weight) -> jax.Array:
+    """The product of `x` and a weight, which within `sharing_weights` is one array for all its products."""
+    shared = _shared_weights.get()
+    if shared is None or w.used or placement() is None:
+        return _product(matmul, x, slot, w.array, None)
+    if w.path not in shared:
+        tokens = tokens_of(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
+        in_use = jax.lax.stop_gradient(_in_use(matmul, w.array))
+        shared[w.path] = in_use, gradient_slot(matmul.weight, tokens.sum, w.array)
+    in_use, partials = shared[w.path]
+    weight = dataclasses.replace(matmul.weight, used=True)
+    return _product(matmul._replace(weight=weight), x, slot, in_use, partials)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: jax.Array) -> jax.Array:
-    """The product of `x` and a stored weight. With a slot, the gradient of `x` is returned as that of the slot.
+def _product(matmul: _Matmul, x: Any, slot: jax.Array | None, w: Any, weight_slot: jax.Array | None) -> jax.Array:
+    """The product of `x` and a stored weight. With a slot, the gradient of `x` is returned as that of the slot. With a
+    weight's slot, the partial sums of its gradient are.
 
     Its derivatives are written here. For autodiff to give them as partial sums, the forward pass would have to cut the
     same axis, which adds copies in attention to TPU programs: 4% of a step under fsdp2_tp4 on v5p.
     """
-    return _forward(matmul, x, slot, w)[0]
+    return _forward(matmul, x, slot, w, weight_slot)[0]
 
 
-def _forward(matmul: _Matmul, x: Any, slot: jax.Array | None, w: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(matmul: _Matmul, x: Any, slot: Any, w: Any, weight_slot: jax.Array | None) -> tuple[jax.Array, Any]:
     used = w if matmul.weight.used else _in_use(matmul, w)
     names = scope("of", *matmul.sum.of), scope("sum", *matmul.sum.axes if "z" in matmul.y else ())
     with names[0], names[1], jax.default_matmul_precision(matmul.precision):
@@ -307,30 +345,34 @@ def _forward(matmul: _Matmul, x: Any, slot: jax.Array | None, w: jax.Array) -> t
         y = checkpoint_name(y, quantised.SCALED) if isinstance(x, Quantised) and "z" not in matmul.y else y
     # Where a block is recomputed, the backward pass uses the weight that the recomputation gathered. Elsewhere the
     # backward pass gathers it again, so that no gathered weight outlives its product.
-    return y, (x, used if remat() else w, jnp.zeros((), w.dtype))
+    return y, (x, used if remat() else w, jnp.zeros((), w.dtype), weight_slot)
 
 
 def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
-    x, w, at_rest = saved
+    x, w, at_rest, weight_slot = saved
     weight = matmul.weight.holding(at_rest)
     eight_bits = isinstance(x, Quantised)
     tokens = tokens_of(
         x.values if eight_bits else x, matmul.x, without=matmul.sum.over.over
     )  # a mesh axis splits only one dimension of an array
     with scope("of", weight.path), jax.default_matmul_precision(matmul.precision):
-        w = w if remat() else _in_use(matmul, w)
+        w = w if remat() or weight.used else _in_use(matmul, w)
         with scope("sum", *matmul.sum.axes):
             equation = f"{matmul.y},{matmul.w}->{matmul.dx}"
             operands = quantised.pair(dy, matmul.y, w, matmul.w)
             dx = cut_einsum(equation, *operands, z=(matmul.letter, matmul.sum.over)).astype(x.dtype)
-        dw = None
+        dw = (None, None)
         if not weight.frozen:
             with scope("optimizer", weight.path):
                 cuts = {"z": (matmul.letter, matmul.sum.over), **tokens.cuts}
                 right, left = quantised.pair(dy, matmul.y, x, matmul.x, over_tokens=True)
                 partials = cut_einsum(f"{matmul.x},{matmul.y}->rt{matmul.w}", left, right, **cuts)
-            dw = gradient(unreduced(partials, tokens.sum), weight)
-        gradients = (dx, None, dw) if matmul.dx == matmul.x and not eight_bits else (None, dx, dw)
+            dw = (
+                (None, partials)
+                if weight_slot is not None
+                else (gradient(unreduced(partials, tokens.sum), weight), None)
+            )
+        gradients = (dx, None, *dw) if matmul.dx == matmul.x and not eight_bits else (None, dx, *dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's
         # gradient only when the optimizer asks for it, and to hold the partials while the other layers are computed.
         return gradients if weight.scanned else jax.lax.optimization_barrier(gradients)
@@ -347,20 +389,3 @@ def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
         if letter in among and over.num_shards > 1:
             return letter, Sum(over, (f"{w.path}.{axis}",), of)
     return "", Sum(Split(), (), of)
-
-
-def _equation(outer: Sequence[str], summed: int, w: Weight) -> str:
-    """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
-
-    Letters are those of the model's axes, as far as they are known and differ.
-    """
-    place, axes, count = placement(), (*outer, *w.axes), len(outer)
-    known = {axis: letter for axis, (letter, _) in place.vocabulary.axes.items()} if place else {}
-    wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
-    free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
-    letters = [
-        letter if letter in {*string.ascii_uppercase} - {*wanted[:at]} else next(free)
-        for at, letter in enumerate(wanted)
-    ]
-    rows, weight = "".join(letters[:count]), "".join(letters[count:])
-    return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"

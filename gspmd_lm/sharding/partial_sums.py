@@ -5,6 +5,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, split
@@ -123,6 +124,21 @@ def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
     if place and not dw.parts:
         total = place.constrain(total, spec)
     return total.astype(weight.array.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gradient_slot(weight: Weight, sum_: Sum, w: jax.Array) -> jax.Array:
+    """Zeros whose gradient is the partial sums of a weight's gradient. Autodiff adds up those of all its products."""
+    shards = sum_.over.num_shards
+    return jnp.zeros((*((shards,) if shards > 1 else ()), *w.shape), weight.compute_dtype)
+
+
+def _gradient_of_slot(weight: Weight, sum_: Sum, like: jax.Array, partials: jax.Array) -> tuple[jax.Array]:
+    with scope("of", weight.path), scope("optimizer", weight.path):
+        return (gradient(unreduced(partials, sum_), weight.holding(like)),)
+
+
+gradient_slot.defvjp(lambda *args: (gradient_slot(*args), jnp.zeros((), args[-1].dtype)), _gradient_of_slot)
 
 
 class TokenSharding(NamedTuple):

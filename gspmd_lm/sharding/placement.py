@@ -65,6 +65,7 @@ class MeshPlacement:
             context=self.rules.context,
             remat=remat,
             replicas=self.replicas,
+            interleave=self.rules.interleave,
             unroll=(short, chosen if isinstance(chosen, int) else 1),
         )
 

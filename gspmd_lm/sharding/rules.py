@@ -108,6 +108,7 @@ class Rules:
     dcn: Mapping[str, int]
     problems: tuple[Problem, ...]
     pipeline: Pipeline | None = None
+    interleave: int = 1  # parts of a device's rows that each layer computes side by side
     text: str = ""  # the content of the file, with what flags have set
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> the flag that set it
 

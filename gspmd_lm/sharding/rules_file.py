@@ -26,8 +26,8 @@ from gspmd_lm.sharding.rules import (
     place,
 )  # fmt: skip
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "unroll", "attention", "context", "compiler_options",
-            "dcn")  # fmt: skip
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "interleave", "unroll", "attention", "context",
+            "compiler_options", "dcn")  # fmt: skip
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
@@ -151,6 +151,7 @@ class _Reader:
         mesh = self.mesh(raw.get("mesh"))
         rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
         microbatches, context = raw.get("microbatches", 1), raw.get("context", CONTEXTS[0])
+        interleave = raw.get("interleave", 1)
         return Rules(
             path=self.path,
             vocabulary=self.vocabulary,
@@ -169,6 +170,7 @@ class _Reader:
             },
             dcn=self.dcn(raw.get("dcn"), mesh),
             pipeline=self.pipeline(raw.get("pipeline")),
+            interleave=interleave if self.size(interleave, "interleave", "interleave") else 1,
             problems=tuple(self.problems),
             flags=self.flags,
         )

@@ -11,7 +11,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model import supported
-from gspmd_lm.model.supported import Pass, layer_problems, pipeline_problems
+from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, pipeline_problems
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
@@ -92,6 +92,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
     named = recorded(task, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen |= {"unroll": str(rules.unroll or "none"), "pipeline": "stages" if rules.pipeline else "none"}
+    chosen["interleave"] = "none" if rules.interleave == 1 else str(rules.interleave)
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
@@ -145,7 +146,8 @@ def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
 def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
     problems = layer_problems(config, rules, platform, attention_pass(config))
-    return [*problems, *pipeline_problems(config, rules), *_balance_problems(config, rules)]
+    problems += [*pipeline_problems(config, rules), *interleave_problems(config, rules)]
+    return [*problems, *_balance_problems(config, rules)]
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:

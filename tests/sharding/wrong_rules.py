@@ -132,6 +132,13 @@ WRONG = {
         PP + "pipeline: {microbatches: 4}\n",
         ("model.experts=8", "model.experts_per_token=2", "model.balance=batch"),
     ),
+    # Rows in parts
+    "interleave that is no number": Case(DP + "interleave: two\n"),
+    "rows that do not divide into parts": Case(DP + "interleave: 3\n"),
+    "rows of a microbatch that do not divide into parts": Case(DP + "microbatches: 2\ninterleave: 2\n"),
+    "parts of layers that have none": Case(
+        DP + "interleave: 2\n", ("model.experts=8", "model.experts_per_token=2", "model.residual_streams=2")
+    ),
     "everything at once": Case(
         "mesh: {tensor: 4, dat: 1}\nrules: {heads: tensr, mlp: tensor, residul.seq: tensor}\nremat: blok\nextra: 1\n",
         ("model.mlp=30",),

@@ -1,0 +1,71 @@
+"""Layers that compute their rows in parts: nothing changes but the order of the work."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.collectives import count
+from gspmd_lm import config
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state, step
+from tests.quick import QUICK
+
+SIZES = ("model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.head_dim=8", "model.mlp=64",
+         "model.vocab=64", "model.context=16", "data.seq=16", "data.batch=16", "model.matmul_precision=highest",
+         "data.packing=documents", "model.dropout=0.1")  # fmt: skip
+
+
+def trained(layout, parts, *sets):
+    """The weights after a step, and the bytes that its program sends."""
+    cfg = config.load("tiny", [*SIZES, *sets])
+    rules = dataclasses.replace(rules_file.load(layout), interleave=parts, compiler_options={"cpu": QUICK})
+    arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
+    built = step.build_step(cfg, rules, arrays, jax.devices()[: rules.devices])
+    program, rng = built.compile(built.lower_train()), np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (16, 17), dtype=np.int32)
+    segments = np.cumsum(rng.random((16, 16)) < 0.2, axis=1, dtype=np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments, "row": np.arange(16),
+             "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (16, 16))}  # fmt: skip
+    batch = {name: jax.device_put(batch[name].astype(np.int32), where) for name, where in built.batch_shardings.items()}
+    new, _ = program(built.compile(built.lower_init())(), batch)
+    return jax.device_get(new.params), sum(one.ring_bytes for one in count(program.as_text()))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The weights after a step on one device, which computes all rows at once."""
+    return trained("none", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts", "sets"),
+    [
+        ("fsdp2_tp4", 2, ()),
+        ("none", 4, ()),
+        pytest.param("fsdp2_tp4", 4, ("model.layer_pattern=[sliding, full]", "model.sliding_window=4"),
+                     marks=pytest.mark.slow),
+        pytest.param("fsdp8", 2, (), marks=pytest.mark.slow),
+        pytest.param("cp8", 2, (), marks=pytest.mark.slow),
+        pytest.param("zero1_8", 2, (), marks=pytest.mark.slow),
+        pytest.param("fsdp2_tp4", 2, ("model.block=parallel", "model.bias=true"), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, sets):
+    whole = trained("none", 1, *sets)[0] if sets else expected
+    weights, sent = trained(layout, parts, *sets)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, whole)
+    # The gradients of norms, which are small, are summed in each part.
+    assert sent == pytest.approx(trained(layout, 1, *sets)[1] if sent else 0, rel=0.01)
+
+
+def test_layers_are_computed_in_so_many_parts():
+    def products(parts):
+        cfg = config.load("tiny", [*SIZES])
+        rules = dataclasses.replace(rules_file.load("none"), interleave=parts)
+        arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
+        built = step.build_step(cfg, rules, arrays, jax.devices()[:1])
+        return str(built.trace_train().jaxpr).count("dot_general")
+
+    assert products(2) > 1.5 * products(1)
