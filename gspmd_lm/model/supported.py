@@ -238,9 +238,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
 
     row, over = rules.row("weights", f"{axis}.", axis), rules.stages
     if row is None or not row.mesh_axes:
-        wrong(
-            f"no row splits {axis} into stages", f"name the mesh axis of the stages, as in weights: {{{axis}: stage}}"
-        )
+        wrong(f"no row splits {axis} into stages", f"name the stages' mesh axis, as in weights: {{{axis}: stage}}")
     if not over:
         return problems
     place = f"{place}\n        {row.place}" if row else place
@@ -251,6 +249,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         if asked:
             wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
                   f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+    if rules.split("optimizer", f"{axis}.", axis) != over:
+        wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
     if problems:
         return problems
     if model.balance == "batch":
@@ -279,12 +279,10 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         fix = f"--set rules.pipeline.microbatches={nearest}" if nearest else f"use a multiple of {stages}"
         wrong(f"microbatches={microbatches} is no multiple of the stages {names}", fix)
     elif rows % (microbatches * shards):
-        each = f" of each of {rules.microbatches} microbatches" if rules.microbatches > 1 else ""
-        inside = (
-            f" of rows that divide over {shards // rules.microbatches} devices" if shards > rules.microbatches else ""
-        )
-        wrong(f"data.batch={rows} does not divide into {microbatches} microbatches{each}{inside}",
-              f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
+        each = shards // rules.microbatches
+        pieces = f"{rules.microbatches} x {microbatches}" if rules.microbatches > 1 else microbatches
+        wrong(f"data.batch={rows} does not divide into {pieces} microbatches for {each} devices "
+              "of a stage", f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
     if not {*over} <= {*batch}:
         wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
               f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip

@@ -230,7 +230,7 @@ class Decoder(nn.Module):
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[RouterOutput]]:
         """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
-        parts = 1 if self.is_initializing() else pipeline.parts(stack.name)
+        parts = pipeline.parts(stack.name)
         if parts > 1:
             x_BTD, cache, kept = carried
             x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)

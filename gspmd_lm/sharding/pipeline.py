@@ -12,7 +12,8 @@ before, and the last stage gets a finished row in its place.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -224,27 +225,7 @@ def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool
 
 def _rounds(stages: int, repeats: int) -> list[list[int]]:
     """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
-    left, rounds = [*range(stages * repeats)], []
-    while left:
-        got: dict[int, int] = {}  # stage -> the part that it gets
-        for stage in range(stages):
-            _send(stage, got, set(), [(part, part // repeats, part % stages) for part in left])
-        rounds.append([*got.values()])
-        left = [part for part in left if part not in got.values()]
-    return rounds
-
-
-def _send(stage: int, got: dict[int, int], tried: set[int], left: Sequence[tuple[int, int, int]]) -> bool:
-    """Adds a part of `stage` to those that stages get. Another stage may have to send another part for it.
-
-    left: parts, the stage that has each, and the one that gets it. Each stage has as many as it gets, so that a part is
-    found for all stages. It says whether one was found without a stage that was tried.
-    """
-    sources = {part: source for part, source, _ in left}
-    for part, source, target in left:
-        if source == stage and target not in tried:
-            tried.add(target)
-            if target not in got or _send(sources[got[target]], got, tried, left):
-                got[target] = part
-                return True
-    return False
+    # A stage sends parts that follow each other, for which the quotient is the same. Of the parts p that a stage gets,
+    # p % R repeats after R / gcd(S, R) of them, and the quotient has then grown by one.
+    number = [(part + part // math.lcm(stages, repeats)) % repeats for part in range(stages * repeats)]
+    return [[part for part, at in enumerate(number) if at == round_] for round_ in range(repeats)]

@@ -128,6 +128,9 @@ WRONG = {
         PP + "pipeline: {microbatches: 4}\n",
         ("model.residual_streams=2", "model.layer_embed=8", "model.layer_vocab=50", "model.shared_kv_layers=2"),
     ),
+    "pipeline whose optimizer splits layers otherwise": Case(
+        PP + "pipeline: {microbatches: 4}\noptimizer: {layers: fsdp}\n"
+    ),
     "pipeline and loads of the whole batch": Case(
         PP + "pipeline: {microbatches: 4}\n",
         ("model.experts=8", "model.experts_per_token=2", "model.balance=batch"),

@@ -114,8 +114,8 @@ def _call(primitive: Any, cfg: config.ModelConfig, causal: bool, qkv: Any, after
 def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple[list[jax.Array], list[int]]:
     """What `jax.vmap` makes of a primitive, for which jax has no rule: a call for each element.
 
-    The replicas of data parallelism are such a dimension while gradients of microbatches are added up. A device has one
-    element of it.
+    The replicas of data parallelism are such a dimension while gradients of microbatches are added up, and so are the
+    stages of a pipeline. A device has one element of it.
     """
     count = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     calls = [
