@@ -89,7 +89,7 @@ def block(arrays, x_BTD, dtype):
 
 
 NAMES = ("wq", "wk", "wv", "wo", "w_up", "w_down")
-SOME = [("both axes of a weight", "int8"), ("the residual over the sequence", "fp8")]
+SOME = [("both axes of a weight", "int8")]
 PAIRS = [(split, dtype) for split in SPLITS for dtype in DTYPES]
 MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in SOME]
 
