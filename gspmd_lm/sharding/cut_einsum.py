@@ -34,7 +34,8 @@ def cut_einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.
             (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
             scales = [_cut(*scale, letter, over, shards) for scale in scales]
             out = f"{shards}{out}" if letter in out else out
-    product = functools.partial(jnp.einsum, preferred_element_type=quantised.accumulated_in(x))
+    sums = quantised.dtype_of_sums(x, small[0][0].dtype) if small else None
+    product = functools.partial(jnp.einsum, preferred_element_type=sums)
     if platform() == "cpu" and "B" not in out and x.size > y.size:
         # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
         # compiler would not turn the result but the product.

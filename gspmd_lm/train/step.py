@@ -49,7 +49,7 @@ class Step(ShardedProgram):
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
         """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
-        return MeshPlacement(self.rules.of_a_replica, self.mesh, REPLICAS)
+        return MeshPlacement(self.rules.of_a_replica, self.mesh, REPLICAS if self.rules.replicas else "")
 
     @functools.cached_property
     def state_shardings(self) -> State:

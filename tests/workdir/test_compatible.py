@@ -36,7 +36,8 @@ OTHER = {
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
-    "weight_dtype": "bfloat16", "matmul_precision": "default", "attention_scores_dtype": "bfloat16",
+    "weight_dtype": "bfloat16", "matmul_dtype": "int8", "matmul_precision": "default",
+    "attention_scores_dtype": "bfloat16",
     "balance_weight": 0.1, "balance_rate": 0.1, "router_z_loss": 0.1, "capacity_factor": 2.0,
 }  # fmt: skip
 OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized",
