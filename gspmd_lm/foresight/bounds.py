@@ -14,7 +14,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train.metrics import flops_per_token, keys_seen, model_flops
+from gspmd_lm.train.metrics import attention_flops, flops_per_token, model_flops
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 FLOAT32_BYTES = 4
@@ -112,7 +112,7 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
         # The derivative to the first layer's input is left out where nothing before it is trained.
         passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / model.layers
         total += rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count
-    total += 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
+    total += attention_flops(model, seq) * config.data.batch * seq
     return total / rules.devices
 
 
