@@ -28,7 +28,7 @@ PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
 BUBBLE = 0.1  # of the turns of a pipeline
-NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank")
+NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "rope_dim")
 
 
 def warnings(
@@ -283,7 +283,9 @@ def _replicated(
         if size == 1 or not whole:
             continue
         largest, axis = max(whole, key=lambda pair: pair[0].bytes_per_device)
-        row = f"rules.residual.{axis}" if largest.at_rest is None else f"weights.{axis}"
+        split = {one for array in arrays for names in array.at_rest or () if name in names for one in array.axes}
+        only = f"{largest.path.rpartition('.')[2]}." if axis in split else ""  # elsewhere, the mesh axis is taken
+        row = f"rules.residual.{axis}" if largest.at_rest is None else f"weights.{only}{axis}"
         others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
         total = sum(array.bytes_per_device for array, _ in whole)
         yield Finding(

@@ -14,7 +14,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train.metrics import flops_per_token, keys_seen, model_flops
+from gspmd_lm.train.metrics import attention_flops, flops_per_token, model_flops
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 FLOAT32_BYTES = 4
@@ -131,8 +131,7 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
     """
     model, seq = config.model, config.data.seq
     total = sum(flops for _, flops in _matmul_flops(config, rules, arrays, graph))
-    attention = 12.0 * model.heads * model.head_dim * keys_seen(model, seq) * config.data.batch * seq
-    return total + attention / rules.devices
+    return total + attention_flops(model, seq) * config.data.batch * seq / rules.devices
 
 
 def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:

@@ -19,6 +19,7 @@ from gspmd_lm.sharding.partial_sums import Unreduced
 
 Q_LATENT = "q_latent: batch seq q_rank"
 KV_LATENT = "kv_latent: batch seq kv_rank"
+K_ROPE = "k_rope: batch seq rope_dim"
 LATENT_EPS = 1e-6  # of both norms, whatever a model's other norms have: as in the code of DeepSeek-V2 and V3
 
 
@@ -68,24 +69,24 @@ class LatentAttention(nn.Module):
         cfg, positions_BT = self.cfg, batch["positions"]
         length = cache.k_LBSKH.shape[2] if cache else x_BTD.shape[1]
         latent_BTZ = self.kv_norm(shard(project(x_BTD, self.wkv_down), KV_LATENT))
-        q_BTNH, shared_BT1P = shard(self._queries(x_BTD), Q), project(x_BTD, self.wk_rope)[:, :, None]
+        q_BTNH, shared_BTP = shard(self._queries(x_BTD), Q), shard(project(x_BTD, self.wk_rope), K_ROPE)
         if cfg.attention_temperature:
             q_BTNH = shard(q_BTNH * temperature(positions_BT, cfg.attention_temperature).astype(q_BTNH.dtype), Q)
         if cfg.attention_chunk:
             batch = in_chunks(batch, cfg.attention_chunk)
         if cfg.positions == "rope":
             q_BTNH = shard(rope(q_BTNH, positions_BT, cfg, length), Q)
-            shared_BT1P = rope(shared_BT1P, positions_BT, cfg, length)
+            shared_BTP = shard(rope(shared_BTP[:, :, None], positions_BT, cfg, length)[:, :, 0], K_ROPE)
         if cache:
-            new_BT1G = jnp.concatenate([latent_BTZ[:, :, None], shared_BT1P], -1)
-            cache = cache.written(new_BT1G, None, batch["slot"], layer)
+            new_BTG = jnp.concatenate([latent_BTZ, shared_BTP], -1)
+            cache = cache.written(new_BTG[:, :, None], None, batch["slot"], layer)
         if cache and x_BTD.shape[1] == 1:
             (stored_BS1G,) = cache.of(layer)
             out_BTNH = self._absorbed(q_BTNH, stored_BS1G, batch)
         else:
             with gathered(latent_BTZ, KV_LATENT, KV_LATENT) as latent_BTZ:
                 own_BTNH, v_BTNH = project(latent_BTZ, self.wk_up), project(latent_BTZ, self.wv_up)
-            shared_BTNP = jnp.broadcast_to(shared_BT1P, (*own_BTNH.shape[:3], cfg.rope_dim))
+            shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own_BTNH.shape[:3], cfg.rope_dim))
             k, v = (keys_spec(name).replace("kv_heads", "heads") for name in "kv")
             k_BTNH = shard(jnp.concatenate([shared_BTNP, own_BTNH], -1), k)
             out_BTNH = attend(q_BTNH, k_BTNH, shard(v_BTNH, v), batch, cfg, self.sinks)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
     Parameter,
@@ -29,6 +30,7 @@ from gspmd_lm.plan.transfers import (
 )
 
 _INT32_BYTES = 4
+_SHARED_KEY = K_ROPE.partition(":")[0]
 *_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 
 
@@ -179,21 +181,23 @@ class DecoderTransfers(Transfers):
         computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
         summed_over = mesh_axes(stream, *stream_axes)
         assert inner_end.placed
+        # A key of latent attention has numbers besides what this weight gives it.
+        sent_bytes = inner_end.bytes if inner_end.placed.array in (*_READ, _OUT) else inner_bytes
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
         recomputed = self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
-            self.transfer(inner_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
+            self.transfer(sent_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
             by_heads = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
             recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
             for _ in range(2 + recomputed):  # to heads, back for the gradients, and once more where it is recomputed
-                self.transfer(inner_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
+                self.transfer(sent_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
         elif query_axes:  # each query reads all keys; their gradients come from everywhere
             all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
-            self.transfer(inner_bytes, computed, all_keys, summed_over, times, kind)
-            self.transfer(inner_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
+            self.transfer(sent_bytes, computed, all_keys, summed_over, times, kind)
+            self.transfer(sent_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
             if recomputed or self.rules.context == "ring":
-                self.transfer(inner_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
+                self.transfer(sent_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
         else:
             self.transfer(inner_bytes, computed, inner, summed_over, times)
         matrix_bytes = matmul.weight.bytes
@@ -215,6 +219,8 @@ class DecoderTransfers(Transfers):
             self.transfer(
                 gradient_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
             )
+        if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
+            self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
             # are summed as those of the keys.

@@ -260,7 +260,7 @@ class Estimator:
         self, chip: Chip, rules: Rules, op: AttentionOp, shard_counts: dict[NamedNodes, int]
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Seconds of a fused attention kernel, forward and backward, and of what else its layer does for it."""
-        queries, keys = op.queries, op.keys
+        queries, keys, values = op.queries, op.keys, op.values
         rows, seq, heads, size = queries.shape
         shards = self._shard_count(rules, (queries,), shard_counts)
         count = rows * heads / shards  # may be a fraction, where its tokens are split
@@ -274,9 +274,10 @@ class Estimator:
         assert queries.placed
         devices = rules.num_shards(rules.split(queries.placed.table, queries.placed.array, "seq"))
         ring = devices if rules.context == "ring" else 1
-        kernels_s = attention.splash_passes_s(count, size, seq, queries.itemsize, op.mask_window, ring, chip)
+        sizes = size, values.shape[-1]
+        kernels_s = attention.splash_passes_s(count, sizes, seq, queries.itemsize, op.mask_window, ring, chip)
         blocks = seq // splash_block(seq, size, queries.itemsize)
-        key_bytes = 2 * keys.bytes / self._shard_count(rules, (keys,), shard_counts)
+        key_bytes = (keys.bytes + values.bytes) / self._shard_count(rules, (keys,), shard_counts)
         moved = attention.splash_moved_bytes(blocks, queries.bytes / shards, key_bytes, rules.context, devices)
         return kernels_s, [size / op_time.hbm_bytes_per_s(chip) for size in moved]
 

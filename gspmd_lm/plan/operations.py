@@ -39,8 +39,7 @@ def _array(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-_OUT, _QUERIES, _KEYS = map(_array, (attention.OUT, attention.Q, attention.K))
-_READ = (_QUERIES, _KEYS, _array(attention.V))
+_OUT, *_READ = map(_array, (attention.OUT, attention.Q, attention.K, attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,6 +74,7 @@ class AttentionOp:
 
     queries: Node  # [B, T, N, H]
     keys: Node  # [B, S, K, H]
+    values: Node
     trip_count: int
     nodes: frozenset[Node]
 
@@ -220,11 +220,11 @@ class OpGraph:
                     continue
                 inside.add(node)
                 waiting += node.inputs
-            queries, keys = (
-                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in (_QUERIES, _KEYS)
+            queries, keys, values = (
+                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in _READ
             )
-            if queries and keys and inside:
-                ops.append(AttentionOp(queries[0], keys[0], out.trip_count, frozenset(inside)))
+            if queries and keys and values and inside:
+                ops.append(AttentionOp(queries[0], keys[0], values[0], out.trip_count, frozenset(inside)))
         return ops
 
     # What is kept

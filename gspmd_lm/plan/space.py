@@ -63,7 +63,7 @@ class Roles:
     """What each part of a model is for. Axes are logical axes."""
 
     rows: str
-    width: tuple[str, ...]
+    width: tuple[str, ...]  # axes, and of matrices without them array.axis
     hidden: tuple[str, ...]
     between: tuple[str, ...]  # rows of the table `rules`, such as residual.seq
     groups: tuple[str, ...]
@@ -287,13 +287,29 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
         if path.rpartition(".")[0] in beside and path not in grouped:
             continue
         others = [axis for axis in axes[path] if axis not in width and axis not in groups]
+        if len(others) > 1 and not {*width} & {*axes[path]}:  # what it reads was made smaller before
+            others = others[1:]
         if others:
             firsts[others[0]] += math.prod(used[path].shape) * used[path].trip_count
+    # What is put beside other numbers stays whole, such as the part of keys that all heads share.
+    joined = {
+        near.placed.axes[-1]
+        for node in graph.nodes if node.primitive == "concatenate"
+        for near in graph.before([node], past_matmuls=False) if near.placed and near.placed.axes
+    }  # fmt: skip
     hidden: list[str] = []
     arrays = [*axes.values(), *(node.placed.axes for node in graph.activations if node.placed)]
     for axis, _ in firsts.most_common():
-        if not any(axis in names and {*hidden} & {*names} for names in arrays):
+        if axis not in joined and not any(axis in names and {*hidden} & {*names} for names in arrays):
             hidden.append(axis)
+    adapters = traces.task.names.adapters
+    # Matrices inside a block that have no width, as those that make keys from a shorter vector.
+    inside = {
+        f"{name}.{axes[path][0]}": used[path]
+        for path in matrices
+        if (name := path.rpartition(".")[2]) not in adapters and not {*width} & {*axes[path]}
+        and {*hidden} & {*axes[path][1:]} and axes[path][0] not in (*hidden, *groups)
+    }  # fmt: skip
     streams = [stream for matmul in graph.matmuls if (stream := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
         f"{stream.placed.array}.{axis}"
@@ -306,9 +322,10 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
             for axis, size in zip(node.placed.axes, node.shape, strict=True):
                 sizes[axis].add(size)
                 sizes[f"{node.placed.array}.{axis}"].add(size)
+    sizes |= {row: {node.shape[0]} for row, node in inside.items()}
     sequence = dict.fromkeys(row.rpartition(".")[2] for row in between) if splits_sequence else {}
     sizes_of = {axis: tuple(several) for axis, several in sizes.items()}
-    return Roles(rows, tuple(width), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), sizes_of)
+    return Roles(rows, (*width, *inside), tuple(hidden), tuple(between), tuple(groups), tuple(sequence), sizes_of)
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,12 +15,12 @@ from gspmd_lm.sharding.shapes import Arrays
 def flops_per_token(
     model: ModelConfig, parameter_count: int, seq: int, trained_count: int | None = None, *, last: bool = False
 ) -> float:
-    """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + 12 N H S, S summed over layers.
+    """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + attention.
 
-    P are the parameters that compute a token, without tables that are only looked up, and S the keys that it sees: see
-    `keys_seen`. Where only `trained_count` parameters are trained, the others have no gradient: 2 FLOPs less for each.
-    PaLM (arXiv 2204.02311, appendix B) counts all T keys of a row in place of S. This is three times what the traced
-    forward pass multiplies, except that the trace has all T keys, and P has norms and biases too.
+    P are the parameters that compute a token, without tables that are only looked up. For attention see
+    `attention_flops`. Where only `trained_count` parameters are trained, the others have no gradient: 2 FLOPs less for
+    each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
+    norms and biases too.
     """
     looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
     if model.positions == "learned":
@@ -28,7 +28,23 @@ def flops_per_token(
     looked_up += model.vocab_rows * model.layers * model.layer_embed
     multiplied = parameter_count - looked_up
     gradients = multiplied if trained_count is None or model.lora is None else trained_count
-    return 4.0 * multiplied + 2.0 * gradients + 12.0 * model.heads * model.head_dim * keys_seen(model, seq, last=last)
+    return 4.0 * multiplied + 2.0 * gradients + attention_flops(model, seq, last=last)
+
+
+def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> float:
+    """The FLOPs of scores and sums of values of one token, forward and backward: 6 N (H + V) S, S summed over layers.
+
+    H and V are the sizes of a key and a value, and S the keys that a token sees: see `keys_seen`. PaLM (arXiv
+    2204.02311, appendix B) counts all T keys of a row in place of S.
+    """
+    return 6.0 * model.heads * _numbers(model, last) * keys_seen(model, seq, last=last)
+
+
+def _numbers(model: ModelConfig, last: bool) -> int:
+    """The numbers of a key and a value of a head. A single token of latent attention reads what they are made from."""
+    if last and (latent := model.latent_attention):
+        return 2 * latent.kv_rank + model.rope_dim
+    return model.head_dim + model.v_head_dim
 
 
 def model_flops(config: Config, arrays: Arrays) -> float:
@@ -45,7 +61,7 @@ def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
 def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
     if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
-        return 1.5 * linear.value_heads * linear.head_dim**2 / (layer.heads * layer.head_dim)
+        return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
     if layer.attention_chunk:
         whole, rest = divmod(seq, layer.attention_chunk)
         if last:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
-from gspmd_lm.config import Lora
+from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import necessary_flops, of_training
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -23,6 +23,9 @@ B, T, D, L, V = 8, 8192, 4096, 32, 128256
 TOKENS = B * T
 ACTIVATION_BYTES = 2 * TOKENS * D  # [B, T, D] in bfloat16
 HEADS, KV, MLP = D * 32 * 128, D * 8 * 128, D * 14336
+LATENT = {
+    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+}  # fmt: skip
 MLPS = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
 
@@ -222,6 +225,10 @@ def test_what_must_be_multiplied(llama):
         pytest.param("cp8_ring", {}, {}, marks=pytest.mark.slow),
         pytest.param("expert4", {}, {"experts": 8, "experts_per_token": 2}, marks=pytest.mark.slow),
         ("fsdp2_tp4", {}, {"block": "parallel", "tied_embeddings": True, "qk_norm": True}),
+        ("fsdp2_tp4", {"remat": Remat("none")}, LATENT),
+        pytest.param("tp8", {}, LATENT, marks=pytest.mark.slow),
+        pytest.param("fsdp8", {"remat": Remat("block")}, LATENT, marks=pytest.mark.slow),
+        pytest.param("cp8", {}, LATENT, marks=pytest.mark.slow),
         pytest.param(
             "fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}, marks=pytest.mark.slow
         ),

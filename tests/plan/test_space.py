@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm.config import core_yaml
+from gspmd_lm.config import LatentAttention, core_yaml
 from gspmd_lm.plan import space
 from gspmd_lm.plan.space import describe
 from gspmd_lm.sharding import rules_file
@@ -59,6 +59,18 @@ def test_what_is_split_is_asked_of_the_model(space_of, llama):
     roles = space_of(llama, "h100:8").roles
     assert (roles.rows, roles.width, roles.between) == ("batch", ("embed",), ("residual.seq",))
     assert set(roles.hidden) == {"mlp", "heads", "kv_heads", "vocab"}
+
+
+def test_what_is_made_from_a_shorter_vector_is_split_as_what_the_residual_is_made_of(small, space_of):
+    latent = LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4)
+    found = space_of(small(latent_attention=latent, head_dim=6, rope_dim=2), "cpu:8")
+    assert {*found.roles.hidden} == {"mlp", "heads", "vocab"}
+    assert found.roles.width == ("embed", "wq_up.q_rank", "wk_up.kv_rank", "wv_up.kv_rank")
+    layouts = list(found)
+    assert {"embed": "fsdp", "wq_up.q_rank": "fsdp", "wk_up.kv_rank": "fsdp", "wv_up.kv_rank": "fsdp"} in [
+        raw.get("weights") for raw in layouts
+    ]
+    assert not found.refused
 
 
 def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from gspmd_lm.config import LatentAttention
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -59,6 +60,7 @@ def test_the_keys_that_tokens_see(small, seq):
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
+        {"latent_attention": LatentAttention(kv_rank=16, q_rank=12, v_head_dim=3), "head_dim": 6, "rope_dim": 2},
     ],
 )
 def test_model_flops_are_three_times_those_of_the_traced_forward_pass(small, settings):
@@ -68,6 +70,7 @@ def test_model_flops_are_three_times_those_of_the_traced_forward_pass(small, set
     arrays = state.arrays(task)
     forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
     unseen_keys = config.data.seq * model.layers - keys_seen(model, config.data.seq)
+    per_key = 6 * model.heads * (model.head_dim + model.v_head_dim)
     vectors = [like for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1]
-    not_multiplied = 6 * sum(like.size for like in vectors) - 12 * model.heads * model.head_dim * unseen_keys
+    not_multiplied = 6 * sum(like.size for like in vectors) - per_key * unseen_keys
     assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) + tokens * not_multiplied)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.foresight.hlo import Array, Instruction
-from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip
+from gspmd_lm.hardware.chips import SPLASH_BLOCKS, Chip, Cycles
 from gspmd_lm.model.kernels.attention import MOST_BLOCKS, splash_block
 
 # TFLOP/s of cuDNN's attention on an H100 SXM for sequences of CUDNN_LENGTHS tokens, at head size 128: forward without a
@@ -54,7 +54,7 @@ class Splash:
 
     part: str  # fwd, dkv (which includes dq if they are fused) or dq
     heads: float
-    size: int  # the size of a head
+    size: int  # the size of a key of a head
     blocks: tuple[int, int]  # how many blocks of queries and of keys
     rows: int  # the rows of a block: queries
     columns: int  # the columns of a block: keys
@@ -62,6 +62,7 @@ class Splash:
     mask_window: str = ""  # see Name.sees
     steps: int = 0  # of the grid; 0: one for each pair of blocks
     length: int = 0  # all keys; 0: those of this call
+    value_size: int = 0  # the size of a value; 0: that of a key
 
     @property
     def visited(self) -> float:
@@ -79,6 +80,12 @@ class Splash:
     def matmuls(self) -> int:
         """How many matmuls a block takes: scores and values; backward: scores, dP, dV, dK, and dQ if it is fused."""
         return {"fwd": 2, "dkv": 5 if self.fused else 4, "dq": 3}[self.part]
+
+    @property
+    def shares(self) -> tuple[tuple[int, float], ...]:
+        """The sizes of a key and a value, each with the share of the matmuls that have it: not dP and dV, of values."""
+        of_keys = {"fwd": 1, "dkv": 3 if self.fused else 2, "dq": 2}[self.part] / self.matmuls
+        return (self.size, of_keys), (self.value_size or self.size, 1 - of_keys)
 
 
 def kernel_s(call: Instruction, chip: Chip) -> float | None:
@@ -117,13 +124,16 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
     """The seconds of a call of splash attention; None if the chip's cycles are not known."""
     if not (sizes := chip.splash):
         return None
-    forward, backward = sizes[min((size for size in sizes if size >= splash.size), default=max(sizes))]
-    cycles = forward if splash.part == "fwd" else backward
-    area = splash.rows * splash.columns
+
+    def cycles_of(size: int) -> Cycles:
+        forward, backward = sizes[min((known for known in sizes if known >= size), default=max(sizes))]
+        return forward if splash.part == "fwd" else backward
+
+    cycles, area = cycles_of(splash.size), splash.rows * splash.columns
     near = min(range(len(cycles.visited)), key=lambda n: abs(math.log(area / SPLASH_BLOCKS[n] ** 2)))
     # Heads that are wider than the table's, and passes that are not fused, are scaled by their multiply-adds.
-    scale = max(1.0, splash.size / max(sizes)) * splash.matmuls / (2 if splash.part == "fwd" else 5)
-    block = cycles.visited[near] * area / SPLASH_BLOCKS[near] ** 2 * scale
+    visited = sum(share * cycles_of(size).visited[near] * max(1.0, size / max(sizes)) for size, share in splash.shares)
+    block = visited * area / SPLASH_BLOCKS[near] ** 2 * splash.matmuls / (2 if splash.part == "fwd" else 5)
     steps = splash.steps or splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
     total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
@@ -131,19 +141,19 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
 
 
 def splash_passes_s(
-    heads: float, size: int, seq: int, itemsize: int, window: str, ring: int, chip: Chip
+    heads: float, sizes: tuple[int, int], seq: int, itemsize: int, window: str, ring: int, chip: Chip
 ) -> list[float]:
     """The seconds of all kernels of a layer on a device, forward and backward; 0 if the chip's cycles are not known.
 
-    `heads` are those of all its rows, with a fraction of a head for a part of the tokens. Keys and values go round
-    `ring` devices; one device has no turns.
+    `heads` are those of all its rows, with a fraction of a head for a part of the tokens. `sizes` are those of a key
+    and of a value. Keys and values go round `ring` devices; one device has no turns.
     """
     length = seq // ring
-    block = min(splash_block(seq, size, itemsize), length // min(ring, 2))  # a turn leaves out half of the keys
+    block = min(splash_block(seq, sizes[0], itemsize), length // min(ring, 2))  # a turn leaves out half of the keys
     blocks = length // block, length // block
     passes_s = []
     for part in ("fwd", "dkv"):
-        local = Splash(part, heads * ring, size, blocks, block, block, True, window)
+        local = Splash(part, heads * ring, sizes[0], blocks, block, block, True, window, value_size=sizes[1])
         turn = dataclasses.replace(local, blocks=(blocks[0], blocks[1] // 2), mask_window="all")
         passes_s.append((splash_s(local, chip) or 0.0) + (ring - 1) * (splash_s(turn, chip) or 0.0))
     return passes_s
@@ -190,7 +200,8 @@ def flops(call: Instruction) -> float:
     splash = _splash(call)
     if splash is None:
         return 0.0
-    return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * splash.size
+    width = sum(share * size for size, share in splash.shares)
+    return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * width
 
 
 def masked_scores(length: int, window: int) -> float:
@@ -216,7 +227,7 @@ def _splash(call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
     if not (name := _splash_name(call)):
         return None
-    integers, (queries, keys, *_) = _operand_arrays(call)
+    integers, (queries, keys, values, *_) = _operand_arrays(call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
     count = integers[0].dimensions[-2:]
     *heads, rows, size = queries.dimensions
@@ -229,6 +240,7 @@ def _splash(call: Instruction) -> Splash | None:
         part=name.group(1),
         heads=math.prod(heads),
         size=size,
+        value_size=values.dimensions[-1],
         blocks=(rows // block, keys.dimensions[-2] // columns),
         rows=block,
         columns=columns,
