@@ -1,5 +1,6 @@
 """The operations of a traced program: their FLOPs and the programs in them; and what a convolution multiplies."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 from jax.extend import core
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
 PARTS = ("gather", "dynamic_slice", "slice", "scatter", "scatter-add", "dynamic_update_slice")  # of the first operand
 
 
@@ -60,6 +62,40 @@ def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
     jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
     return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
+
+
+def with_rolls(jaxpr: Any) -> list[Any]:
+    """The equations of a program, with `ROLL` where two parts of an array are joined the other way round.
+
+    XLA's partitioner knows such parts too: as RotateRight.
+    """
+    slices = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "slice"}
+    changed = []
+    for equation in jaxpr.eqns:
+        parts = [slices.get(atom) for atom in equation.invars if not hasattr(atom, "val")]
+        if equation.primitive.name == "concatenate" and len(equation.invars) == 2 and None not in parts:
+            equation = _rolled(equation, *parts)
+        changed.append(equation)
+    reads = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in changed))
+    read = {atom for atom in reads if not hasattr(atom, "val")}
+    return [eqn for eqn in changed if eqn.primitive.name != "slice" or eqn.outvars[0] in read]
+
+
+def _rolled(equation: Any, last: Any, first: Any) -> Any:
+    """A concatenation of two slices as a roll of the array that they are of; itself if it is none."""
+    source, d = first.invars[0], equation.params["dimension"]
+    size, cut = source.aval.shape[d], first.params["limit_indices"][d]
+    whole = [0] * source.aval.ndim, list(source.aval.shape)
+
+    def is_part(part: Any, begin: int, end: int) -> bool:
+        starts, ends = ([*side[:d], at, *side[d + 1 :]] for side, at in zip(whole, (begin, end), strict=True))
+        strides = part.params["strides"] or [1]
+        found = [*part.params["start_indices"]], [*part.params["limit_indices"]]
+        return part.invars[0] is source and found == (starts, ends) and {*strides} == {1}
+
+    if not (is_part(first, 0, cut) and is_part(last, cut, size)):
+        return equation
+    return equation.replace(primitive=ROLL, invars=[source], params={"dimension": d, "shift": size - cut})
 
 
 def read_arguments(jaxpr: Any) -> list[bool]:

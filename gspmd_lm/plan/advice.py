@@ -15,9 +15,9 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import settled

@@ -21,8 +21,9 @@ from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
-from gspmd_lm.plan.operations import AttentionOp, ForwardTrace, NamedNodes, Op, OpGraph, SavedActivations, TraceCache
+from gspmd_lm.plan.operations import AttentionOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
+from gspmd_lm.plan.traces import ForwardTrace, TraceCache
 from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
@@ -39,9 +40,6 @@ SMALL_KERNELS = {"tpu": 0, "gpu": 35}
 ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0}
 FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0}
 ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0}
-# The share of the compute of loops, forward and backward, behind which copies to and from the host hide. libtpu begins
-# the copies of one iteration with the next, and waits for them before it computes the first of their arrays anew.
-HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,14 +138,14 @@ class Estimator:
         for transfer in transfers:
             sent[transfer.axes] += transfer.bytes * transfer.times_per_step
         device_bytes = self._sharded_bytes(layout, saved.on_device)
-        host_bytes = self._sharded_bytes(layout, saved.on_host)
+        host_bytes = self._host_bytes(layout, saved)
         peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
         by_kind_s, exposed, host_s, communication_s = {}, {}, 0.0, 0.0
         if self.chip:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved, device_bytes)
             gathers_of_activations = layout.gathers_activations * (2 if self._recomputes(rules.remat) else 1)
             exposed, communication_s = self._overlap.exposed(rules, transfers, passes_s, gathers_of_activations)
-            host_s = self._host_s(self.chip, layout, host_bytes, passes_s)
+            host_s = self._host_s(layout, saved, passes_s)
         return Estimate(
             step_time_s=sum(by_kind_s.values()) + sum(exposed.values()) + host_s,
             matmul_s=by_kind_s.get("matmul", 0.0),
@@ -165,13 +163,11 @@ class Estimator:
         """What filled and checked rules would take under another remat policy."""
         layout = self._layout(rules)
         saved = layout.op_graph.saved_activations(remat)
-        device_bytes, host_bytes = (
-            self._sharded_bytes(layout, saved.on_device),
-            self._sharded_bytes(layout, saved.on_host),
-        )
+        device_bytes = self._sharded_bytes(layout, saved.on_device)
+        host_bytes = self._host_bytes(layout, saved)
         if self.chip:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved, device_bytes)
-            seconds = sum(by_kind_s.values()) + self._host_s(self.chip, layout, host_bytes, passes_s)
+            seconds = sum(by_kind_s.values()) + self._host_s(layout, saved, passes_s)
         else:
             seconds = sum(one.flops * one.trip_count for one in saved.recomputed if isinstance(one, Op))
         peak_bytes = layout.state_bytes + device_bytes + layout.working_bytes
@@ -298,11 +294,17 @@ class Estimator:
         """Whether matmuls that read gathered activations are recomputed."""
         return remat.policy not in ("none", "dots")
 
-    def _host_s(self, chip: Chip, layout: _LayoutCosts, host_bytes: float, passes_s: tuple[float, float]) -> float:
+    def _host_s(self, layout: _LayoutCosts, saved: SavedActivations, passes_s: tuple[float, float]) -> float:
         """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass."""
-        copy_s = layout.rules.microbatches * host_bytes * chip.devices_per_chip / chip.host_link_bytes_per_s
-        hidden_s = map(operator.mul, HOST_HIDDEN_SHARE[chip.platform], passes_s)
-        return sum(max(0.0, copy_s - seconds) for seconds in hidden_s) if copy_s else 0.0
+        microbatches = layout.rules.microbatches
+        sizes = [
+            [microbatches * self._sharded_bytes(layout, [array]) for array in loop.arrays] for loop in saved.on_host
+        ]
+        computes_again = any(op.flops for op in saved.recomputed if isinstance(op, Op))
+        return self._overlap.exposed_host_copy_s(saved.on_host, sizes, passes_s, computes_again)
+
+    def _host_bytes(self, layout: _LayoutCosts, saved: SavedActivations) -> float:
+        return sum(self._sharded_bytes(layout, loop.arrays) for loop in saved.on_host)
 
     # What all remat policies share
 

@@ -11,16 +11,12 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
-from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.model.task import Task
-from gspmd_lm.sharding import placement
-from gspmd_lm.sharding.placement import KEPT_WITH_DOTS, Recorder
-from gspmd_lm.sharding.rules import Problem, Remat, Rules
-from gspmd_lm.sharding.shapes import pairs
-from gspmd_lm.train import decoder, state
+from gspmd_lm.sharding.placement import KEPT_WITH_DOTS
+from gspmd_lm.sharding.rules import Remat
 
 NamedNodes = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
 
@@ -84,12 +80,19 @@ class AttentionOp:
         return max(node.name.mask_window for node in self.nodes)
 
 
+class Offloaded(NamedTuple):
+    """What the iterations of a loop copy to the host."""
+
+    arrays: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers; in the order in which an iteration makes them
+    begins_with_input: bool  # the first of them is what an iteration is given
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedActivations:
     """What a remat policy saves of a microbatch for the backward pass, and which ops are recomputed."""
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
-    on_host: tuple[tuple[float, NamedNodes], ...]
+    on_host: tuple["Offloaded", ...]  # of each loop
     recomputed: frozenset[Op | AttentionOp]
 
 
@@ -263,12 +266,24 @@ class OpGraph:
             else:
                 recomputed.add(node)
                 waiting += node.inputs
-        device_bytes, host_bytes = (
-            tuple((float(node.bytes * self._saved_times(node)), self.sharded_like(node)) for node in nodes)
-            for nodes in (self._distinct(on_device), self._distinct(on_host))
-        )
+
+        device_bytes = tuple(map(self._with_bytes, self._distinct(on_device)))
         ops = frozenset(op for op in (*self.ops, *self.attention_ops) if op.nodes & recomputed)
-        return SavedActivations(device_bytes, host_bytes, ops)
+        return SavedActivations(device_bytes, self._offloaded(on_host), ops)
+
+    def _with_bytes(self, node: Node) -> tuple[float, NamedNodes]:
+        """The bytes of a saved value in all iterations, and what tells how it is sharded."""
+        return float(node.bytes * self._saved_times(node)), self.sharded_like(node)
+
+    def _offloaded(self, nodes: Iterable[Node]) -> tuple[Offloaded, ...]:
+        distinct, loops = set(self._distinct(nodes)), dict[tuple[str, ...], list[Node]]()
+        for node in self.graph.nodes:
+            if node in distinct:
+                loops.setdefault(node.name.modules[:1], []).append(node)
+        return tuple(
+            Offloaded(tuple(map(self._with_bytes, made)), _same_as(made[0]).primitive == "carry")
+            for made in loops.values()
+        )
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""
@@ -301,10 +316,7 @@ class OpGraph:
         """Nodes that are not only another name of one of the others."""
         sources = dict[Node, Node]()
         for node in nodes:
-            source = node
-            while source.primitive == "name":
-                source = source.inputs[0]
-            sources.setdefault(source, node)
+            sources.setdefault(_same_as(node), node)
         return list(sources.values())
 
     def _saved_times(self, node: Node) -> int:
@@ -316,81 +328,14 @@ class OpGraph:
         )
 
 
+def _same_as(node: Node) -> Node:
+    """The value that a node is only another name of."""
+    while node.primitive == "name":
+        node = node.inputs[0]
+    return node
+
+
 def _hlo_dtype(node: Node) -> str:
     """A dtype as programs write it: bf16."""
     known = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
     return known.get(node.dtype.name, node.dtype.name)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ForwardTrace:
-    """One forward pass of a microbatch, as it was recorded."""
-
-    recorder: Recorder
-    graph: DataflowGraph
-    trained: frozenset[str]
-    number: int
-    _op_graphs: dict[bool, OpGraph] = dataclasses.field(default_factory=dict)
-
-    def op_graph(self, fused: bool) -> OpGraph:
-        """Its ops. `fused`: attention is a kernel of its own."""
-        if fused not in self._op_graphs:
-            self._op_graphs[fused] = OpGraph(self.graph, self.trained, fused)
-        return self._op_graphs[fused]
-
-
-class TraceCache:
-    """The traces of a config or task. They depend on the microbatches, and on which splits the model finds equal."""
-
-    def __init__(self, config: Config | Task):
-        self.task = decoder.task(config)
-        self.arrays = state.arrays(self.task)
-        self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
-        self._compared: set[tuple[str, str]] = set()
-        self._traces: dict[tuple, ForwardTrace] = {}
-
-    def trace(self, rules: Rules) -> ForwardTrace:
-        """The trace of filled `rules`, whose microbatches divide the batch."""
-        key = rules.microbatches, self._pattern(rules)
-        if key not in self._traces:
-            recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
-            self._compared |= recorder.compared
-            key = rules.microbatches, self._pattern(rules)  # of all that it compares
-            trace = ForwardTrace(
-                recorder, DataflowGraph.from_recorder(recorder, self.arrays), self.trained, len(self._traces)
-            )
-            self._traces[key] = trace
-        return self._traces[key]
-
-    def _pattern(self, rules: Rules) -> tuple[int, ...]:
-        """Which of the splits that the model compares are equal, and which split nothing."""
-        splits = [(), *(rules.split("rules", array, axis) for array, axis in sorted(self._compared))]
-        return tuple(map(splits.index, splits))
-
-    def problems(self, rules: Rules, platform: str) -> list[Problem]:
-        """What is wrong with filled `rules`, warnings left out: what `state.arrays_and_warnings` would raise.
-
-        The check of a file reads what is recorded under its own rules. Here it reads a trace that others share.
-        """
-        if self.task.rows % rules.microbatches:
-            return [Problem("microbatches do not divide the batch", f"{rules.path}: microbatches", "")]
-        trace = self.trace(rules)
-        params = pairs(self.arrays.named_params, self.arrays.params)
-        optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
-        recorder = self._recorder_under(trace, rules)
-        problems = placement.problems(rules, params, recorder, optimizer)
-        if self.task.config:
-            problems += state.config_problems(self.task.config, rules, platform)
-        return [problem for problem in problems if not problem.warning]
-
-    def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
-        """What would have been recorded under `rules`."""
-        recorder = Recorder(rules)
-        recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
-        named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
-        rows = self.task.rows // rules.microbatches
-        inputs = self.task.batch(rows)
-        named |= {(spec, inputs[name].shape) for name, spec in self.task.specs().items()}
-        for (array, axes, table), shape in named:
-            recorder.problems += rules.resolve(table, array, axes, shape)[1]
-        return recorder

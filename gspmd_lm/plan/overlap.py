@@ -3,7 +3,7 @@
 import collections
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Groups, Network, sent_bytes
 from gspmd_lm.hardware.target import Target
+from gspmd_lm.plan.operations import Offloaded
 from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Rules
@@ -37,6 +38,11 @@ ACTIVATIONS_EXPOSED = {2: (0.6, 0.8, 0.8), 3: (0.7, 0.6, 0.6), 0: (0.3, 0.45, 0.
 SLICES_EXPOSED = 0.8
 # The share that is exposed of what is sent outside of loops.
 OUTSIDE_EXPOSED = {"tpu": 1.0, "gpu": 0.8}
+# The share of the compute of loops, forward and backward, behind which copies to and from the host hide. libtpu begins
+# the copies of one iteration with the next, and waits for them before it computes the first of their arrays anew.
+HOST_HIDDEN_SHARE = {"tpu": (0.5, 0.8), "gpu": (0.8, 0.8)}
+# How many copies XLA's scheduler for GPUs has under way at most.
+COPIES_UNDER_WAY = 2
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # as in compile.py
@@ -111,6 +117,38 @@ class Overlap:
                 for axes in link:
                     exposed[axes] += link_exposed_s * sent[axes] / seconds if seconds else 0.0
         return {axes: seconds for axes, seconds in exposed.items() if seconds}, total_s
+
+    def exposed_host_copy_s(
+        self,
+        loops: Sequence[Offloaded],
+        sizes: Sequence[Sequence[float]],
+        passes_s: tuple[float, float],
+        computes_again: bool,
+    ) -> float:
+        """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass.
+
+        sizes: the bytes that one device copies of each array of each loop in a step, one way.
+        computes_again: whether the backward pass computes matmuls again.
+
+        Copies that take longer than compute are exposed. On GPUs an iteration also waits where it could go on. To the
+        host, as many copies as can be under way hide behind the matmuls at its end, and that of what it is given behind
+        those at its beginning; it waits for the others one after the other. They are of the arrays that are made last,
+        because the scheduler works from the end to the beginning. From the host, an iteration begins with the copy of
+        the array that was made last. It waits for it if more arrays are copied than can be under way, or if it begins
+        with what is computed again.
+        """
+        chip = self.target.chip
+        assert chip
+        total_s = forward_s = backward_s = 0.0
+        for loop, sizes_of_loop in zip(loops, sizes, strict=True):
+            seconds = [size * chip.devices_per_chip / chip.host_link_bytes_per_s for size in sizes_of_loop]
+            total_s += sum(seconds)
+            if chip.gpu:
+                forward_s += sum(seconds[COPIES_UNDER_WAY + loop.begins_with_input :])
+                backward_s += seconds[-1] if computes_again or len(seconds) > COPIES_UNDER_WAY else 0.0
+        forward_share, backward_share = HOST_HIDDEN_SHARE[chip.platform]
+        forward_s = max(forward_s, total_s - forward_share * passes_s[0])
+        return forward_s + max(backward_s, total_s - backward_share * passes_s[1])
 
     def network(self, rules: Rules) -> tuple[Network, dict[str, Groups]]:
         """The links of a mesh, and the groups of devices that differ in some of its axes only."""

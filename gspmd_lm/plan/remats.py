@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.plan.estimate import Estimator, RematEstimate
-from gspmd_lm.plan.operations import ForwardTrace
+from gspmd_lm.plan.traces import ForwardTrace
 from gspmd_lm.sharding.rules import Remat, Rules
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.

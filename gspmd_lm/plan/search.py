@@ -17,8 +17,8 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
-from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import TraceCache
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
 LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits

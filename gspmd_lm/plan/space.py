@@ -28,7 +28,7 @@ from gspmd_lm.model.supported import kernel_choice
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan import remats
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules

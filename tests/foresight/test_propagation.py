@@ -276,3 +276,37 @@ def test_where_a_transfer_stands_in_the_program():
     assert gathered.array == "layers.mlp.w_up" and "test_propagation.py" in gathered.source
     assert (gathered.source_sharding, gathered.target_sharding) == ("fsdp,-", "-,-")
     assert math.isclose(gathered.bytes_per_step, 8 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [
+        (lambda x: jnp.roll(x, 3, 1), 3),
+        (lambda x: jnp.roll(x, -1, 1), 1),
+        (lambda x: jnp.concatenate([x[:, 20:], x[:, :20]], 1), 8),  # past the next device: a device sends all it has
+        (lambda x: jnp.flip(x, 1), 8),
+        (lambda x: jnp.roll(x, 3, 2), 0),  # not along what is split
+    ],
+)
+def test_what_is_rolled_or_reversed_goes_to_another_device(function, rows):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(FSDP, TENSOR), ("fsdp", "tensor"),
+                axis_types=(AxisType.Auto,) * 2)  # fmt: skip
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    x = jax.ShapeDtypeStruct((8, 32, 16), jnp.float32, sharding=sharding)
+    traced = jax.jit(function, out_shardings=sharding).trace(x)
+    found = read_step(traced.jaxpr, (x,), traced.out_info)
+    sent = ring_bytes(count(traced.lower().compile().as_text()))
+    assert found.communication_bytes == sent == rows * 4 * 16 * 8 / FSDP and found.is_bound
+
+
+def test_two_slices_that_are_no_roll():
+    """One of them is of another array, or leaves out rows."""
+    x = array((8, 32), None, "tensor")
+
+    def rolled(join):
+        return any(one.kind == "collective-permute" for one in reading(join, x, x).transfers)
+
+    assert rolled(lambda x, y: jnp.concatenate([x[:, 8:], x[:, :8]], 1))
+    found = [reading(lambda x, y: jnp.concatenate([x[:, 24:], y[:, :24]], 1), x, x),
+             reading(lambda x, y: jnp.concatenate([x[:, 25:], x[:, :24]], 1), x, x)]  # fmt: skip
+    assert all("all-gather" in {one.kind for one in one.transfers} for one in found)

@@ -8,8 +8,8 @@ import pytest
 from gspmd_lm import config as configs
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import TraceCache
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

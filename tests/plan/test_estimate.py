@@ -14,9 +14,10 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import estimate, operations, overlap
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.operations import TraceCache
+from gspmd_lm.plan.operations import Offloaded
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
@@ -380,3 +381,42 @@ def test_a_ring_computes_no_block_of_a_mask_in_vain(long_estimator):
     calls += 7 * [attention.Splash(part, blocks=(16, 8), mask_window="all", **square) for part in ("fwd", "dkv")]
     assert ring == pytest.approx(32 * sum(attention.splash_s(call, CHIPS["v5p"]) for call in calls))
     assert ring < 0.98 * gather
+
+
+OFFLOADED = ("layer_input", "attention_out", "q", "k", "v", "residual")
+
+
+def test_copies_to_the_host_follow_the_order_in_which_an_iteration_makes_them(llama):
+    def copies(**names):
+        remat = Remat("names", **names)
+        (loop,) = (
+            TraceCache(llama).trace(rules_file.load("fsdp8").fill(8)).op_graph(True).saved_activations(remat).on_host
+        )
+        return [nodes[0].array for _, nodes in loop.arrays], loop.begins_with_input
+
+    assert copies(offload=OFFLOADED) == (["residual", "v", "q", "k", "attention_out", "residual"], True)
+    assert copies(offload=("k", "v")) == (["v", "k"], False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "begins_with_input", "computes_again", "exposed"),
+    [
+        ([1, 2, 4, 8, 16, 32], True, True, 8 + 16 + 32 + 32),
+        ([2, 4, 8], False, False, 8 + 8),
+        ([1, 2], True, True, 2),
+        ([1, 2], True, False, 0),
+    ],
+)
+def test_on_gpus_compute_waits_for_copies_of_what_is_made_last(sizes, begins_with_input, computes_again, exposed):
+    """No more than two copies are under way. Sizes are in GB."""
+    loop = Offloaded((), begins_with_input)
+
+    def exposed_s(target, pass_s):
+        host = Overlap(targets.parse(target))
+        sizes_bytes = [size * 1e9 for size in sizes]
+        return host.exposed_host_copy_s([loop], [sizes_bytes], (pass_s, pass_s), computes_again)
+
+    link_bytes_per_s = CHIPS["h100"].host_link_bytes_per_s
+    assert exposed_s("h100:8", 1e6) == pytest.approx(exposed * 1e9 / link_bytes_per_s)
+    assert exposed_s("h100:8", 0.0) == pytest.approx(2 * sum(sizes) * 1e9 / link_bytes_per_s)
+    assert exposed_s("v5p:2x2x2", 1e6) == 0

@@ -7,9 +7,9 @@ import pytest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import remats
-from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.remats import Names, policies
 from gspmd_lm.plan.space import Space
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding.rules import Remat
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}

@@ -11,8 +11,8 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import candidate, remats, search, space
-from gspmd_lm.plan.operations import TraceCache
 from gspmd_lm.plan.search import plan
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, state, step
 

@@ -155,7 +155,7 @@ def _groups(old: Any, new: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A dimension is sorted, turned round or added up step by step: a device needs all of it. Others stay split."""
+    """A dimension is sorted or added up step by step: a device needs all of it. Others stay split."""
     params, rank = operation.params, operation.inputs[0].ndim
     along = (
         params["dimensions"] if "dimensions" in params else (params.get("dimension", params.get("axis", -1)) % rank,)
@@ -201,7 +201,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CONSTANT, constant),
     **dict.fromkeys(("random_wrap", "random_unwrap"), constant),
     **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "top_k"), along_dimension),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k"), along_dimension),
     "convert_element_type": convert,
     "select_n": select,
     "broadcast_in_dim": broadcast,

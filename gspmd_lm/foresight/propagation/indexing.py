@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from gspmd_lm.foresight.equations import ROLL
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.sharding import (
     ArraySharding,
@@ -223,9 +224,11 @@ def operand_row_bytes(reader: Reader, operation: Operation, dimension: int) -> f
     return array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
 
 
-def _add_permute(reader: Reader, operation: Operation, operand: ArraySharding, dimension: int, sent: float) -> None:
+def _add_permute(
+    reader: Reader, operation: Operation, operand: ArraySharding, dimension: int, sent: float, chosen: bool = True
+) -> None:
     costs = reader.mesh.cost("collective-permute", operand.dims[dimension], sent)
-    reader.add_transfers(operation, operation.inputs[0], operand, operand.dims, costs, chosen=True)
+    reader.add_transfers(operation, operation.inputs[0], operand, operand.dims, costs, chosen)
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
@@ -278,6 +281,26 @@ def _joined(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArrayS
     return ArraySharding(target, next(iter(sums)) if keeps else frozenset(), constant)
 
 
+def roll(reader: Reader, operation: Operation) -> ArraySharding:
+    """An array turned round along a dimension. Its devices hand on the rows that lie on the next ones afterwards."""
+    operand, d = operation.operands[0], operation.params["dimension"]
+    size, shards = operation.output.shape[d], reader.mesh.shards(operand.dims[d])
+    shift = min(operation.params["shift"], size - operation.params["shift"])
+    rows = min(shift, -(-size // shards))
+    _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+    return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
+
+
+def reverse(reader: Reader, operation: Operation) -> ArraySharding:
+    """An array whose dimensions are turned over. Of a split one, all devices but one in the middle hand on all rows."""
+    operand = operation.operands[0]
+    for d in operation.params["dimensions"]:
+        shards = reader.mesh.shards(operand.dims[d])
+        rows = operation.output.shape[d] / shards * (shards - shards % 2) / shards
+        _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+    return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
+
+
 def stack(reader: Reader, operation: Operation) -> ArraySharding:
     """Arrays along a new dimension."""
     result, axis = _joined(reader, operation, ()), operation.params.get("axis", 0)
@@ -295,6 +318,8 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "concatenate": concatenate,
+    ROLL.name: roll,
+    "rev": reverse,
     "stack": stack,
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",

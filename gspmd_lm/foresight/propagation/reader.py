@@ -32,7 +32,7 @@ from gspmd_lm.sharding import op_names
 ADDITIVE = frozenset((
     "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
     "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
-    "concatenate", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
+    "concatenate", "roll", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
     "optimization_barrier", "reshard",
 ))  # fmt: skip
 # Those that are so in one of their operands.
@@ -271,7 +271,7 @@ class Reader:
         def sharding_of(atom: Any) -> ArraySharding:
             return replicated(rank_of(atom.aval), True) if isinstance(atom, core.Literal) else known[atom]
 
-        for equation in jaxpr.eqns:
+        for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
             operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
             if operation.primitive not in ADDITIVE | MULTIPLICATIVE | CONTROL:
