@@ -38,9 +38,8 @@ def losses(model, name, steps=2):
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [("vit", "tensor"), pytest.param("reverser", "fsdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the classifier's run, below, ends where one device does
+@pytest.mark.parametrize(("name", "split"), [("vit", "tensor"), ("reverser", "fsdp")])
 def test_an_example_has_the_losses_of_one_device(name, split):
     model = importlib.import_module(name)
     np.testing.assert_allclose(losses(model, split), losses(model, "none"), rtol=0, atol=1e-5)

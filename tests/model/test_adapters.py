@@ -49,7 +49,8 @@ def loss(params, cfg):
     "fields",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"block": "parallel", "kv_heads": 4, "tied_embeddings": True, "padded_heads": 10},
+        pytest.param({"block": "parallel", "kv_heads": 4, "tied_embeddings": True, "padded_heads": 10},
+                     marks=pytest.mark.slow),
         {"mlp_kind": "plain", "targets": (*ATTENTION, *PLAIN), "unembedding_bias": True, "layers": 3,
          "sliding_window": 4, "layer_pattern": ("sliding", "full")},
         {"targets": ("w_gate", *PLAIN), "experts": 4, "experts_per_token": 2, "expert_mlp": 16, "mlp_bias": True,

@@ -47,7 +47,8 @@ def same(a, b):
 )
 def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(layout, built, monkeypatch):
     config, traced, options = configs.load("tiny"), [], []
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, init_std=0.02 + len(layout) / 1e4))
+    few = {"mlp_kind": "plain", "tied_embeddings": True, "init_std": 0.02 + len(layout) / 1e4}
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **few))
     trace, compile_ = Decoder.init, compiler.compile
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))

@@ -69,7 +69,7 @@ def trained(small, course):
     ("rules", "microbatches", "model"),
     [
         ("tp8", 1, SEQUENTIAL),
-        ("fsdp2_tp4", 2, SEQUENTIAL),
+        pytest.param("fsdp2_tp4", 2, SEQUENTIAL, marks=pytest.mark.slow),
         pytest.param(without_kv_heads("tp8"), 1, PARALLEL, marks=pytest.mark.slow),
     ],
     ids=["tp8", "fsdp2_tp4", "parallel"],
