@@ -59,7 +59,14 @@ def test_what_is_accepted_can_be_built_and_what_is_refused_cannot(part, small, m
     assert 0 < accepted < 10
 
 
-def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(small, built, batch_of, monkeypatch):
+@pytest.mark.parametrize(
+    "layouts",
+    [(({}, 8), ({"logits.seq": "data"}, 4)), pytest.param([({"logits.seq": None}, 4)], marks=pytest.mark.slow)],
+    ids=["split", "whole"],
+)
+def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(
+    small, built, batch_of, monkeypatch, layouts
+):
     """Many short rows on each device, so that a chunk has fewer tokens of a row than devices would have without it."""
     monkeypatch.setattr(loss, "CHUNK_TOKENS", 64)
     course = courses.once(built, batch_of)  # other tests have other chunks
@@ -74,7 +81,7 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(smal
 
     wanted = losses("single", 2)
     assert wanted[2] < wanted[0] - 1e-2
-    for rows, tokens in (({}, 8), ({"logits.seq": None}, 4), ({"logits.seq": "data"}, 4)):
+    for rows, tokens in layouts:
         rules = rules_file.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
         assert losses(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows
 

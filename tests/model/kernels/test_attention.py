@@ -43,7 +43,9 @@ def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize("cfg", [PLAIN, settings(attention_sinks=True, sliding_window=20)])
+@pytest.mark.parametrize(
+    "cfg", [pytest.param(PLAIN, marks=pytest.mark.slow), settings(attention_sinks=True, sliding_window=20)]
+)
 def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
 
