@@ -49,16 +49,15 @@ def _read(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def shapes_once(monkeypatch):
-    """The shapes of a model's arrays are found once in a session, instead of once for each of its rules files."""
+    """The shapes of a config's weights are found once in a session, instead of once for each of its rules files."""
     arrays = state.arrays
 
     def arrays_once(computed):
         config = decoder.task(computed).config
         if config is None:
             return arrays(computed)
-        key = config.model, config.optimizer
-        if key not in _arrays:
-            _arrays[key] = arrays(config)
-        return _arrays[key]
+        if config not in _arrays:
+            _arrays[config] = arrays(config)
+        return _arrays[config]
 
     monkeypatch.setattr(state, "arrays", arrays_once)
