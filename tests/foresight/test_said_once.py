@@ -53,7 +53,7 @@ def graph(config, rules):
 
 
 # Those whose settings others of the list have as well.
-HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "mixtral", "mixtral_lora")
+HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "mixtral", "lora")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# The attention of Llama 4 is compared in test_context_layouts.py and its experts in test_expert_layouts.py.
+# By default a family with another kind of layer, and one with several residual streams.
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.slow if name == "Llama 4" else ()) for name in FAMILIES]
 )
