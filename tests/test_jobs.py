@@ -127,14 +127,14 @@ def test_slurm_starts_the_command_in_each_process(machine, tmp_path):
 
 
 def test_a_queued_slice_is_waited_for_and_trains(machine, repository, tmp_path):
-    slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/cache/compile"}
+    slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/compiled"}
     code, said = machine("queued_resource.sh", **ASKED, **slice_)
     assert code == 0, said
     assert re.search(r"x: WAITING_FOR_RESOURCES\n.*x: PROVISIONING\n.*x: ACTIVE\n", said)
     assert "--spot" in (tmp_path / "stubs/created").read_text()
     assert (tmp_path / "stubs/installed").read_text().count("pip install --quiet -e .[tpu,gcs]") == 2
     assert TOGETHER in said and (tmp_path / "runs/two/checkpoints/2").is_dir()
-    assert f"compile cache {tmp_path}/cache/compile" in said
+    assert f"compile cache {tmp_path}/compiled" in said
 
 
 @pytest.mark.slow
