@@ -133,8 +133,8 @@ def test_schedules(small):
 def test_clipping_is_by_the_global_norm(small):
     config = small(optimizer={"clip_norm": 0.5, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"})
     found = state.arrays(config)
-    gradients = jax.tree.map(lambda like: jnp.ones(like.shape), found.params)
-    params = jax.tree.map(jnp.zeros_like, gradients)
+    gradients = jax.tree.map(lambda like: np.ones(like.shape, np.float32), found.params)
+    params = jax.tree.map(np.zeros_like, gradients)
     _, new_state = jax.jit(found.transform.update)(gradients, found.transform.init(params), params)
     first_moment = optax.tree.get(new_state, "mu")
     assert float(optax.tree.norm(first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)
