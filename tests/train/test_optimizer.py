@@ -135,6 +135,7 @@ def test_clipping_is_by_the_global_norm(small):
     found = state.arrays(config)
     gradients = jax.tree.map(lambda like: np.ones(like.shape, np.float32), found.params)
     params = jax.tree.map(np.zeros_like, gradients)
-    _, new_state = jax.jit(found.transform.update)(gradients, found.transform.init(params), params)
+    update, begun = found.transform.update, found.transform.init
+    _, new_state = jax.jit(lambda gradients, params: update(gradients, begun(params), params))(gradients, params)
     first_moment = optax.tree.get(new_state, "mu")
     assert float(optax.tree.norm(first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)
