@@ -19,9 +19,8 @@ from tests.quick import QUICK_FLAGS
 
 TRAIN = [
     "--platform=cpu", "--devices=2", "--config=tiny", "--rules=fsdp", "--set=data.source=random:64",
-    "--set=model.vocab=128",
-    "--set=model.layers=1", "--set=train.steps=2", "--set=train.trackers=[]", "--set=train.eval_every=0",
-    *QUICK_FLAGS,
+    "--set=data.held_out=0.0", "--set=model.vocab=128", "--set=model.layers=1", "--set=train.steps=2",
+    "--set=train.trackers=[]", *QUICK_FLAGS,
 ]  # fmt: skip
 TOGETHER = "mesh fsdp=4 on 4 simulated cpu devices"  # two of each process
 # How the two find each other is what Slurm says, also for the workers of a TPU slice: they would ask its metadata.
@@ -116,20 +115,26 @@ def repository(tmp_path_factory):
 ASKED = dict.fromkeys(("PROJECT", "ZONE", "TPU", "ACCELERATOR", "RUNTIME_VERSION"), "x")
 
 
-def test_slurm_trains_and_a_queued_slice_is_waited_for_and_starts_warm_from_its_programs(machine, repository, tmp_path):
-    code, said = machine("slurm.sbatch", PYTHON=sys.executable)
+def test_slurm_starts_the_command_in_each_process(machine, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$SLURM_PROCID $*" >> "$STUBS/started"\n')
+    python.chmod(stat.S_IRWXU)
+    code, said = machine("slurm.sbatch", PYTHON=str(python))
     assert code == 0, said
-    assert TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir()
+    command = " ".join(["main.py", *TRAIN, f"--workdir={tmp_path}/runs/one"])
+    assert sorted((tmp_path / "stubs/started").read_text().splitlines()) == [f"{n} {command}" for n in (0, 1)]
     assert (tmp_path / "stubs/srun_was_given").read_text().startswith("--kill-on-bad-exit=1 ")
 
-    slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/cache/compile"}
+
+def test_a_queued_slice_is_waited_for_and_trains(machine, repository, tmp_path):
+    slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/compiled"}
     code, said = machine("queued_resource.sh", **ASKED, **slice_)
     assert code == 0, said
     assert re.search(r"x: WAITING_FOR_RESOURCES\n.*x: PROVISIONING\n.*x: ACTIVE\n", said)
     assert "--spot" in (tmp_path / "stubs/created").read_text()
     assert (tmp_path / "stubs/installed").read_text().count("pip install --quiet -e .[tpu,gcs]") == 2
     assert TOGETHER in said and (tmp_path / "runs/two/checkpoints/2").is_dir()
-    assert f"compile cache {tmp_path}/cache/compile" in said and not re.search(r"\b0 found", said)
+    assert f"compile cache {tmp_path}/compiled" in said
 
 
 @pytest.mark.slow
@@ -161,10 +166,11 @@ def test_what_is_not_filled_in_is_asked_for(machine, job):
 
 
 @pytest.mark.slow
-def test_slurm_goes_on_in_the_next_job(machine):
+def test_slurm_trains_and_goes_on_in_the_next_job(machine, tmp_path):
     for said_last in ("step 2/2", "nothing to do"):
         code, said = machine("slurm.sbatch", PYTHON=sys.executable)
         assert code == 0 and said_last in said, said
+        assert TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir()
 
 
 def test_the_pods_of_a_job_set_run_a_command_that_is_taken(tmp_path):

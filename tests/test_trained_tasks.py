@@ -13,7 +13,9 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError, session
 from gspmd_lm.config import Samples, Train
+from gspmd_lm.foresight import compile
 from gspmd_lm.train.programs import PreRunReport
+from tests.launched import compiled_here
 from tests.quick import QUICK
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -39,15 +41,15 @@ def losses(model, name, steps=2):
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [("vit", "tensor"), pytest.param("reverser", "fsdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the classifier's run, below, ends where one device does
+@pytest.mark.parametrize(("name", "split"), [("vit", "tensor"), ("reverser", "fsdp")])
 def test_an_example_has_the_losses_of_one_device(name, split):
     model = importlib.import_module(name)
     np.testing.assert_allclose(losses(model, split), losses(model, "none"), rtol=0, atol=1e-5)
 
 
-def test_explain_and_plan_take_the_vision_transformer():
+def test_explain_and_plan_take_the_vision_transformer(monkeypatch):
+    monkeypatch.setattr(compile, "_run_compiler", compiled_here)
     vit = importlib.import_module("vit")
     report = gspmd_lm.explain(vit.TASK, layout(vit.TASK, "tensor"), "cpu:8")
     assert report.floor.communication_bytes and not report.floor.estimated_because

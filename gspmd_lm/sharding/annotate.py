@@ -6,14 +6,13 @@ A model names arrays and axes and never sees a mesh. Code that traces a step giv
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
@@ -289,17 +288,6 @@ def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
     """
     place = placement()
     return place.per_device(function, inputs, outputs) if place else function
-
-
-def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
-    """Within `per_device`, `x` of the device that sends to this one. Devices are counted along the axes of `over`."""
-    if all(source == target for source, target in to.items()):
-        return x
-    # jax.lax.ppermute counts them along the axes of the mesh, in whatever order the names are passed.
-    along = [over.over.index(name) for name in jax.sharding.get_abstract_mesh().axis_names if name in over.over]
-    sizes = [jax.lax.axis_size(name) for name in over.over]
-    counted = np.argsort(np.arange(over.num_shards).reshape(sizes).transpose(along).ravel()).tolist()
-    return jax.lax.ppermute(x, over.over, [(counted[source], counted[target]) for source, target in to.items()])
 
 
 # The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that

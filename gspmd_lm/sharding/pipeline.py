@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, permuted, placed_by, placement, split
+from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, split
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.permutes import permuted
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
 TOKENS = Spec("tokens", ("batch", "seq"))

@@ -42,7 +42,9 @@ def verb(capsys):
 def folder(tmp_path_factory):
     """A folder as transformers writes it."""
     path = tmp_path_factory.mktemp("hub") / "little"
-    export.write_folder(path, MODEL, jax.tree.map(np.asarray, nn.unbox(init(MODEL, jax.random.key(0)))))
+    export.write_folder(
+        path, MODEL, jax.tree.map(np.asarray, nn.unbox(jax.jit(init, static_argnums=0)(MODEL, jax.random.key(0))))
+    )
     return path
 
 

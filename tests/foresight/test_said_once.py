@@ -28,7 +28,7 @@ FAMILIES = {
     "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", **BIASES},
     "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
                "matmul_precision": "default"},
-    "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint", "layers": 3,
+    "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint",
              "sliding_window": 4, "layer_pattern": ("sliding", "nope"), "kv_heads": 4},
     "cohere": {"block": "parallel", "norm": "layernorm", "qk_norm": True, "qk_norm_kind": "per_head", "kv_heads": 4,
                "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
@@ -52,7 +52,7 @@ def graph(config, rules):
 
 
 # Those whose settings others of the list have as well.
-HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "mixtral", "lora")
+HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "mixtral", "lora")
 
 
 @pytest.mark.parametrize(

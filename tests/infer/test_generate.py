@@ -81,7 +81,13 @@ def tokens(results):
     return [result.tokens for result in results]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# The same positions as families of test_references.py, by default.
+OF_FAMILIES = ("rope", "alibi")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in OF_FAMILIES else ()) for name in VARIANTS]
+)
 def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     """Each prompt's tokens, generated in a ragged batch, are the best ones when its whole text is read at once."""
     cfg = speaking(**VARIANTS[variant])

@@ -69,13 +69,13 @@ def test_the_share_of_a_gate_that_is_cut_off(small, share):
     """Of normal numbers, whatever their mean and their size."""
     cfg = small(activation_sparsity=share, activation="relu").model
     gate = 3 + 5 * jax.random.normal(jax.random.key(0), (4, 20_000))
-    hidden = activated(cfg, gate, jnp.ones_like(gate))
+    hidden = jax.jit(activated, static_argnums=0)(cfg, gate, jnp.ones_like(gate))
     np.testing.assert_allclose((hidden == 0).mean(-1), share, atol=0.01)
 
 
 def test_a_gate_of_equal_numbers_has_a_gradient(small):
     cfg = small(activation_sparsity=0.9).model
-    slope = jax.grad(lambda gate: activated(cfg, gate, jnp.ones_like(gate)).sum())(jnp.zeros((1, 4)))
+    slope = jax.jit(jax.grad(lambda gate: activated(cfg, gate, jnp.ones_like(gate)).sum()))(jnp.zeros((1, 4)))
     assert np.isfinite(slope).all()
 
 

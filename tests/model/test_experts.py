@@ -58,10 +58,14 @@ def test_grouped_products(rows, kernel, monkeypatch):
         y[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
         dw[e] += np.outer(x[row], dy[row])
     args = [jnp.asarray(each) for each in (x, w, dy, sizes)]
+
+    @jax.jit
+    def found(x, w, dy, sizes):
+        return grouped(x, w, sizes), grouped(dy, w, sizes, transposed=True), outer(x, dy, sizes)
+
     with jax.default_matmul_precision("highest"):
-        np.testing.assert_allclose(grouped(args[0], args[1], args[3]), y, atol=1e-5)
-        np.testing.assert_allclose(grouped(args[2], args[1], args[3], transposed=True), dx, atol=1e-5)
-        np.testing.assert_allclose(outer(args[0], args[2], args[3]), dw, atol=1e-5)
+        for got, want in zip(found(*args), (y, dx, dw), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.slow

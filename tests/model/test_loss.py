@@ -1,5 +1,6 @@
 """The chunked loss against the plain formula, and its memory."""
 
+import functools
 import itertools
 
 import jax
@@ -39,6 +40,7 @@ def _logits(cfg, x, table, bias):
     return logits[..., : cfg.vocab]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def plain(cfg, x, table, bias, targets):
     logits, counted = _logits(cfg, x, table, bias), targets >= 0
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))

@@ -210,7 +210,10 @@ def test_gradients_add_up_in_float32(small):
             assert np.linalg.norm(found[name] - gradient) <= 0.1 * np.linalg.norm(gradient), name
 
 
-@pytest.mark.parametrize(("kv_heads", "more"), [(8, {}), (4, {"qk_norm": True, "qk_norm_kind": "joint"})])
+@pytest.mark.parametrize(
+    ("kv_heads", "more"),
+    [pytest.param(8, {}, marks=pytest.mark.slow), (4, {"qk_norm": True, "qk_norm_kind": "joint"})],
+)
 def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
     """Whatever stands in their weights: what is computed is what the other heads alone compute."""
     cfg = small(layers=1, kv_heads=kv_heads, qkv_bias=True, **more).model

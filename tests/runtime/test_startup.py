@@ -218,7 +218,7 @@ def test_half_a_slurm_environment_means_one_process():
     assert output(launch(code, SLURM_NTASKS="4"))[0] == "1\n"
 
 
-@pytest.mark.parametrize("way", ["flags", "slurm"])
+@pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_jobs.py has Slurm
 def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
     """SIGTERM with flags, Ctrl-C under Slurm, each on the second process, which is slower than the first one."""
     port, processes = free_port(), []

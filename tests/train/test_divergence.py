@@ -9,19 +9,18 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime.agreement import Agreement
 from tests.train.runs import TRAIN, rows_of, state_of
 
+WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
+
 
 def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
     """A learning rate that throws the weights to infinity: later steps are skipped and counted (see test_step.py)."""
-    wild = {"learning_rate": 1.0e38, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
-    config = small(layers=1, data={"batch": 8}, train=TRAIN | {"max_skipped": 3, "eval_every": 0}, optimizer=wild)
+    changes = {"max_skipped": 3, "eval_every": 0, "steps": 30}
+    config = small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | changes, optimizer=WILD)
     doomed = run(tmp_path, "dp8", config)
     with pytest.raises(RunFailed, match="last 3 steps was not finite"):
         doomed.train(12)
     rows = rows_of(tmp_path)
     assert [row["skipped_in_a_row"] for row in rows[1:4]] == [1, 2, 3]
-
-
-WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(
     workdir, _, sound = diverged
     config = dataclasses.replace(
         sound,
-        optimizer=dataclasses.replace(sound.optimizer, learning_rate=1.0e30),
+        optimizer=dataclasses.replace(sound.optimizer, **WILD),
         train=dataclasses.replace(sound.train, keep_checkpoints=1),
     )
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)

@@ -47,7 +47,8 @@ def same(a, b):
 )
 def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(layout, built, monkeypatch):
     config, traced, options = configs.load("tiny"), [], []
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, init_std=0.02 + len(layout) / 1e4))
+    few = {"mlp_kind": "plain", "tied_embeddings": True, "init_std": 0.02 + len(layout) / 1e4}
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **few))
     trace, compile_ = Decoder.init, compiler.compile
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))
@@ -153,8 +154,8 @@ def test_evaluation_of_the_newest_checkpoint(run, straight, tmp_path):
     model, rows = made.config.model, [made.rows[1].rows_at(at, slice(None)) for at in range(8)]
     batch = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
     with jax.default_matmul_precision("highest"):
-        hidden, table, bias = decode(model, jax.device_get(state.params), batch)
-        logs = np.asarray(jax.nn.log_softmax(logits(hidden, table, bias, model)))
+        found_logits = jax.jit(lambda params: logits(*decode(model, params, batch), model))
+        logs = np.asarray(jax.nn.log_softmax(found_logits(jax.device_get(state.params))))
     counted = batch["targets"] >= 0
     each = np.take_along_axis(logs, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0][counted]
     assert found["eval_tokens"] == counted.sum() == 60 * 16
@@ -187,8 +188,8 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
     """No finite step has followed the last checkpoint of a run that ended, and none will."""
     workdir, _ = straight
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    config = run(workdir, "dp8").config
-    at = state_of(run(workdir, "dp8"))[0]
+    config = run(workdir).config
+    at = state_of(run(workdir))[0]
     for step in (tmp_path / "checkpoints").iterdir():
         if int(step.name) != at:
             shutil.rmtree(step)
@@ -198,12 +199,12 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
         train=dataclasses.replace(config.train, steps=at + 20, max_skipped=3),
     )
     with pytest.raises(RunFailed, match=f"the same command with --step={at} goes on from that checkpoint, which no"):
-        run(tmp_path, "dp8", nan).train(at + 20)
+        run(tmp_path, config=nan).train(at + 20)
     before = rows_of(tmp_path)
     with pytest.raises(InputError, match=rf"no finite step followed any checkpoint \({at}\)\n  fix   --step={at} uses"):
-        run(tmp_path, "dp8", config).train(at + 20)
+        run(tmp_path, config=config).train(at + 20)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(at)] and rows_of(tmp_path) == before
-    again = run(tmp_path, "dp8", config)
+    again = run(tmp_path, config=config)
     again.train(at + 1, step=at)
     assert state_of(again)[0] == at + 1
 

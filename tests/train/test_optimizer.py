@@ -109,7 +109,7 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
 )
 def test_layouts_agree_for_every_rule(name, small, course):
     config = small(kv_heads=4, optimizer={"name": name})
-    one, many = (course(config, layout, steps=4).losses for layout in ("single", "fsdp2_tp4"))
+    one, many = (course(config, layout, steps=4, unroll=1).losses for layout in ("single", "fsdp2_tp4"))
     np.testing.assert_allclose(many, one, rtol=0, atol=2e-5)
 
 
@@ -133,8 +133,9 @@ def test_schedules(small):
 def test_clipping_is_by_the_global_norm(small):
     config = small(optimizer={"clip_norm": 0.5, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"})
     found = state.arrays(config)
-    gradients = jax.tree.map(lambda like: jnp.ones(like.shape), found.params)
-    params = jax.tree.map(jnp.zeros_like, gradients)
-    _, new_state = jax.jit(found.transform.update)(gradients, found.transform.init(params), params)
+    gradients = jax.tree.map(lambda like: np.ones(like.shape, np.float32), found.params)
+    params = jax.tree.map(np.zeros_like, gradients)
+    update, begun = found.transform.update, found.transform.init
+    _, new_state = jax.jit(lambda gradients, params: update(gradients, begun(params), params))(gradients, params)
     first_moment = optax.tree.get(new_state, "mu")
     assert float(optax.tree.norm(first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)

@@ -118,7 +118,7 @@ def test_a_step_that_is_not_finite_changes_nothing(trained, ragged, why):
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(small, built, batch_of):
     """32 equal rows: the sum of as many equal gradients is exact in float32, and far off in bfloat16."""
     step = built(small(layers=1, weight_dtype="bfloat16", optimizer={"clip_norm": 0.0}), "single", microbatches=32)
-    batch = {name: jnp.repeat(x[:1], 32, 0) for name, x in batch_of(step).items()}
+    batch = {name: np.repeat(x[:1], 32, 0) for name, x in jax.device_get(batch_of(step)).items()}
     state = jax.device_get(step.lower_init().compile()())
     after, _ = step.lower_train().compile()(placed(step, state), batch)
     params = jax.tree.map(lambda x: x.astype(np.float32), state.params)

@@ -24,13 +24,15 @@ def layer_loops(course):
     return sum(f'"known_trip_count":{{"n":"{LAYERS}"}}' in line for line in lines)
 
 
-def test_every_way_to_unroll_computes_the_same(three):
-    want = three(unroll=1)
-    for rules, unroll in (("single", "all"), ("single", 2), ("fsdp2_tp4", "all")):
-        found = three(rules, unroll=unroll)
-        for name in ("loss", "gradient_norm"):
-            seen, wanted = ([values[name] for values in one.metrics] for one in (found, want))
-            np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("rules", "unroll"),
+    [("single", None), ("fsdp2_tp4", "all"), *(pytest.param("single", n, marks=pytest.mark.slow) for n in ("all", 2))],
+)
+def test_every_way_to_unroll_computes_the_same(three, rules, unroll):
+    found, want = three(rules, unroll=unroll), three(unroll=1)
+    for name in ("loss", "gradient_norm"):
+        seen, wanted = ([values[name] for values in one.metrics] for one in (found, want))
+        np.testing.assert_allclose(seen, wanted, rtol=1e-5)
 
 
 def test_one_cpu_device_has_no_loop_by_default(three):

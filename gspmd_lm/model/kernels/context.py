@@ -20,7 +20,8 @@ import numpy as np
 from gspmd_lm import config
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.attention import HEAD, OUT, Tokens
-from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, permuted, shard, split
+from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
+from gspmd_lm.sharding.permutes import permuted
 
 # Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"

@@ -20,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.blocks import Blocks
-from gspmd_lm.sharding.annotate import Split, permuted
+from gspmd_lm.sharding.annotate import Split
+from gspmd_lm.sharding.permutes import permuted
 
 
 class _Part(NamedTuple):

@@ -20,6 +20,7 @@ def inputs(T=32, H=8):
     return (q, k, v, jax.random.normal(jax.random.key(5), q.shape[2:3])), weigh, batch
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
 def one_device(q, k, v, sinks_N, batch, cfg=WITH):
     return attention.attend(q, k, v, batch["segment_ids"], cfg, batch["positions"], sinks_N)
 
@@ -44,8 +45,11 @@ def test_a_sink_takes_its_share_of_the_softmax():
 def test_a_split_sequence_gives_the_same_results_and_gradients(form, kernel, T, H):
     arguments, weigh, batch = inputs(T, H)
     cfg = dataclasses.replace(WITH, head_dim=H)
-    out, pull = jax.vjp(functools.partial(one_device, batch=batch, cfg=cfg), *arguments)
-    want = (out, *pull(weigh))
+
+    @jax.jit
+    def whole(arguments, weigh, batch):
+        out, pull = jax.vjp(functools.partial(one_device, batch=batch, cfg=cfg), *arguments)
+        return out, *pull(weigh)
 
     @jax.jit
     def split(arguments, weigh, batch):
@@ -63,6 +67,6 @@ def test_a_split_sequence_gives_the_same_results_and_gradients(form, kernel, T, 
             return [*(x[:, back] for x in found), dsinks_N]
 
     with jax.default_matmul_precision("highest"):
-        got = split(arguments, weigh, batch)
+        got, want = (function(arguments, weigh, batch) for function in (split, whole))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
