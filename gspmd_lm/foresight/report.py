@@ -11,7 +11,7 @@ from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import Prediction
 
-_NARROW = {"bf16": 2, "f16": 2, "s8": 4, "f8e4m3fn": 4, "u8": 4}  # how many times as wide float32 is
+_NARROW = {"bf16": 2, "f16": 2, "s8": 4, "f8e4m3fn": 4}  # how many times as wide float32 is
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
 
