@@ -109,7 +109,10 @@ EXACT = ("scale", "bias", "decay", "decay_bias")  # weights that keep their own 
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 # Weights whose products model.matmul_dtype is of, but for those of routed experts.
-QUANTISED = (*ADAPTED, "wg", "linear_q", "linear_k", "linear_v", "linear_z", "linear_out")
+QUANTISED = (
+    *ADAPTED, "wg", "wq_down", "wq_up", "wkv_down", "wk_rope", "wk_up", "wv_up", "linear_q", "linear_k", "linear_v",
+    "linear_z", "linear_out",
+)  # fmt: skip
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
 WEIGHTS |= {
     name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm import config as configs
-from gspmd_lm.config import Lora
+from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
 from gspmd_lm.foresight.equations import inner_jaxprs
@@ -37,18 +37,23 @@ def products(jaxpr):
     return sum((products(inner) for equation in jaxpr.eqns for inner in inner_jaxprs(equation.params)), total)
 
 
+LATENT = {
+    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+}  # fmt: skip
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "more"), [("int8", EXPERTS), ("fp8", {}), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)]
+    ("dtype", "more"),
+    [("int8", EXPERTS), ("fp8", {}), ("int8", LATENT), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)],
 )
 def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, built):
     """Those of attention and of MLPs; the loss, attention itself, routers and routed experts stay as they are."""
     made = products(built(eight(small, dtype, **more), "single").trace_train().jaxpr.jaxpr)
     usual = products(built(small(optimizer=UNCLIPPED, **more), "single").trace_train().jaxpr.jaxpr)
-    wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(WEIGHTS))
-    wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * WEIGHTS
+    weights = WEIGHTS + 3 if more is LATENT else WEIGHTS
+    wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(weights))
+    wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * weights
     assert made == wanted
 
 
