@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 _OF_BACKWARD = ("backward", "recomputation")
 _MOST = 2**31 - 1  # scipy's flows are int32
@@ -77,6 +75,9 @@ class SavedValues:
 
         This is a minimum cut (Ford and Fulkerson 1956) between the values that are not made again and those that wait.
         """
+        from scipy.sparse import csr_array  # 0.2 s, of which most processes have no need
+        from scipy.sparse.csgraph import maximum_flow
+
         nodes: dict[Any, int] = {}
         reached = list(self.waiting)
         while reached:
