@@ -331,7 +331,6 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
     assert chain[-1].opcode == "parameter"
 
 
-@pytest.mark.slow  # sharding/test_placement.py has the sums alone
 def test_a_tpu_gives_each_device_only_its_piece_of_a_single_row(request_of, cache):
     """Where a device has one row, as with long sequences or many microbatches, as where it has several."""
     request = request_of("fsdp2_tp4", "v5e:2x4")

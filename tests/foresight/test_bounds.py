@@ -216,9 +216,9 @@ def test_what_must_be_multiplied(llama):
 @pytest.mark.parametrize(
     ("rules", "changes", "model"),
     [
-        ("fsdp8", {"microbatches": 2}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
+        ("fsdp8", {"microbatches": 2}, {}),
         pytest.param("dp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
-        pytest.param("zero1_8", {}, {}, marks=pytest.mark.slow),
+        ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
         pytest.param("dp2_tp4", {}, {"block": "parallel"}, marks=pytest.mark.slow),
         ("cp8", {"remat": Remat("block")}, {}),
         pytest.param("cp8_ulysses", {"remat": Remat("block")}, {}, marks=pytest.mark.slow),
