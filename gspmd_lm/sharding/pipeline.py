@@ -79,17 +79,14 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
-    def where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: Any) -> jax.Array:
-        return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
-
     def exchanged(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
         slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
         fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
-        sent: Any = _sent(over, -1, where(stage_S == 0, state, fresh))
+        sent: Any = _sent(over, -1, _where(stage_S == 0, state, fresh))
         sent = sent if R == 1 else jnp.where(takes, sent, fresh)
         waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent, slot, 1)
-        return where((stage_S == 0) & takes, fresh, state), waiting
+        return _where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
     def computed(weights: Any, number: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
@@ -102,10 +99,10 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         own_S = jnp.clip(t - stage_S, 0, R * M - 1)
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
         # A stage without a row computes with one that waited there at first: what it computes is finite.
-        state = where(busy_S, state, spare)
+        state = _where(busy_S, state, spare)
         of_repeat = jax.tree.map(functools.partial(_of_repeat, repeat_S), weights)
         state, *of_layers = computed(of_repeat, repeat_S * S + stage_S, microbatch_S, state)
-        state = state if BUBBLES is None else where(busy_S, state, BUBBLES)
+        state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
         return (_sent(over, 1, state), waiting), of_layers
 
     waiting = each(functools.partial(_placed, spec=RESIDUAL._replace(axes=("", *RESIDUAL.axes))))(x_SJBTD)
@@ -121,6 +118,18 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return rearrange(own, "S (g R i) ... -> R S (g i) ...", R=R, i=S)
 
     return jnp.roll(waiting, -(S % J), axis=1), *jax.tree.map(of_microbatches, of_layers)
+
+
+@jax.custom_vjp
+def _where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: jax.Array) -> jax.Array:
+    """Of the chosen stages `x_SBTD`, else `y_SBTD`. Autodiff would keep the choice of each number, in every turn."""
+    return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
+
+
+_where.defvjp(
+    lambda chosen_S, x, y: (_where(chosen_S, x, y), chosen_S),
+    lambda chosen_S, d: (None, _where(chosen_S, d, jnp.zeros_like(d)), _where(chosen_S, jnp.zeros_like(d), d)),
+)
 
 
 def _placed(x: jax.Array, spec: Spec) -> jax.Array:
