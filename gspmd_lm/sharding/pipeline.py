@@ -20,7 +20,18 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, permuted, placed_by, placement, split
+from gspmd_lm.sharding.annotate import (
+    Placement,
+    Spec,
+    Split,
+    Stages,
+    per_device,
+    permuted,
+    placed_by,
+    placement,
+    remat,
+    split,
+)
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
 
@@ -89,9 +100,17 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return _where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
-    def computed(weights: Any, number: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
+    def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         mine = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
-        return part(weights, number, _placed(x_BTD, RESIDUAL), mine)
+        weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
+        return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), mine)
+
+    policy = remat()
+    if R > 1 and policy:
+        # Else the weights of a round would be kept, for each turn. Layers keep their inputs, as without this.
+        inputs = jax.checkpoint_policies.save_only_these_names("layer_input")
+        kept = lambda *given, **named: inputs(*given, **named) or policy(*given, **named)  # noqa: E731
+        computed = jax.checkpoint(computed, policy=kept, prevent_cse=False)
 
     def turn(carried: tuple[jax.Array, jax.Array], t: jax.Array):
         state, waiting = exchanged(t, *carried)
@@ -100,8 +119,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
         # A stage without a row computes with one that waited there at first: what it computes is finite.
         state = _where(busy_S, state, spare)
-        of_repeat = jax.tree.map(functools.partial(_of_repeat, repeat_S), weights)
-        state, *of_layers = computed(of_repeat, repeat_S * S + stage_S, microbatch_S, state)
+        state, *of_layers = computed(weights, repeat_S, stage_S, microbatch_S, state)
         state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
         return (_sent(over, 1, state), waiting), of_layers
 
@@ -185,14 +203,6 @@ def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Arr
     if repeats == 1:
         return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
     return _dealt(over, repeats, weight, w)
-
-
-def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
-    """[S, k, ...]: of each stage, the layers of one round."""
-    found = w[:, 0]
-    for repeat in range(1, w.shape[1]):
-        found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
-    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
