@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, split
+from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.permutes import permuted
@@ -80,22 +80,27 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
-    def where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: Any) -> jax.Array:
-        return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
-
     def exchanged(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
         slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
         fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
-        sent: Any = _sent(over, -1, where(stage_S == 0, state, fresh))
+        sent: Any = _sent(over, -1, _where(stage_S == 0, state, fresh))
         sent = sent if R == 1 else jnp.where(takes, sent, fresh)
         waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent, slot, 1)
-        return where((stage_S == 0) & takes, fresh, state), waiting
+        return _where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
-    def computed(weights: Any, number: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
+    def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         mine = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
-        return part(weights, number, _placed(x_BTD, RESIDUAL), mine)
+        weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
+        return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), mine)
+
+    policy = remat()
+    if R > 1 and policy:
+        # Else the weights of a round would be kept, for each turn. Layers keep their inputs, as without this.
+        inputs = jax.checkpoint_policies.save_only_these_names("layer_input")
+        kept = lambda *given, **named: inputs(*given, **named) or policy(*given, **named)  # noqa: E731
+        computed = jax.checkpoint(computed, policy=kept, prevent_cse=False)
 
     def turn(carried: tuple[jax.Array, jax.Array], t: jax.Array):
         state, waiting = exchanged(t, *carried)
@@ -103,10 +108,9 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         own_S = jnp.clip(t - stage_S, 0, R * M - 1)
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
         # A stage without a row computes with one that waited there at first: what it computes is finite.
-        state = where(busy_S, state, spare)
-        of_repeat = jax.tree.map(functools.partial(_of_repeat, repeat_S), weights)
-        state, *of_layers = computed(of_repeat, repeat_S * S + stage_S, microbatch_S, state)
-        state = state if BUBBLES is None else where(busy_S, state, BUBBLES)
+        state = _where(busy_S, state, spare)
+        state, *of_layers = computed(weights, repeat_S, stage_S, microbatch_S, state)
+        state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
         return (_sent(over, 1, state), waiting), of_layers
 
     waiting = each(functools.partial(_placed, spec=RESIDUAL._replace(axes=("", *RESIDUAL.axes))))(x_SJBTD)
@@ -122,6 +126,18 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return rearrange(own, "S (g R i) ... -> R S (g i) ...", R=R, i=S)
 
     return jnp.roll(waiting, -(S % J), axis=1), *jax.tree.map(of_microbatches, of_layers)
+
+
+@jax.custom_vjp
+def _where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: jax.Array) -> jax.Array:
+    """Of the chosen stages `x_SBTD`, else `y_SBTD`. Autodiff would keep the choice of each number, in every turn."""
+    return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
+
+
+_where.defvjp(
+    lambda chosen_S, x, y: (_where(chosen_S, x, y), chosen_S),
+    lambda chosen_S, d: (None, _where(chosen_S, d, jnp.zeros_like(d)), _where(chosen_S, jnp.zeros_like(d), d)),
+)
 
 
 def _placed(x: jax.Array, spec: Spec) -> jax.Array:
@@ -177,14 +193,6 @@ def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Arr
     if repeats == 1:
         return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
     return _dealt(over, repeats, weight, w)
-
-
-def _of_repeat(repeat_S: jax.Array, w: jax.Array) -> jax.Array:
-    """[S, k, ...]: of each stage, the layers of one round."""
-    found = w[:, 0]
-    for repeat in range(1, w.shape[1]):
-        found = jnp.where((repeat_S == repeat).reshape(-1, *[1] * (found.ndim - 1)), w[:, repeat], found)
-    return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
