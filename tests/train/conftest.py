@@ -29,7 +29,7 @@ def run(small, built):
             step = built(config, layout, compiler_options={"cpu": QUICK})
             programs[key] = step, {}
         step, compiled = programs[key]
-        step = dataclasses.replace(step, config=config, task=decoder.task(config))
+        step = dataclasses.replace(step, task=decoder.task(config))
         console = Console(file=io.StringIO(), width=1000)
         return Run(
             TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True, markup=False), compiled=compiled),

@@ -25,6 +25,7 @@ from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.axes import ADAPTERS
 from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.train import decoder
 from gspmd_lm.train import init_from as sources
 from gspmd_lm.train import state as states
 from gspmd_lm.train.loop import Run
@@ -151,7 +152,7 @@ def run(small, built):
             layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | {"init_from": str(init_from)}, **model
         )
         step, compiled = programs.setdefault(repr(config.model), (built(config, LAYOUT), {}))
-        step = dataclasses.replace(step, config=config)
+        step = dataclasses.replace(step, task=decoder.task(config))
         console = Console(file=io.StringIO())
         return Run(
             TrainPrograms(step, CPU, functools.partial(console.print, soft_wrap=True), compiled=compiled),
