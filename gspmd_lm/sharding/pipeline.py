@@ -54,7 +54,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
     sizes = {"r": place.over(outer).num_shards, "S": S, "J": M // S}
 
-    def dealt(x: jax.Array) -> jax.Array:
+    def by_stage(x: jax.Array) -> jax.Array:
         """[S, J, rows, ...]: no row moves where stages split the batch."""
         return rearrange(x, "(r S b J) ... -> S J (r b) ...", **sizes)
 
@@ -62,9 +62,9 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         lambda box: box.replace(value=_of_stages(over, R, Spec(box.path, box.axes), box.value)),
         weights, is_leaf=lambda leaf: isinstance(leaf, Box),
     )  # fmt: skip
-    of_rows = jax.tree.map(lambda x: dealt(x).reshape(M, -1, *x.shape[1:]), of_rows)
+    of_rows = jax.tree.map(lambda x: by_stage(x).reshape(M, -1, *x.shape[1:]), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
-    x, sums, rows = run(weights, dealt(x_BTD), of_rows)
+    x, sums, rows = run(weights, by_stage(x_BTD), of_rows)
     rows = jax.tree.map(lambda x: rearrange(x, "R S (s J) k (r b) -> (R S k) (r s b J)", **{**sizes, "s": S}), rows)
     sums = jax.tree.map(lambda x: rearrange(x.sum(2), "R S k ... -> (R S k) ..."), sums)
     return rearrange(x, "S J (r b) ... -> (r S b J) ...", **sizes), sums, rows
@@ -91,9 +91,9 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     @each
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
-        mine = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
+        row_arrays = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
-        return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), mine)
+        return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
     if R > 1 and policy:
@@ -192,16 +192,16 @@ def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Arr
     """
     if repeats == 1:
         return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
-    return _dealt(over, repeats, weight, w)
+    return _in_stage_order(over, repeats, weight, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dealt(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+def _in_stage_order(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
     return _exchanged(over, repeats, weight._replace(table="weights"), w)
 
 
-_dealt.defvjp(
-    lambda *args: (_dealt(*args), None),
+_in_stage_order.defvjp(
+    lambda *args: (_in_stage_order(*args), None),
     lambda over, repeats, weight, _, dw: (
         _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
     ),
