@@ -44,7 +44,7 @@ def expected():
     ("layout", "parts", "sets"),
     [
         ("fsdp2_tp4", 2, ()),
-        ("none", 4, ()),
+        pytest.param("none", 4, (), marks=pytest.mark.slow),
         pytest.param("fsdp2_tp4", 4, ("model.layer_pattern=[sliding, full]", "model.sliding_window=4"),
                      marks=pytest.mark.slow),
         pytest.param("fsdp2_tp4", 2, ("model.matmul_dtype=int8",), marks=pytest.mark.slow),
