@@ -11,7 +11,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
-from gspmd_lm.foresight.equations import inner_jaxprs
+from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
@@ -181,6 +181,6 @@ def stacked_bytes(jaxpr, layers):
     loops = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     own = 0
     for loop in loops:
-        stacked = loop.outvars[loop.params["num_carry"] :]
+        stacked = loop.outvars[same_rank(called_jaxprs(loop.params)[0].outvars, loop.outvars) :]
         own += sum(var.aval.size * var.aval.dtype.itemsize for var in stacked if not loop.params["reverse"])
     return own + sum(stacked_bytes(inner, layers) for equation in jaxpr.eqns for inner in inner_jaxprs(equation.params))
