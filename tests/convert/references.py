@@ -34,6 +34,7 @@ from tests.convert.reference_cases import CASES
 GOLDEN = Path(__file__).parent / "golden"
 SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
 FLOAT32 = "e_score_correction_bias"  # what transformers keeps in float32
+UNDER_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3"}  # a type that transformers does not have -> that of the same class
 NOT_IN_TRANSFORMERS = ("chatglm",)  # families whose reference is an implementation of our own
 MOST_ROUNDING = 4e-5  # that the last bit of the weights may change in a logit
 LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
