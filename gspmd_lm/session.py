@@ -29,13 +29,12 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
-from gspmd_lm.infer.of_task import TaskModel, TaskPrograms
+from gspmd_lm.infer.of_task import TaskModel
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
-from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
@@ -146,15 +145,12 @@ def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: in
     Raises InputError if the run's folder has none of the task, or the rules do not fit.
     """
     begun = begin(task, rules, machine, folder)
-    arrays, warnings = state.arrays_and_warnings(task, begun.rules, machine.platform)
-    for warning in warnings:
-        begun.say(f"warning: {warning}")
-    programs = TaskPrograms(None, begun.rules, arrays, meshes.build(begun.rules, begun.devices), task)
+    built, _ = build_step(begun)
     with checkpoint.opened(folder, task.train or configs.Train(steps=1), {"task": task.name}, begun.say) as checkpoints:
-        restored = checkpoints.restore_weights(programs.abstract_params, step)
+        restored = checkpoints.restore_weights(built.abstract_state.params, step)
     if restored is None:
         raise no_checkpoint(folder)
-    return TaskModel(programs, restored[1])
+    return TaskModel(built, restored[1])
 
 
 def no_checkpoint(workdir: str) -> InputError:

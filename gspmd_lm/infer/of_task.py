@@ -1,10 +1,9 @@
 """A model of one's own with its weights on this program's devices, which is evaluated and writes tokens."""
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,72 +12,21 @@ import numpy as np
 
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.errors import InputError
+from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
-from gspmd_lm.model.program import ShardedProgram, placed
-from gspmd_lm.model.task import Task
+from gspmd_lm.model.program import TaskProgram
 from gspmd_lm.sharding import placement, shapes
 
 Batch = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskPrograms(ShardedProgram):
-    """Evaluation and generation of a task under rules on a mesh, ready to be compiled."""
-
-    task: Task
-
-    @property
-    def matmul_precision(self) -> str:
-        return self.task.matmul_precision
-
-    @functools.cached_property
-    def abstract_params(self) -> Any:
-        """The shapes and shardings of the weights: what a checkpoint is restored into."""
-        named, params = self.arrays.named_params, self.arrays.params
-        return placed(params, self.placement.shardings("weights", named, params))
-
-    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and shardings of the task's inputs, for so many rows."""
-        specs = self.task.specs()
-        return {
-            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
-            for name, like in self.task.batch(rows).items()
-        }
-
-    @property
-    def row_shards(self) -> int:
-        """The number that must divide the rows of a batch."""
-        splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
-        return math.lcm(*map(self.rules.num_shards, splits))
-
-    def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        """What evaluation adds up over batches."""
-        with self.traced():
-            return self.task.totals(params, batch)
-
-    def tokens(self, length: int, params: Any, batch: Batch, settings: SamplingSettings) -> jax.Array:
-        """`length` tokens for each row, int32 [B, length]."""
-        with self.traced():
-            logits_BV, state = self.task.begun(params, batch)
-            number_B = jnp.arange(len(logits_BV), dtype=jnp.int32)
-
-            def turn(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
-                logits_BV, state = carry
-                whole_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)
-                tokens_B = choose(whole_BV, settings, number_B, jnp.broadcast_to(position, number_B.shape)).tokens_B
-                return self.task.extended(params, state, tokens_B), tokens_B
-
-            _, tokens_TB = jax.lax.scan(turn, (logits_BV, state), jnp.arange(length, dtype=jnp.int32))
-        return tokens_TB.T
-
-
 class TaskModel:
     """A model of one's own with its weights. `task` says what it computes, and `rules` where its weights live."""
 
-    def __init__(self, programs: TaskPrograms, params: Any):
-        """`params`: placed as `programs.abstract_params` says."""
-        self.task, self.rules, self.params = programs.task, programs.rules, params
-        self._programs, self._compiled = programs, dict[Any, Any]()
+    def __init__(self, built: TaskProgram, params: Any):
+        """`params`: the weights, placed as they rest under the rules of `built`."""
+        self.task, self.rules, self.params = built.task, built.rules, params
+        self._built, self._compiled = built, dict[Any, Any]()
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The scores over batches of numpy arrays, as training logs them: `eval_loss` and others.
@@ -87,10 +35,11 @@ class TaskModel:
         """
         task = self.task
         rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
-        shardings = {name: like.sharding for name, like in self._programs.abstract_batch(task.rows).items()}
+        shardings = {name: like.sharding for name, like in self._built.batch_of(task.rows).items()}
         totals: dict[str, float] = {}
         for _, batch in rows.batches(0, shardings):
-            program = self._program("evaluation", self._programs.totals, self.params, batch)
+            lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
+            program = self._program("evaluation", batch, lower)
             for name, total in jax.device_get(program(self.params, batch)).items():
                 totals[name] = totals.get(name, 0.0) + float(total)
         return task.scored(totals)
@@ -125,14 +74,10 @@ class TaskModel:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for 1 or more")
         padded, rows = self._padded(batch)
-        likes = self._programs.abstract_batch(len(next(iter(padded.values()))))
-        self._check({name: likes[name] for name in padded})
-        arrays = {
-            name: jax.make_array_from_callback(x.shape, likes[name].sharding, x.__getitem__)
-            for name, x in padded.items()
-        }
-        tokens = functools.partial(self._programs.tokens, max_new_tokens)
-        program = self._program(max_new_tokens, tokens, self.params, arrays, settings)
+        likes = self._built.batch_of(len(next(iter(padded.values()))))
+        arrays = {name: to_devices(x, likes[name].sharding) for name, x in padded.items()}
+        lower = functools.partial(self._lower_tokens, max_new_tokens, arrays, settings)
+        program = self._program(f"generating {max_new_tokens:,} tokens of each row", arrays, lower)
         tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows].tolist(), self.task.generation.end
         return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT]
 
@@ -153,18 +98,36 @@ class TaskModel:
             fix = "  fix   give arrays of the task's inputs that begin() reads, with one number of rows"
             raise InputError("\n".join(["generate: batch", *wrong, fix]))
         (rows,) = counts
-        more = -rows % self._programs.row_shards
+        splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
+        more = -rows % math.lcm(*map(self.rules.num_shards, splits))
         return {name: np.concatenate([array, np.repeat(array[-1:], more, 0)]) for name, array in arrays.items()}, rows
 
-    def _check(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Raises InputError where the rules do not fit what generation places."""
-        task, arrays = self.task, self._programs.arrays
-        shapes.checked(arrays, self.rules, [placement.record(self.rules, task.first_tokens, arrays.params, batch)])
+    def _tokens(self, length: int, params: Any, batch: Batch, settings: SamplingSettings) -> jax.Array:
+        """`length` tokens for each row, int32 [B, length]."""
+        built, task = self._built, self.task
+        with built.traced():
+            logits_BV, state = task.begun(params, batch)
+            number_B = jnp.arange(len(logits_BV), dtype=jnp.int32)
 
-    def _program(self, name: Any, function: Any, *arguments: Any) -> Any:
-        """The compiled program for arguments of these shapes."""
-        key = name, *((x.shape, x.dtype) for x in jax.tree.leaves(arguments[1:]))
+            def turn(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
+                logits_BV, state = carry
+                whole_BV = jax.lax.with_sharding_constraint(logits_BV, built.whole)
+                tokens_B = choose(whole_BV, settings, number_B, jnp.broadcast_to(position, number_B.shape)).tokens_B
+                return task.extended(params, state, tokens_B), tokens_B
+
+            _, tokens_TB = jax.lax.scan(turn, (logits_BV, state), jnp.arange(length, dtype=jnp.int32))
+        return tokens_TB.T
+
+    def _lower_tokens(self, length: int, batch: Batch, settings: SamplingSettings) -> jax.stages.Lowered:
+        """The program of `_tokens`. Raises InputError where the rules do not fit what generation places."""
+        arrays = self._built.arrays
+        recorded = placement.record(self.rules, self.task.first_tokens, arrays.params, dict(batch))
+        shapes.checked(arrays, self.rules, [recorded])
+        return jax.jit(functools.partial(self._tokens, length)).lower(self.params, batch, settings)
+
+    def _program(self, what: str, batch: Batch, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        """The program that `lower` gives, compiled; the same for batches of the same shapes."""
+        key = what, *((name, x.shape) for name, x in batch.items())
         if key not in self._compiled:
-            lowered = jax.jit(function).lower(*arguments)
-            self._compiled[key] = self._programs.compile(lowered, "generation", "fewer rows, or rules that split more")
+            self._compiled[key] = self._built.compile(lower(), what, "fewer rows, or rules that split more")
         return self._compiled[key]

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands
+from gspmd_lm.model.task import Batch, Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by
@@ -82,6 +83,34 @@ class ShardedProgram:
         if what:
             compiler.check_room(program, devices, what, fix)
         return program
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskProgram(ShardedProgram):
+    """What a task computes: training, evaluation and generation."""
+
+    config: Any = dataclasses.field(init=False)  # that of the task; None of a model of one's own
+    task: Task
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.task.config)
+
+    @property
+    def matmul_precision(self) -> str:
+        return self.task.matmul_precision
+
+    def batch_of(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and shardings of a batch of `rows` rows."""
+        specs = self.task.specs()
+        return {
+            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
+            for name, like in self.task.batch(rows).items()
+        }
+
+    def evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        """What evaluation adds up over batches."""
+        with self.traced():
+            return self.task.totals(params, batch)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

@@ -12,7 +12,7 @@ from einops import rearrange
 
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.model.program import ShardedProgram, placed
+from gspmd_lm.model.program import TaskProgram, placed
 from gspmd_lm.model.supported import Pass
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
@@ -29,18 +29,8 @@ REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(ShardedProgram):
+class Step(TaskProgram):
     """The functions of a task under rules on a mesh, ready to be jitted, and where their inputs live."""
-
-    config: Any = dataclasses.field(init=False)  # that of the task; None of a model of one's own
-    task: Task
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "config", self.task.config)
-
-    @property
-    def matmul_precision(self) -> str:
-        return self.task.matmul_precision
 
     @property
     def asked(self) -> Pass:
@@ -73,11 +63,7 @@ class Step(ShardedProgram):
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes and shardings of a global batch."""
-        specs = self.task.specs()
-        return {
-            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
-            for name, like in self.task.batch(self.task.rows).items()
-        }
+        return self.batch_of(self.task.rows)
 
     @functools.cached_property
     def batch_shardings(self) -> dict[str, Any]:
@@ -110,7 +96,7 @@ class Step(ShardedProgram):
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> totals over the batch, without dropout."""
-        return jax.jit(self._evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
+        return jax.jit(self.evaluate).trace(self.abstract_state.params, self.abstract_batch).lower()
 
     def _init(self) -> State:
         return self._init_from({})
@@ -228,10 +214,6 @@ class Step(ShardedProgram):
     def _constrain(self, tree: Any) -> Any:
         """A tree shaped like the trained parameters, placed where gradients and optimizer state live."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._gradient_shardings)
-
-    def _evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
-        with self.traced():
-            return self.task.totals(params, batch)
 
 
 def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Sequence[Any]) -> Step:

@@ -103,7 +103,7 @@ def test_a_forward_pass_names_every_activation_where_it_is_made(axis, sized, bui
         wanted["kv_heads"] = "tensor"  # or keys would be repeated for each device's heads
     step = built(sized(), rules_file.from_dict({"mesh": {"data": 4, "tensor": 2}, "rules": wanted}, "here.yaml"))
     seen = collections.Counter()
-    traced = jax.jit(step._evaluate).trace(step.abstract_state.params, step.abstract_batch)
+    traced = jax.jit(step.evaluate).trace(step.abstract_state.params, step.abstract_batch)
     for name, shape, split, maker in constraints(traced):
         names = ARRAYS[name].split()
         assert shape == tuple(SIZES[axis] for axis in names), name
