@@ -108,9 +108,8 @@ class ModelConfig:
     # balance_rate, against the sign of the load above the mean (arXiv 2408.15664). bias_row: by both, as DeepSeek-V3
     # was trained, with a balance_weight of 0.0001 (arXiv 2412.19437).
     balance: Literal["none", "batch", "row", "bias", "bias_row"] = "none"
-    balance_weight: NotNegative = (
-        0.01  # batch, row, bias_row: what the balancing loss, 1 for equal loads, is multiplied by
-    )
+    # batch, row, bias_row: what the balancing loss, 1 for equal loads, is multiplied by
+    balance_weight: NotNegative = 0.01
     balance_rate: NotNegative = 0.001  # bias, bias_row: how far it moves in a step
     router_z_loss: NotNegative = 0.0  # weight of the squared log of the sum of exp(logits) of the router
     # 0: every token is computed by all of its experts. Above 0: of each row, an expert computes at most capacity_factor

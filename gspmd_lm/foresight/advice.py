@@ -26,8 +26,8 @@ TRIFLE = 0.01  # share of all traffic that is not worth a warning
 UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
 SLOW_LINKS = {"dcn": "between slices", "network": "between hosts"}
+BUBBLE = 0.1  # share of a pipeline's turns in which a stage may be idle
 # Axes that are seldom long enough to be split for memory's sake, or whose rows say what a device computes.
-BUBBLE = 0.1  # of the turns of a pipeline
 NOT_SPLIT = ("batch", "kv_seq", "layers", "positions", "heads", "kv_heads", "head_dim", "rank", "rope_dim")
 
 

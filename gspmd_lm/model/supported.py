@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model.kernels import grouped_gpu
@@ -243,12 +243,9 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         return problems
     place = f"{place}\n        {row.place}" if row else place
     stages, names = rules.num_shards(over), " x ".join(f"{name}={rules.mesh[name]}" for name in over)
-    lacking = ("residual_streams", model.residual_streams > 1), ("layer_embed", model.layer_embed), (
-        "shared_kv_layers", model.shared_kv_layers)  # fmt: skip
-    for key, asked in lacking:
-        if asked:
-            wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
-                  f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+    for key in _beyond_one_stream(model):
+        wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
+              f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     if rules.split("optimizer", f"{axis}.", axis) != over:
         wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
     if problems:
@@ -295,12 +292,10 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     if parts == 1:
         return []
     place, without = rules.place("interleave", parts), "--set rules.interleave=1"
-    lacking = ("experts", model.experts), ("residual_streams", model.residual_streams > 1), (
-        "layer_embed", model.layer_embed), ("shared_kv_layers", model.shared_kv_layers)  # fmt: skip
     problems = [
         Problem(f"interleave: layers with model.{key}={getattr(model, key)} are not computed in parts", place, without)
-        for key, asked in lacking if asked
-    ]  # fmt: skip
+        for key in (*(["experts"] if model.experts else []), *_beyond_one_stream(model))
+    ]
     microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
     batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
     shards = microbatches * rules.num_shards(batch)
@@ -309,6 +304,13 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
         message = f"interleave: the {rows:g} rows that a device computes at a time do not divide into {parts} parts"
         problems.append(Problem(message, place, f"make data.batch a multiple of {shards * parts}, or {without}"))
     return problems
+
+
+def _beyond_one_stream(model: ModelConfig) -> list[str]:
+    """The keys of a config by which a layer is given, or passes on, more than one residual stream."""
+    asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
+             "shared_kv_layers": model.shared_kv_layers > 0}  # fmt: skip
+    return [key for key, is_set in asked.items() if is_set]
 
 
 def _pipeline_row(rules: Rules) -> str:
