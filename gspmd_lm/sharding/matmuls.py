@@ -50,6 +50,7 @@ from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
     Sum,
+    TokenSharding,
     Unreduced,
     copied,
     gradient,
@@ -304,6 +305,11 @@ def _quantised(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantis
     return quantised.quantise(jax.lax.stop_gradient(x), letters, w_letters, quantised.FORWARD[w.matmul_dtype])
 
 
+def _tokens(matmul: _Matmul, x: jax.Array | Quantised) -> TokenSharding:
+    """How the tokens of `x` are split. A mesh axis splits only one dimension of an array."""
+    return tokens_of(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
+
+
 def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
     weight = matmul.weight.holding(w)
     return quantised.use(weight, matmul.w, matmul.x) if weight.matmul_dtype else use(weight)
@@ -318,9 +324,8 @@ def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w:
     if shared is None or w.used or placement() is None:
         return _product(matmul, x, slot, w.array, None)
     if w.path not in shared:
-        tokens = tokens_of(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
         in_use = jax.lax.stop_gradient(_in_use(matmul, w.array))
-        shared[w.path] = in_use, gradient_slot(matmul.weight, tokens.sum, w.array)
+        shared[w.path] = in_use, gradient_slot(matmul.weight, _tokens(matmul, x).sum, w.array)
     in_use, partials = shared[w.path]
     weight = dataclasses.replace(matmul.weight, used=True)
     return _product(matmul._replace(weight=weight), x, slot, in_use, partials)
@@ -352,9 +357,7 @@ def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
     x, w, at_rest, weight_slot = saved
     weight = matmul.weight.holding(at_rest)
     eight_bits = isinstance(x, Quantised)
-    tokens = tokens_of(
-        x.values if eight_bits else x, matmul.x, without=matmul.sum.over.over
-    )  # a mesh axis splits only one dimension of an array
+    tokens = _tokens(matmul, x)
     with scope("of", weight.path), jax.default_matmul_precision(matmul.precision):
         w = w if remat() or weight.used else _in_use(matmul, w)
         with scope("sum", *matmul.sum.axes):
