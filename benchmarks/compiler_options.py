@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import measure
-from benchmarks.layout_traffic import MODEL, WIDE
+from benchmarks.layout_traffic import MODEL, WIDE, compiled
 from gspmd_lm import config
 from gspmd_lm.config.core_yaml import scalar
-from gspmd_lm.foresight import compile, explain
 from gspmd_lm.hardware import target
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
@@ -33,14 +32,8 @@ def figures(rules: Rules, where: str, options: Mapping[str, Any]) -> tuple[str, 
     """The instructions of the step with these options besides the defaults, and its figures. None removes a default."""
     place, cfg = target.parse(where), config.load("tiny", [*MODEL, *WIDE])
     changed = dataclasses.replace(rules, compiler_options={place.platform: dict(options)})
-    (program,) = compile.programs([compile.CompileRequest(cfg, changed.fill(place.devices), place)], print)
-    (report,) = explain.reports(cfg, [changed], place)  # of the same program, which is kept
-    assert report.prediction
-    return "\n".join(_NAMES.sub("", line) for line in program.text.splitlines()[1:]), {
-        "sent_mb": round(sum(one.bytes_per_device_per_step for one in report.collectives) / 1e6, 3),
-        "temporaries_mb": round(program.memory["temp_size_in_bytes"] / 1e6, 3),
-        "step_ms": round(report.prediction.step_time_s * 1e3, 4),
-    }
+    program, _, made = compiled(cfg, changed, place)
+    return "\n".join(_NAMES.sub("", line) for line in program.text.splitlines()[1:]), made
 
 
 def rows(layout: str, where: str, sets: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks import measure
 from gspmd_lm import config
 from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import Remat
+from gspmd_lm.sharding.rules import Remat, Rules
 
 # Small enough to compile in seconds, and large enough that compilers move activations and weights as in large models.
 MODEL = ("model.embed=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.mlp=2048",
@@ -47,14 +48,30 @@ COLUMNS = {"layout": "layout", "target": "target", "sent_mb": "sent, MB",
            "temporaries_mb": "temporaries, MB", "step_ms": "predicted step, ms"}  # fmt: skip
 
 
+def compiled(
+    cfg: config.Config, rules: Rules, place: target.Target, phase: Any = "train"
+) -> tuple[compile.CompiledProgram, Report, dict[str, Any]]:
+    """The program of a layout, its report, and what it sends, holds and is predicted to take."""
+    (program,) = compile.programs([compile.CompileRequest(cfg, rules.fill(place.devices), place, phase=phase)], print)
+    (report,) = explain.reports(cfg, [rules], place, phase=phase)  # of the same program, which is kept
+    predicted = report.prediction
+    return (
+        program,
+        report,
+        {
+            "sent_mb": round(sum(one.bytes_per_device_per_step for one in report.collectives) / 1e6, 3),
+            "temporaries_mb": round(program.memory["temp_size_in_bytes"] / 1e6, 3),
+            "step_ms": predicted and round(predicted.step_time_s * 1e3, 4),
+        },
+    )
+
+
 def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
     """What is compiled and predicted for one layout on one target."""
     layout, changes, sets = (case, {}, ()) if case in GENERATION else CASES[case]
     rules = dataclasses.replace(rules_file.load(layout), **changes)
     cfg, place = config.load("tiny", [*MODEL, *sets]), target.parse(where)
-    filled = rules.fill(place.devices)
-    (program,) = compile.programs([compile.CompileRequest(cfg, filled, place, phase=phase)], print)
-    (found,) = explain.reports(cfg, [rules], place, phase=phase)  # of the same program, which is kept
+    _, found, figures = compiled(cfg, rules, place, phase)
     kinds: Counter[str] = Counter()
     for one in found.collectives:
         kinds[one.kind] += one.bytes_per_device_per_step
@@ -62,13 +79,11 @@ def row(case: str, where: str, phase: Any = "train") -> dict[str, Any]:
     return {
         "layout": case if phase == "train" else f"{case}, {phase}",
         "target": where,
-        "sent_mb": round(sum(kinds.values()) / 1e6, 3),
         "over_floor": round(sum(kinds.values()) / least, 3)
         if told and (least := found.floor.communication_bytes)
         else None,
         "kinds": ", ".join(f"{kind} {size / 1e6:.3f}" for kind, size in sorted(kinds.items())),
-        "temporaries_mb": round(program.memory["temp_size_in_bytes"] / 1e6, 3),
-        "step_ms": told and round(told.step_time_s * 1e3, 4),
+        **figures,
         "without_a_row": sum(not one.rules for one in found.collectives),
     }
 
