@@ -1,5 +1,6 @@
 """Weights that rest in 8 bits, made of weights that were trained while they are read."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +9,21 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Sharding
 
-from gspmd_lm.config import ModelConfig
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.infer.programs import parameters
 from gspmd_lm.model.weights import first_output
 from gspmd_lm.sharding.axes import SCALES, STACKED
 from gspmd_lm.sharding.quantised import EIGHT_BITS, at_rest
 
 Read = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
+
+
+def without(config: Config) -> Config | None:
+    """The config with weights in the dtype in which they are multiplied; None where they do not rest in 8 bits."""
+    model = config.model
+    if model.weight_dtype not in EIGHT_BITS:
+        return None
+    return dataclasses.replace(config, model=dataclasses.replace(model, weight_dtype=model.compute_dtype))
 
 
 def reading(model: ModelConfig, read: Read) -> Read:
