@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import io
 import itertools
@@ -29,12 +30,14 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
+from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.of_task import TaskModel
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
@@ -127,16 +130,22 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
         return lambda wanted: _restored(session, folder, wanted, step)
     if step is not None:
         raise InputError(f"step {step}: {folder} is a published model, which has no steps\n  fix   drop it")
-    return lambda wanted: model.load(
-        jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
-    )
+
+    def read(wanted: Any) -> Any:
+        return model.load(
+            jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
+        )
+
+    return eight_bits.reading(model.config.model, read)
 
 
 def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
     with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
-        restored = checkpoints.restore_weights(wanted, step)
-    assert restored is not None, "reader() has seen a checkpoint"
-    return restored[1]
+        chosen = checkpoints.choose(step)
+        assert chosen is not None, "reader() has seen a checkpoint"
+        model = session.config.model
+        read = functools.partial(checkpoints.read_weights, chosen, part=model.weight_dtype in EIGHT_BITS)
+        return eight_bits.reading(model, read)(wanted)
 
 
 def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: int | None) -> TaskModel:

@@ -12,8 +12,10 @@ from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
 
+_TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls convert an operand while they read it
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 
@@ -95,10 +97,20 @@ def _check_matmul_dtype(dtype: str | None, on: Processor) -> None:
         )
 
 
-def matmul_operands(config: Config, platform: str) -> str:
-    """What is said of products whose operands have 8 bits; '' where there are none."""
-    dtype, simulated = config.model.matmul_dtype, " (simulated)" if platform == "cpu" else ""
-    return f"{dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak" if dtype else ""
+def matmul_operands(config: Config, rules: Rules, platform: str) -> str:
+    """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
+    model, simulated = config.model, " (simulated)" if platform == "cpu" else ""
+    if model.matmul_dtype:
+        return f"{model.matmul_dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak"
+    if model.weight_dtype not in EIGHT_BITS:
+        return ""
+    said = f"block weights are {model.weight_dtype}, and {model.compute_dtype} where they are multiplied"
+    if platform == "gpu" and not rules.compiler_options.get("gpu", {}).get(_TRITON):
+        said += (
+            f". cuBLAS reads them from a copy of a layer's weights, which saves memory and no time; fix "
+            f"--set rules.compiler_options.gpu.{_TRITON}=true"
+        )
+    return said
 
 
 def kernel_choice(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
