@@ -204,9 +204,11 @@ def test_a_task_generates_what_its_own_functions_choose_under_every_layout(rever
     ("functions", "batch", "tokens", "message"),
     [
         ({}, {"source": np.zeros((4, 3), np.int32)}, 2,
-         r"source: int32\[3\] per row, and the task's inputs say int32\[8\]"),
+         r"generate: batch\n  source: int32\[4, 3\], and the task's inputs say int32\[4, 8\]\n  fix"),
+        ({}, {"source": np.zeros((4, 8), np.int32), "target": np.zeros((3, 8), np.int32)}, 2,
+         r"target: int32\[3, 8\], and the task's inputs say int32\[4, 8\]"),
         ({}, {"sauce": np.zeros((4, 8), np.int32)}, 2, "sauce: int32.*say nothing"),
-        ({}, {}, 2, "the arrays have no rows"),
+        ({}, {}, 2, "the batch has no rows"),
         ({}, {"source": np.zeros((4, 8), np.int32)}, 0, "nothing to generate"),
         ({"begin": lambda params, batch: (batch["source"][0] * 1.0, ())}, None, 2, r"logits of \(8,\) for 32 rows"),
         ({"extend": lambda params, state, tokens: (tokens[:, None] * 1.0, ())}, None, 2,
