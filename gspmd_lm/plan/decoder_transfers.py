@@ -21,6 +21,7 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
+    EstimatedTransfer,
     Parameter,
     Sharding,
     Transfers,
@@ -46,13 +47,13 @@ class DecoderTransfers(Transfers):
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
         self.residual = graph.gathered_from(self.block_input) or self.block_input
         self.add_layers()
-        for matmul in graph.matmuls:
+        for matmul in self.matmuls:
             if self.is_head(matmul):
                 self.add_loss(matmul)
-        for path in graph.looked_up:
+        for path in filter(self.part.has, graph.looked_up):
             if path not in graph.used or path in graph.multiplied:
                 self.add_look_up(self.weights[path])
-        for path in set(graph.used) - graph.multiplied:
+        for path in set(self.used) - graph.multiplied:
             self.add_small(self.weights[path])
 
     # The layers
@@ -63,7 +64,7 @@ class DecoderTransfers(Transfers):
 
     def add_layers(self) -> None:
         """Adds what the matmuls of all layers move. matmuls.py says how they read and write the stream."""
-        matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
+        matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
         adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
@@ -86,7 +87,12 @@ class DecoderTransfers(Transfers):
         for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
             weight, used = self.weights[path], self.graph.used[path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
-            for _ in range(2 if weight.trained or used.trip_count > 1 else 1):
+            passes = 2 if weight.trained or used.trip_count > 1 else 1
+            if self.part.gathers_once or self.part.gathers_ahead:
+                whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
+                self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
+                passes = 0 if self.part.gathers_once else passes - 1
+            for _ in range(passes):
                 self.gather(weight, used.itemsize)
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
@@ -216,9 +222,12 @@ class DecoderTransfers(Transfers):
                 **{axis: stream[axis] for axis in stream_axes},
                 **{axis: inner[axis] for axis in inner_axes},
             }
-            self.transfer(
-                gradient_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
-            )
+            token_axes = mesh_axes(stream, "batch", "seq")
+            if self.part.gathers_once:
+                whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
+                self.add_once(whole, "gradients", self.part.step_rules.microbatches)
+            else:
+                self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
@@ -291,6 +300,26 @@ class DecoderTransfers(Transfers):
                 partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
         for partial in partials:
             self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, written.trip_count)
+
+    # Stages
+
+    def add_stages(self) -> None:
+        """Adds what stages send to each other: see sharding/pipeline.py."""
+        step, stages = self.part.step_rules, self.part.step_rules.stages
+        assert step.pipeline
+        over, count, repeats = self.axes_key(stages), step.num_shards(stages), step.pipeline.repeats
+        row_bytes = self.residual.bytes / self.rules.num_shards(mesh_axes(self.sharding(self.residual)))
+        # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
+        # last turn is followed by an exchange of those that wait.
+        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
+        waiting = 2 * (self.part.turns + step.microbatches)
+        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+        sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
+        for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
+            if repeats > 1 and self.part.has(weight.path):
+                for sharding in (weight.storage, weight.gradient)[: 1 + weight.trained]:
+                    local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
+                    self.add_once({over: sent_parts * local_bytes}, "weights", step.microbatches)
 
     # Before and after the layers
 
