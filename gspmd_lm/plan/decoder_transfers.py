@@ -21,7 +21,6 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
-    EstimatedTransfer,
     Parameter,
     Sharding,
     Transfers,
@@ -47,6 +46,8 @@ class DecoderTransfers(Transfers):
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
         self.residual = graph.gathered_from(self.block_input) or self.block_input
         self.add_layers()
+        if self.part.of_stages:
+            self.add_stages(self.residual)
         for matmul in self.matmuls:
             if self.is_head(matmul):
                 self.add_loss(matmul)
@@ -300,26 +301,6 @@ class DecoderTransfers(Transfers):
                 partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
         for partial in partials:
             self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, written.trip_count)
-
-    # Stages
-
-    def add_stages(self) -> None:
-        """Adds what stages send to each other: see sharding/pipeline.py."""
-        step, stages = self.part.step_rules, self.part.step_rules.stages
-        assert step.pipeline
-        over, count, repeats = self.axes_key(stages), step.num_shards(stages), step.pipeline.repeats
-        row_bytes = self.residual.bytes / self.rules.num_shards(mesh_axes(self.sharding(self.residual)))
-        # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
-        # last turn is followed by an exchange of those that wait.
-        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
-        waiting = 2 * (self.part.turns + step.microbatches)
-        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
-        sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
-        for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
-            if repeats > 1 and self.part.has(weight.path):
-                for sharding in (weight.storage, weight.gradient)[: 1 + weight.trained]:
-                    local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
-                    self.add_once({over: sent_parts * local_bytes}, "weights", step.microbatches)
 
     # Before and after the layers
 

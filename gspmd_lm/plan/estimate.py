@@ -32,6 +32,10 @@ from gspmd_lm.sharding.shapes import pairs
 # How often the bytes of activations that are saved for the backward pass go through memory. On GPUs the stack is filled
 # with zeros first, and its slices are copied.
 SAVED_PASSES = {"tpu": 2.0, "gpu": 3.2}
+# The same of what stages of a pipeline save: the stack of a turn goes into one of all turns. And of the gradients of a
+# stage, which each turn adds to those of the turns before.
+SAVED_PASSES_OF_TURNS = {"tpu": 2.0, "gpu": 9.0}
+SUM_PASSES = {"tpu": 3.0, "gpu": 6.0}
 # Kernels of a loop's iteration that handle scalars and scales.
 SMALL_KERNELS = {"tpu": 0, "gpu": 35}
 
@@ -90,6 +94,8 @@ class _PartCosts:
     op_graph: OpGraph
     timed_ops: list[TimedOp]
     shards: Shards
+    sum_bytes: float  # of the gradients that the turns of stages add up
+    held_bytes: float  # of weights in use, or in another order, that a device holds through all turns, and of sums
     transfers: dict[tuple[bool, ...], list[EstimatedTransfer]] = dataclasses.field(default_factory=dict)
 
     def local_bytes(self, arrays: Iterable[tuple[float, NamedNodes]]) -> float:
@@ -196,11 +202,12 @@ class Estimator:
                 if timed.in_loop:
                     forward_s += executions * timed.forward_s
                     backward_s += executions * op_backward_s
-            passes = SAVED_PASSES[chip.platform] * runs
+            passes = (SAVED_PASSES_OF_TURNS if costs.part.of_stages else SAVED_PASSES)[chip.platform] * runs
             saved_s = passes * costs.local_bytes(kept.on_device) / op_time.hbm_bytes_per_s(chip)
+            sums_s = SUM_PASSES[chip.platform] * costs.part.turns * costs.sum_bytes / op_time.hbm_bytes_per_s(chip)
             iterations = 2 * runs * sum(costs.op_graph.trip_counts)
             small_kernels_s = iterations * SMALL_KERNELS[chip.platform] * op_time.LAUNCH_S[chip.platform]
-            by_kind_s["other"] += saved_s + small_kernels_s
+            by_kind_s["other"] += saved_s + sums_s + small_kernels_s
             forward_s, backward_s = forward_s + saved_s / 2, backward_s + saved_s / 2
         by_kind_s["other"] += layout.update_s
         return by_kind_s, (forward_s, backward_s)
@@ -259,7 +266,23 @@ class Estimator:
         if self.chip:
             rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"
             timed += timed_ops(self.chip, op_graph, shards, rounds)
-        return _PartCosts(part, op_graph, timed, shards)
+        return _PartCosts(part, op_graph, timed, shards, *self._stage_bytes(part))
+
+    def _stage_bytes(self, part: Part) -> tuple[float, float]:
+        """The sums of gradients, and what a device holds besides through all turns."""
+        if not part.of_stages:
+            return 0.0, 0.0
+        trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
+        of_stages = [pair for pair in trained if part.has(pair[0].path)]
+        table = "rules" if part.gathers_once else "optimizer"
+        rest = [bounds.bytes_per_device(part.step_rules, "weights", *pair, FLOAT32_BYTES) for pair in of_stages]
+        sums = [bounds.bytes_per_device(part.step_rules, table, *pair, FLOAT32_BYTES) for pair in of_stages]
+        in_use = [bounds.bytes_per_device(part.step_rules, "rules", *pair, FLOAT32_BYTES // 2) for pair in of_stages]
+        held = sum(in_use) if part.gathers_once or part.gathers_ahead else 0.0
+        held += sum(sums) if part.gathers_once else 0.0
+        pipeline = part.step_rules.pipeline
+        # Stages that exchange their layers hold them in both orders, and their gradients.
+        return sum(sums), held + (2 * sum(rest) if pipeline and pipeline.repeats > 1 else 0.0)
 
     def _gathers_activations(self, costs: _PartCosts) -> bool:
         """Whether the inputs of matmuls are gathered from arrays that have more shards."""
@@ -295,6 +318,7 @@ class Estimator:
         several = rules.microbatches > 1 or rules.pipeline is not None
         total = working_set.gradients * gradient_bytes + working_set.weights[several] * weight_bytes
         for costs in parts_:
+            total += costs.held_bytes
             for op in costs.op_graph.ops:
                 if op.kind == "other" or len(op.moved) < 3:
                     continue

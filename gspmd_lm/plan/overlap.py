@@ -95,7 +95,9 @@ class Overlap:
             else:
                 seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
-            if kind == "stages":  # a turn ends with them, and the next one begins with what they bring
+            # A turn ends with the rows of stages, and the next one begins with what they bring. What is sent between
+            # hosts of GPUs does not hide behind a loop, such as that over the layers of a turn.
+            if kind == "stages" or (kind == "waiting" and link == "network"):
                 exposed[axes] += seconds
                 continue
             if kind in ("activations", "keys", "waiting"):

@@ -88,7 +88,6 @@ class Transfers(abc.ABC):
         self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
         self.add_model()
         if part.of_stages:
-            self.add_stages()
             return
         reduced_last, self.reduced_last = self.reduced_last, set()
         for weight in self.weights.values():
@@ -121,9 +120,23 @@ class Transfers(abc.ABC):
     def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
 
-    def add_stages(self) -> None:
-        """Adds what stages of a pipeline send to each other."""
-        raise NotImplementedError("only the decoder has stages")
+    def add_stages(self, residual: Node) -> None:
+        """Adds what stages send to each other: see sharding/pipeline.py."""
+        step, stages = self.part.step_rules, self.part.step_rules.stages
+        assert step.pipeline
+        over, count, repeats = self.axes_key(stages), step.num_shards(stages), step.pipeline.repeats
+        row_bytes = residual.bytes / self.rules.num_shards(mesh_axes(self.sharding(residual)))
+        # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
+        # last turn is followed by an exchange of those that wait.
+        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
+        waiting = 2 * (self.part.turns + step.microbatches)
+        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+        sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
+        for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
+            if repeats > 1 and self.part.has(weight.path):
+                for sharding in (weight.storage, weight.gradient)[: 1 + weight.trained]:
+                    local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
+                    self.add_once({over: sent_parts * local_bytes}, "weights", step.microbatches)
 
     def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
