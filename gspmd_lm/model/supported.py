@@ -265,6 +265,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.balance == "batch":
         wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
               "--set model.balance=row or bias")  # fmt: skip
+    if pipeline.gather == "step":
+        problems += _gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
     turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
     parts = stages * pipeline.repeats
@@ -298,6 +300,21 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     return problems
 
 
+def _gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
+    """The problems of stages that gather their weights once in a step."""
+    problems, fix = [], "--set rules.pipeline.gather=turn"
+    for key in ("experts", "matmul_dtype"):
+        if value := getattr(model, key):
+            message = f"pipeline: gather: step: layers with model.{key}={value} gather their weights in each turn"
+            problems.append(Problem(message, place, fix))
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)} - {*rules.stages}
+    for row in rules.rows:
+        if row.table == "rules" and row.axis not in ("batch", "seq", "kv_seq") and tokens & {*row.mesh_axes}:
+            message = f"pipeline: gather: step: {', '.join(row.mesh_axes)} splits tokens, and {row.axis} of weights"
+            problems.append(Problem(message, f"{place}\n        {row.place}", fix))
+    return problems
+
+
 def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     """The problems that a config and layers that compute their rows in parts do not fit each other in training."""
     parts, model = rules.interleave, config.model
@@ -326,8 +343,7 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
 
 
 def _pipeline_row(rules: Rules) -> str:
-    sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
-    return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})
+    return rules.place("pipeline", rules.pipeline.plain if rules.pipeline else {})
 
 
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
