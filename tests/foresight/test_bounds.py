@@ -72,7 +72,10 @@ def test_tensor_parallelism_is_megatrons_count(floor_of):
     all_reduce = 2 * 7 / 8
     of_layers = 4 * L * all_reduce * ACTIVATION_BYTES
     outside = 2 * all_reduce * ACTIVATION_BYTES + 3 * all_reduce * 4 * TOKENS  # embedding, loss; its [B, T] sums
-    assert floor_of("tp8").communication_by_axis == {"tensor": pytest.approx(of_layers + outside)}
+    found = floor_of("tp8")
+    assert found.communication_by_axis == {"tensor": pytest.approx(of_layers + outside)}
+    wider = of_layers + 2 * all_reduce * ACTIVATION_BYTES  # the sums of [B, T] are float32 already
+    assert found.float32_bytes == pytest.approx(found.communication_bytes + wider)
     recomputed = L * all_reduce * ACTIVATION_BYTES  # what attention adds to the residual stream
     assert floor_of("tp8", remat=Remat("block")).communication_bytes == pytest.approx(of_layers + outside + recomputed)
     assert floor_of("tp8", remat=Remat("dots")).communication_bytes == pytest.approx(of_layers + outside)
