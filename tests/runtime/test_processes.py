@@ -67,7 +67,7 @@ def test_the_command_of_the_readme(tmp_path, capfd):
 
 def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     port = free_port()
-    flags = [*SMALL, "--set=data.held_out=0.0", "--rules=fsdp2_tp4", "--steps=4"]
+    flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
     together = [
         start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
               f"--process_id={i}")
