@@ -12,7 +12,7 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan import estimate, operations, overlap
+from gspmd_lm.plan import operations, overlap, timed_ops
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
@@ -94,7 +94,7 @@ def test_products_of_a_step_are_those_of_its_gradients(mixer, read):
 
 def test_what_a_policy_computes_again(llama, traces_of, monkeypatch):
     """Under `block` all products of a layer but the last; under `dots` none; with names those before them."""
-    monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
+    monkeypatch.setitem(timed_ops.FUSED_PASSES, "tpu", 0.0)  # products alone
     estimator = Estimator(llama, targets.parse("v5p:2x2x2"), traces_of(llama))
 
     def products_s(remat):
@@ -173,7 +173,7 @@ def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, 
     """What is computed again comes again, and so do its elementwise operations."""
 
     def products_s(share, remat):
-        monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", share)
+        monkeypatch.setitem(timed_ops.FUSED_PASSES, "tpu", share)
         rules = rules_file.from_dict({**FSDP, "remat": remat}, "fsdp").fill(8)
         return Estimator(llama, targets.parse("v5p:2x2x2"), traces_of(llama)).estimate(rules).matmul_s
 
@@ -228,9 +228,9 @@ def test_offloaded_activations_leave_the_device(estimated):
 @pytest.mark.parametrize(("target", "free"), [("v5p:2x2x2", True), ("h100:8", False)])
 def test_casts_of_weights_cost_nothing_on_tpus(llama, traces_of, target, free):
     estimator = Estimator(llama, targets.parse(target), traces_of(llama))
-    layout = estimator._layout(rules_file.from_dict(DATA, "data").fill(8))
-    estimated = {timed.op for timed in layout.timed_ops}
-    cast = [operation for operation in layout.op_graph.ops if operation.only_casts]
+    (costs,) = estimator._layout(rules_file.from_dict(DATA, "data").fill(8)).parts
+    estimated = {timed.op for timed in costs.timed_ops}
+    cast = [operation for operation in costs.op_graph.ops if operation.only_casts]
     assert {"layers.attention.wq", "layers.mlp.w_down"} <= {
         near.placed.array for operation in cast for _, places in operation.moved for near in places
     }
