@@ -77,6 +77,8 @@ def test_rows_by_hand():
     assert read["labels"].tolist() == [1, 0, -1]
     assert train.description.startswith("training: 2 rows, 14 tokens, 1 rows with texts cut to 8 tokens (a.jsonl: ")
     assert "\nclasses: 0 = -1, 1 = 7" in train.description
+    longer, _ = _open(tokenizer="words.json", seq=9)
+    assert longer.rows.read([1])["segment_ids"].sum() == 9 and longer.fingerprint != train.fingerprint
 
 
 def test_one_text_and_templates_without_tokens():
