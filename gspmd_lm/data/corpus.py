@@ -55,7 +55,7 @@ def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress
             if one == STDLIB:
                 paths.update(dict.fromkeys(_standard_library(place)))
             elif one == STDLIB_PAIRS:
-                paths[_pairs_of_standard_library(place)] = None
+                paths[_pairs_of_standard_library(place, progress)] = None
             elif "://" in one:
                 paths.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
             else:
@@ -204,10 +204,12 @@ def _standard_library(place: str) -> list[Path]:
     return paths
 
 
-def _pairs_of_standard_library(place: str) -> Path:
+def _pairs_of_standard_library(place: str, progress: Progress | None) -> Path:
     """The file of `pairs` of the interpreter's library, which is written once."""
     path = cache_folder("data") / f"stdlib-pairs-{platform.python_version()}.jsonl"
     if not path.exists():
+        if progress:
+            progress("reading the functions of the standard library", 0, 0)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, "".join(f"{json.dumps(pair)}\n" for pair in pairs(_standard_library(place))))
