@@ -21,7 +21,7 @@ from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled
+from gspmd_lm.model.supported import Pass, inference_problems, layer_problems, settled
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
@@ -146,7 +146,7 @@ def build_scoring(
     arrays = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), arrays.params, ScoredRows(one, one))
-    more = [*layer_problems(config, rules, platform, Pass(seq)), *no_pipeline(rules)]
+    more = [*layer_problems(config, rules, platform, Pass(seq)), *inference_problems(config, rules)]
     warnings = checked(arrays, rules, [named], more)
     rules = settled(rules, config, meshes.processor(devices[0]), Pass(seq))
     return Scoring(config, rules, arrays, meshes.build(rules, devices), rows, seq), warnings

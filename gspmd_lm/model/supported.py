@@ -39,7 +39,8 @@ def attention_lacks(
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
         num_shards = rules.num_shards(over)
-        local_seq = seq // num_shards // (2 if zigzag_supported(seq, num_shards, rules.context) else 1)
+        zigzag = zigzag_supported(seq, num_shards, rules.context, config.model.mask)
+        local_seq = seq // num_shards // (2 if zigzag else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
         for kind in config.model.layer_kinds
@@ -193,7 +194,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
             wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                   f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
-    elif zigzag and seq % (2 * num_shards) and seq % num_shards == 0:
+    elif zigzag and model.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
@@ -207,6 +208,8 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
             f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
             "attention_sinks: true": model.attention_sinks,
+            "mask: full": model.mask == "full",
+            "relative_positions": model.relative_positions,
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
@@ -218,12 +221,19 @@ def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> 
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 
-def no_pipeline(rules: Rules) -> list[Problem]:
-    """The problem that rules have a pipeline, for programs that have no stages."""
+def inference_problems(config: Config, rules: Rules) -> list[Problem]:
+    """The problems that a model does not predict the next token, and that rules have a pipeline: programs of inference
+    have no stages."""
+    problems = []
+    if config.objective != "causal":
+        message = "generating and scoring texts need a model that predicts the next token"
+        place, fix = f"config {config.name}: objective: {config.objective}", "use a config of objective: causal"
+        problems.append(Problem(message, place, fix))
     if not rules.pipeline:
-        return []
+        return problems
     message = "pipeline: training and its evaluation have stages; generating and scoring texts have none"
-    return [Problem(message, _pipeline_row(rules), "use rules without a pipeline: weights are loaded under any rules")]
+    fix = "use rules without a pipeline: weights are loaded under any rules"
+    return [*problems, Problem(message, _pipeline_row(rules), fix)]
 
 
 def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
@@ -307,9 +317,10 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
 
 
 def _beyond_one_stream(model: ModelConfig) -> list[str]:
-    """The keys of a config by which a layer is given, or passes on, more than one residual stream."""
+    """The keys of a config by which a layer is given, or passes on, more than one residual stream of its rows."""
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
-             "shared_kv_layers": model.shared_kv_layers > 0}  # fmt: skip
+             "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
+             "relative_positions": bool(model.relative_positions)}  # fmt: skip
     return [key for key, is_set in asked.items() if is_set]
 
 

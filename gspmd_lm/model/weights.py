@@ -11,7 +11,7 @@ from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
 from gspmd_lm.sharding.axes import ADAPTERS, QUANTISED, TO_RESIDUAL
 
-LOOPS = [(name,) for name in get_args(config.StackName)]
+LOOPS = {*get_args(config.StackName)}
 
 
 def weight(
@@ -24,7 +24,7 @@ def weight(
 ) -> Weight:
     """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
     param = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
-    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in LOOPS
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, bool({*module.path} & LOOPS)
     array = jax.lax.stop_gradient(param.array) if frozen else param.array
     eight_bits = cfg.matmul_dtype if name in QUANTISED and "expert" not in param.axes else None
     return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned, matmul_dtype=eight_bits or "")

@@ -121,7 +121,8 @@ class Run:
             self.say(self.rows[0].description)
             params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
         values = self.held_out_metrics(params, chosen.step)
-        self.say(f"{values['eval_tokens']:,.0f} tokens were scored")
+        scored = "tokens" if "eval_tokens" in values else "labels"
+        self.say(f"{values[f'eval_{scored}']:,.0f} {scored} were scored")
         return values
 
     def checkpoints(self) -> Any:
