@@ -19,7 +19,7 @@ from gspmd_lm.sharding.annotate import Weight, like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, look_up, project
 
 TRANSFORMED = "transformed: batch seq stream_width"
-SCORES = "scores: batch seq classes"
+SCORES = "class_scores: batch seq classes"
 
 
 def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
