@@ -102,7 +102,7 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, read, layout
     step = built(config, layout)
     sent = {axes: size for axes, size in read(step).bytes_by_axes.items() if axes in step.rules.mesh}
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
-    # Scales, biases and small tables are left out, and the first token is priced as its whole row. Here they weigh much.
+    # Scales, biases and small tables are left out, and a first token is priced as its whole row: here they weigh much.
     assert found == pytest.approx(sent, rel=0.12)
 
 
