@@ -141,6 +141,11 @@ def open_loaders(
     evaluation always has the same. Raises InputError if the source, the tokenizer or their sizes do not fit.
     """
     data = config.data
+    if config.objective != "causal":
+        raise InputError(
+            f"objective: {config.objective}: sources of data give rows for objective: causal alone\n"
+            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
+        )
     if masked and (data.conversations or data.fields):
         key = "fields" if data.fields else "messages_field"
         raise InputError(

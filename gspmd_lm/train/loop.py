@@ -121,7 +121,7 @@ class Run:
             self.say(self.rows[0].description)
             params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
         values = self.held_out_metrics(params, chosen.step)
-        self.say(f"{values['eval_tokens']:,.0f} tokens were scored")
+        self.say(progress.scored(values))
         return values
 
     def checkpoints(self) -> Any:

@@ -23,7 +23,12 @@ def flops_per_token(
     each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
     norms and biases too.
     """
-    looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
+    looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * model.embed
+    looked_up += model.token_types * model.embed
+    if relative := model.relative_positions:
+        looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
+    if model.classes:  # one token of a row is scored
+        looked_up += model.embed * (model.embed + model.classes)
     if model.positions == "learned":
         looked_up += model.context * model.embed
     looked_up += model.vocab_rows * model.layers * model.layer_embed
@@ -61,6 +66,9 @@ def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
 
 def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
+    if layer.mask == "full":
+        whole, rest = divmod(seq, layer.attention_chunk or seq)
+        return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq
     if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
         return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
     if layer.attention_chunk:
