@@ -1,4 +1,5 @@
-"""The models of texts: token ids in, and hidden states with the output table out, or scores of classes."""
+"""The models that a config describes, of texts: token ids in, and hidden states with the output table or scores of
+classes out. That of images is in images.py."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from gspmd_lm import config
 from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
+from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
@@ -63,7 +65,7 @@ def classify(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> jax.Array:
     """The scores of classes, [B, classes], float32, for plain (unboxed) parameters."""
-    scored: Any = TextClassifier(cfg).apply({"params": params}, batch, dropout_key)
+    scored: Any = _module(cfg).apply({"params": params}, batch, dropout_key)
     return scored
 
 
@@ -95,4 +97,12 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": tokens, "positions": tokens, "token_types": tokens, "row": tokens[0]}
-    return (TextClassifier if cfg.classes else Decoder)(cfg).init(key, batch)["params"]
+    if cfg.patches:
+        batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
+    return _module(cfg).init(key, batch)["params"]
+
+
+def _module(cfg: config.ModelConfig) -> Stack:
+    if cfg.patches:
+        return ImageClassifier(cfg)
+    return TextClassifier(cfg) if cfg.classes else Decoder(cfg)
