@@ -64,6 +64,8 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
             begun.say(
                 f"{source}: {published.left_out:,} tensors are left out: they are not of the layers that make text"
             )
+        if published.new:
+            begun.say(f"{source}: new weights, which no file has and training must learn: {', '.join(published.new)}")
         for note in published.notes:
             begun.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:

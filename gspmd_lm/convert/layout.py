@@ -17,11 +17,12 @@ from gspmd_lm import config
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   p  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   p  rows of a position table, t  rows of a table of token types, c  classes
+#   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
-LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p"}
+LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p", "types": "t", "classes": "c"}
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 
@@ -129,7 +130,8 @@ class Tensor:
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, **_latent_sizes(model), **self.others(model),
+            "t": model.token_types, "c": model.classes, "Y": model.layer_embed,
+            **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
 
