@@ -147,8 +147,13 @@ class Config:
         model, data = self.model, self.data
         if not model.patches:
             return []
-        rows = model.patches.rows
+        rows, numbers = model.patches.rows, {1, model.patches.channels}
         problems = {
+            "model.patches does not go with data.label_kind: number": data.label_kind == "number",
+            f"data.images.resize={data.images.resize} is below model.patches.image={model.patches.image}":
+                0 < data.images.resize < model.patches.image,
+            f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
+                {len(data.images.mean), len(data.images.std)} - numbers,
             "model.patches needs objective: classes": self.objective != "classes",
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":

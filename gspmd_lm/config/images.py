@@ -14,7 +14,9 @@ class Patches:
     image: Size  # pixels on a side of an image
     size: Size  # pixels on a side of a patch
     channels: Size = 3  # 3: red, green and blue; 1: grey
-    distilled: bool = False  # a second learned row follows the first one (DeiT, arXiv 2012.12877)
+    # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of its
+    # own, and an image's scores are the mean of both.
+    distillation: Literal["none", "row", "head"] = "none"
 
     def __post_init__(self):
         if self.image % self.size:
@@ -23,7 +25,7 @@ class Patches:
     @property
     def first(self) -> int:
         """The learned rows, which stand before the patches."""
-        return 1 + self.distilled
+        return 1 + (self.distillation != "none")
 
     @property
     def rows(self) -> int:

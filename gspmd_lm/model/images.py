@@ -36,11 +36,19 @@ class ImageClassifier(Stack):
         if dropout_key is not None and cfg.dropout:
             keys_BT = token_keys(dropout_key, batch["row"], places_BT)
             x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
-        first_B1D = like(self.blocks(x_BTD, of_rows, keys_BT)[0][:, :1], RESIDUAL)
-        classifier = matrix(self, "classifier", "embed classes", (cfg.embed, cfg.classes), cfg)
-        with gathered(first_B1D, BLOCK_INPUT, RESIDUAL) as in_B1D:
-            scores_B1X = shard(project(in_B1D, classifier), SCORES)
-        return (scores_B1X + bias(self, "classifier_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
+        x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
+        scores_BX = _scored(self, cfg, x_BTD[:, :1], "classifier")
+        if cfg.patches and cfg.patches.distillation == "head":
+            return (scores_BX + _scored(self, cfg, x_BTD[:, 1:2], "distillation_classifier")) / 2
+        return scores_BX
+
+
+def _scored(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, name: str) -> jax.Array:
+    """The scores that one row of each image gives, [B, classes], float32."""
+    classifier = matrix(module, name, "embed classes", (cfg.embed, cfg.classes), cfg)
+    with gathered(like(row_B1D, RESIDUAL), BLOCK_INPUT, RESIDUAL) as in_B1D:
+        scores_B1X = shard(project(in_B1D, classifier), SCORES)
+    return (scores_B1X + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
 
 
 def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:

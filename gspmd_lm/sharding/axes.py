@@ -61,6 +61,8 @@ WEIGHTS = {
     "pooler_bias": "its bias",
     "classifier": "matrix that scores classes",
     "classifier_bias": "its bias",
+    "distillation_classifier": "matrix that scores classes at the second learned row of an image (DeiT)",
+    "distillation_classifier_bias": "its bias",
     "stem": "projection of the patches of images",
     "stem_bias": "its bias",
     "class_row": "learned row that stands before patches, and that the class of an image is read at",

@@ -16,7 +16,7 @@ VIT = {
     "vocab": 0, "padded_vocab": 0, "patches": Patches(image=16, size=4), "context": 17,
 }  # fmt: skip
 ROWS = {"seq": 24}  # 17 rows of an image, and padding up to what 8 devices divide
-DEIT = {**VIT, "patches": Patches(image=12, size=4, channels=1, distilled=True), "context": 11}
+DEIT = {**VIT, "patches": Patches(image=12, size=4, channels=1, distillation="head"), "context": 11}
 KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("pp2_fsdp2_tp2", "deit")]
