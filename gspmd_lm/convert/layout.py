@@ -23,7 +23,12 @@ from gspmd_lm.sharding.axes import AXES
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
-LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p", "types": "t", "classes": "c", "pixels": "x"}
+LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {
+    "positions": "p",
+    "types": "t",
+    "classes": "c",
+    "pixels": "x",
+}
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 

@@ -1,14 +1,11 @@
 """Images cut into patches: the loss is the same under every layout, and padding and wrong sizes are dealt with."""
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from gspmd_lm.config.images import Patches
-from gspmd_lm.model.transformer import classify, init
+from gspmd_lm.config.images import Images, Patches
+
 
 VIT = {
     "objective": "classes", "classes": 3, "mask": "full", "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain",
@@ -22,9 +19,12 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fs
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("pp2_fsdp2_tp2", "deit")]
 
 
+DEFAULT = ("fsdp2_tp4", "vit")
+
+
 @pytest.mark.parametrize(
-    ("layout", "kind"), [case if case == ("fsdp2_tp4", "vit") else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)  # fmt: skip
+    ("layout", "kind"), [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **KINDS[kind])
     alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
@@ -33,3 +33,23 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
     for name in want.keys() - {"layers.attention.bk"}:  # softmax does not know what all keys have in common
         size = np.linalg.norm(want[name])
         assert size > 0 and np.linalg.norm(got[name] - want[name]) < 1e-5 * size
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": "masked", "classes": 0}, "model.patches needs objective: classes"),
+        ({"vocab": 61}, "model.patches has no tokens: set vocab=61 to 0"),
+        ({"context": 16}, "model.patches gives 17 rows of an image: set context=16 to 17"),
+        ({"data": {"seq": 16}}, "set data.seq=16 to 17, or above for padding"),
+        ({"positions": "rope"}, "model.patches goes with positions: learned or none, not rope"),
+        ({"token_types": 2}, "model.patches does not go with token_types"),
+        ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
+        ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**{**VIT, "data": ROWS, **changes})
+    with pytest.raises(ValueError, match="image=16 is not a multiple of size=5"):
+        Patches(image=16, size=5)
