@@ -14,8 +14,8 @@ class Patches:
     image: Size  # pixels on a side of an image
     size: Size  # pixels on a side of a patch
     channels: Size = 3  # 3: red, green and blue; 1: grey
-    # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of its
-    # own, and an image's scores are the mean of both.
+    # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of
+    # its own, and an image's scores are the mean of both.
     distillation: Literal["none", "row", "head"] = "none"
 
     def __post_init__(self):
@@ -44,7 +44,7 @@ class Images:
 
     resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
     resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
-    # Of pixels from 0 to 1, the mean of each channel is subtracted, and the rest is divided by `std`. A single number is
-    # that of all channels.
+    # Of pixels from 0 to 1, the mean of each channel is subtracted, and the rest is divided by `std`. A single number
+    # is that of all channels.
     mean: tuple[float, ...] = (0.5,)
     std: tuple[Positive, ...] = (0.5,)

@@ -138,8 +138,8 @@ class Tensor:
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0, "Y": model.layer_embed,
-            **_latent_sizes(model), **self.others(model),
+            "t": model.token_types, "c": model.classes, "Y": model.layer_embed,
+            "x": model.patches.pixels if model.patches else 0, **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,8 @@ class ImageRows:
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """float32 patches [len(indices), seq, pixels of a patch], and int32 labels [len(indices)].
 
-        Patches stand behind the rows whose places learned rows take; all other rows are zero. An index of -1 gives zeros
-        and the label -1. Raises an InputError that names the file of an image that cannot be decoded.
+        Patches stand behind the rows whose places learned rows take; all other rows are zero. An index of -1 gives
+        zeros and the label -1. Raises an InputError that names the file of an image that cannot be decoded.
         """
         patches = np.zeros((len(indices), self.seq, self.patches.pixels), np.float32)
         labels = np.full(len(indices), -1, np.int32)
@@ -259,5 +259,6 @@ def _pillow() -> None:
         import PIL  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "model.patches: images are decoded by Pillow, which is not installed\n  fix   pip install 'gspmd_lm[vision]'"
+            "model.patches: images are decoded by Pillow, which is not installed\n"
+            "  fix   pip install 'gspmd_lm[vision]'"
         ) from error

@@ -27,10 +27,10 @@ class ImageClassifier(Stack):
         patches, and beyond the context rows of padding. No row sees padding.
         """
         cfg, patches_BTX = self.cfg, batch["patches"]
-        B, T, _ = patches_BTX.shape
-        places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        T = patches_BTX.shape[1]
+        places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
         of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
-        if T > cfg.context:
+        if cfg.context < T:
             of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
         x_BTD, keys_BT = _patched(self, cfg, patches_BTX), None
         if dropout_key is not None and cfg.dropout:

@@ -33,9 +33,25 @@ def folder(tmp_path):
 
 
 def config_of(source, *, held_out=0.25, steps=3, model=(), **data):
-    plain = {"layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 0, "context": 5,
-             "mask": "full", "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "gelu",
-             "positions": "learned", "classes": 3, "patches": {"image": 8, "size": 4}, "compute_dtype": "float32"}
+    plain = {
+        "layers": 1,
+        "embed": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 32,
+        "vocab": 0,
+        "context": 5,
+        "mask": "full",
+        "norm": "layernorm",
+        "norm_bias": True,
+        "mlp_kind": "plain",
+        "activation": "gelu",
+        "positions": "learned",
+        "classes": 3,
+        "patches": {"image": 8, "size": 4},
+        "compute_dtype": "float32",
+    }
     of_data = {"source": str(source), "batch": 8, "seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
         {"name": "pictures", "objective": "classes", "model": plain | dict(model), "data": of_data,

@@ -6,7 +6,6 @@ from flax.traverse_util import flatten_dict
 
 from gspmd_lm.config.images import Images, Patches
 
-
 VIT = {
     "objective": "classes", "classes": 3, "mask": "full", "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain",
     "activation": "gelu", "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
