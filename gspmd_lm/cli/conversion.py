@@ -81,8 +81,8 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         checkpoints.save(0, {"params": params}, {"data": "", "rules": begun.rules.path})
         checkpoints.wait()
     begun.say(f"{workdir}: {layout.CONFIG}, {IMPORTED}/ and checkpoint 0")
-    begun.say(f"next: generate --workdir={workdir} --prompt=..., or train with --config={workdir}/{layout.CONFIG} "
-             f"--set train.init_from={workdir}")  # fmt: skip
+    generate = f"generate --workdir={workdir} --prompt=..., or " * (published.config.objective == "causal")
+    begun.say(f"next: {generate}train with --config={workdir}/{layout.CONFIG} --set train.init_from={workdir}")
     return 0
 
 
