@@ -26,6 +26,7 @@ KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
+    "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
 }  # fmt: skip
 ROWS = {row.architecture: row for row in ENCODER_FAMILIES}
 LENGTHS = np.array([16, 9, 12, 5])
@@ -35,7 +36,7 @@ HEAD = "cls.predictions.transform.dense.weight"
 def _config(kind):
     row = ROWS[kind]
     raw = SIZES | {"model_type": row.model_type, "architectures": [kind]} | KINDS[kind]
-    return raw if row.model_type == "bert" else raw | {"pad_token_id": 1}
+    return raw if row.prefix != "roberta." else raw | {"pad_token_id": 1}
 
 
 def _model(raw):
@@ -76,19 +77,18 @@ def _same(before, after):
 def test_there_and_back(kind, tmp_path):
     tensors = _tensors(kind)
     found = pretrained.open_folder(_folder(tmp_path / "in", _config(kind), tensors))
-    config, params = found.config, jax.device_get(ours.on_one_device(found))
-    assert config.objective == ("masked" if kind.endswith("LM") else "classes") and not found.new
-    assert config.model.classes == (0 if kind.endswith("LM") else 3) and config.model.token_types == (
-        2 if kind.startswith("Bert") else 1
-    )
-    assert (config.model.position_offset, config.model.context) == ((0, 40) if kind.startswith("Bert") else (2, 38))
+    config, params, row = found.config, jax.device_get(ours.on_one_device(found)), ROWS[kind]
+    assert (config.objective, config.model.classes) == (("masked", 0) if kind.endswith("LM") else ("classes", 3))
+    model, others = config.model, row.prefix != "roberta."
+    assert (model.token_types, model.position_offset, model.context) == ((2, 0, 40) if others else (1, 2, 38))
     for like in (found.like, None):
         out = tmp_path / f"out {like is None}"
         export.write_folder(out, config.model, params, like)
-        _same(tensors, ours.tensors(out))
+        base = row.prefix if like else architecture.family_of(json.loads((out / "config.json").read_text()), "x").prefix
+        _same({name.replace(row.prefix, base): array for name, array in tensors.items()}, ours.tensors(out))
         written = json.loads((out / "config.json").read_text())
         assert like is None or written == _config(kind) | {"torch_dtype": "float32"}
-        assert _model(written)[1] == _model(_config(kind))[1]
+        assert _model(written)[1] == _model(_config(kind))[1] and not found.new
 
 
 def test_files_of_old_names_copies_and_other_heads(tmp_path):
