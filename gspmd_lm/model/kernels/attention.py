@@ -120,20 +120,6 @@ def attend_to_cache(
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
 
 
-def attend_to_memory(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
-) -> jax.Array:
-    """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
-
-    A token sees the keys of the segment that has the number of its own.
-    """
-    queries, keys = (
-        Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
-        for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
-    )
-    return shard(masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, of_heads(cfg, None), cfg), OUT)
-
-
 def unsupported(
     kernel: str, model: config.ModelConfig, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
