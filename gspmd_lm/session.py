@@ -39,7 +39,7 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.train import loop, state, step
+from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
@@ -179,7 +179,11 @@ def no_model(folder: str) -> InputError:
 
 
 def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
-    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    """A function that opens the batches of a task, or of a config whose objective has no source of data; None for any
+    other config. Raises InputError where they do not fit it.
+    """
+    if isinstance(task, Config) and task.objective != "causal" and data is not None:
+        task = decoder.task(task)
     if isinstance(task, Config):
         if data or held_out:
             raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")

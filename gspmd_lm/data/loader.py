@@ -130,6 +130,11 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     order that does not depend on the seed. Raises InputError if the source, the tokenizer or their sizes do not fit.
     """
     data = config.data
+    if config.objective != "causal":
+        raise InputError(
+            f"objective: {config.objective}: sources of data give rows for objective: causal alone\n"
+            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
+        )
     count = sources.random_rows(data.source)
     if count is not None:
         return _open_random(config, count)

@@ -21,7 +21,7 @@ from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.model.supported import Pass, inference_problems, layer_problems, settled
+from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
@@ -139,14 +139,16 @@ def build_scoring(
 ) -> tuple[Scoring, list[Problem]]:
     """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
 
-    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
+    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit, InputError for a
+    model that does not predict the next token.
     """
+    check_causal(config)
     rows, seq = rounded_up(rules, rows, seq, platform, zigzag=True)
     cfg = config.model
     arrays = parameters(cfg)
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), arrays.params, ScoredRows(one, one))
-    more = [*layer_problems(config, rules, platform, Pass(seq)), *inference_problems(config, rules)]
+    more = [*layer_problems(config, rules, platform, Pass(seq)), *no_pipeline(rules)]
     warnings = checked(arrays, rules, [named], more)
     rules = settled(rules, config, meshes.processor(devices[0]), Pass(seq))
     return Scoring(config, rules, arrays, meshes.build(rules, devices), rows, seq), warnings

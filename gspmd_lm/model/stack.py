@@ -142,19 +142,14 @@ class Pattern(nn.Module):
 
 
 class Stack(nn.Module):
-    """The blocks of a model under one scan, so that the program does not grow with depth, and the norm after them."""
+    """The blocks of a model under one scan, so that the program does not grow with depth, and the norm after them.
+
+    A module that is a stack has something before and after it: see `transformer.Decoder`.
+    """
 
     cfg: config.ModelConfig
 
-    @nn.compact
-    def __call__(
-        self, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None = None
-    ) -> tuple[jax.Array, RouterOutput | None]:
-        """What the blocks make of `x_BTD`, and what their routers did: see `blocks`."""
-        x_BTD, _, routed = self.blocks(x_BTD, batch, keys_BT)
-        return x_BTD, routed
-
-    @nn.nowrap
+    @nn.nowrap  # operations are named after modules, not after this method
     def blocks(
         self,
         x_BTD: jax.Array,
@@ -197,6 +192,7 @@ class Stack(nn.Module):
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         return x_BTD, cache, jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
 
+    @nn.nowrap
     def _stack(
         self,
         stack: config.Stack,
@@ -223,6 +219,7 @@ class Stack(nn.Module):
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in of_layers if each is not None]
 
+    @nn.nowrap
     def _in_stages(
         self, stack: config.Stack, parts: int, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
     ) -> tuple[jax.Array, RouterOutput | None]:

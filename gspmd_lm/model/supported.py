@@ -137,7 +137,8 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
     """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
-    if reason.startswith("data.packing") and not config.data.messages_field:  # conversations are always kept apart
+    stream = config.objective == "causal" and not config.data.messages_field  # all else is always kept apart
+    if reason.startswith("data.packing") and stream:
         able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
         return "--set data.packing=stream" if able else ""
     if reason.startswith("context"):
@@ -221,19 +222,21 @@ def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> 
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 
-def inference_problems(config: Config, rules: Rules) -> list[Problem]:
-    """The problems that a model does not predict the next token, and that rules have a pipeline: programs of inference
-    have no stages."""
-    problems = []
+def check_causal(config: Config) -> None:
+    """Raises InputError for a model that does not predict the next token, for programs that generate or score."""
     if config.objective != "causal":
-        message = "generating and scoring texts need a model that predicts the next token"
-        place, fix = f"config {config.name}: objective: {config.objective}", "use a config of objective: causal"
-        problems.append(Problem(message, place, fix))
+        raise InputError(
+            f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
+            "the next token\n  fix   use a config of objective: causal"
+        )
+
+
+def no_pipeline(rules: Rules) -> list[Problem]:
+    """The problem that rules have a pipeline, for programs that have no stages."""
     if not rules.pipeline:
-        return problems
+        return []
     message = "pipeline: training and its evaluation have stages; generating and scoring texts have none"
-    fix = "use rules without a pipeline: weights are loaded under any rules"
-    return [*problems, Problem(message, _pipeline_row(rules), fix)]
+    return [Problem(message, _pipeline_row(rules), "use rules without a pipeline: weights are loaded under any rules")]
 
 
 def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:

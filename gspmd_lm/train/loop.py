@@ -121,8 +121,7 @@ class Run:
             self.say(self.rows[0].description)
             params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
         values = self.held_out_metrics(params, chosen.step)
-        scored = "tokens" if "eval_tokens" in values else "labels"
-        self.say(f"{values[f'eval_{scored}']:,.0f} {scored} were scored")
+        self.say(progress.scored(values))
         return values
 
     def checkpoints(self) -> Any:

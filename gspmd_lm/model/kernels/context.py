@@ -161,8 +161,11 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
 
         piece = T // over.num_shards // (2 if zigzag else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
-        made = splash.of_device(made, over.num_shards, device)
+        if cfg.mask == "full":  # the queries of all devices see the same
+            made = splash.kernel(q_BTNH, T, cfg, **named)
+        else:
+            made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
+            made = splash.of_device(made, over.num_shards, device)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.num_shards, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
