@@ -1,10 +1,13 @@
 """The section `model.encoder` of a config: the stack of blocks that reads a source before a decoder writes."""
 
+import dataclasses
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Count
+
+_SIZES = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,8 +29,11 @@ class Encoder:
     @property
     def sizes(self) -> dict[str, Any]:
         """The settings that differ from the decoder's, by their names."""
-        names = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
-        return {name: size for name in names if (size := getattr(self, name))}
+        return {name: size for name in _SIZES if (size := getattr(self, name))}
+
+    def with_all_sizes(self, model: Any) -> "Encoder":
+        """The same encoder with the sizes of the decoder, `model`, written out."""
+        return dataclasses.replace(self, **{name: getattr(self, name) or getattr(model, name) for name in _SIZES})
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.altup import LayerInputs
+from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.sharding.annotate import Weight
+from gspmd_lm.sharding.annotate import Weight, shard
 
 
 SOURCE = "source_"  # how the arrays of a source are called, beside those of the text that is made from it
@@ -34,7 +35,8 @@ class Encoder(Stack):
         source |= {"row": batch["row"]}
         key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
         x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding)
-        memory = {"memory": self.blocks(x_BTD, source, keys_BT)[0], "memory_segment_ids": source["segment_ids"]}
+        memory_BSD = shard(self.blocks(x_BTD, source, keys_BT)[0], MEMORY)
+        memory = {"memory": memory_BSD, "memory_segment_ids": source["segment_ids"]}
         return {name: x for name, x in batch.items() if not name.startswith(SOURCE)} | memory
 
 
