@@ -104,7 +104,8 @@ class Config:
 
     name: str  # of the run's folder and its reports; by default that of the file
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
-    # text, one of model.classes. seq2seq: each next token of a text that is made from a source, which model.encoder reads.
+    # text, one of model.classes. seq2seq: each next token of a text that is made from a source, which model.encoder
+    # reads.
     objective: Literal["causal", "masked", "classes", "seq2seq"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
@@ -131,7 +132,8 @@ class Config:
         """What of the sections does not go with what is predicted."""
         model, objective = self.model, self.objective
         problems = {
-            f"model.mask: full shows a token what objective: {objective} asks for: set objective: masked or mask: causal":
+            f"model.mask: full shows a token what objective: {objective} asks for: "
+            "set objective: masked or mask: causal":
                 objective in ("causal", "seq2seq") and model.mask == "full",
             "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":

@@ -109,8 +109,8 @@ class LatentAttention:
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with latent attention."""
         problems = {
-            f"kv_heads={model.kv_heads}: each of heads={model.heads} has keys of its own: set kv_heads to {model.heads}":
-                model.kv_heads != model.heads,
+            f"kv_heads={model.kv_heads}: each of heads={model.heads} has keys of its own: set kv_heads to "
+            f"{model.heads}": model.kv_heads != model.heads,
             f"rope_dim={model.rope_dim}: set the size of the key that all heads share, below head_dim={model.head_dim}":
                 not 0 < model.rope_dim < model.head_dim,
             f"v_head_dim={self.v_head_dim} is above head_dim={model.head_dim}": self.v_head_dim > model.head_dim,

@@ -17,7 +17,8 @@ from gspmd_lm import config
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   p  rows of a position table, r  ranges of distances, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   p  rows of a position table, r  ranges of distances
+#   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
@@ -136,7 +137,8 @@ class Tensor:
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0, **_latent_sizes(model), **self.others(model),
+            "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0,
+            **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
 

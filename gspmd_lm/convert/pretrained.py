@@ -84,8 +84,8 @@ def _parameters(model: config.ModelConfig) -> Arrays:
 def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...], bool]:
     """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
     if path.startswith(ENCODER) and model.of_encoder:
-        weight, *where = _layers(path.removeprefix(ENCODER), model.of_encoder)
-        return f"{ENCODER}{weight}", *where
+        weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
+        return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
     for stack in model.stacks:
         if head == stack.name:

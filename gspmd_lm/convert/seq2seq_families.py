@@ -20,7 +20,10 @@ class EncoderPart:
     start_token: int  # of a config.json that says none
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        encoder = {setting: reader.number([name], most=MOST_LAYERS if setting == "layers" else LARGEST) for setting, name in self.names.items()}
+        most = {"layers": MOST_LAYERS}
+        encoder = {
+            setting: reader.number([name], most=most.get(setting, LARGEST)) for setting, name in self.names.items()
+        }
         if "heads" in encoder:
             encoder |= {"kv_heads": encoder["heads"], "head_dim": values["embed"] // encoder["heads"]}
         start = reader.whole(["decoder_start_token_id"], self.start_token, 0)
@@ -99,9 +102,9 @@ _T5 = (
     Renamed("vocab_size", "vocab"), Renamed("d_model", "embed"), Renamed("d_kv", "head_dim", 64),
     Renamed("d_ff", "mlp"), Renamed("num_heads", "heads"), Constant("kv_heads", heads),
     Renamed("num_layers", "layers", most=MOST_LAYERS),
-    Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS), Renamed("n_positions", "context", 512),
-    Renamed("layer_norm_epsilon", "norm_eps", 1e-6), Constant("positions", "none"), Constant("query_scale", 1.0),
-    Distances(),
+    Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
+    Renamed("n_positions", "context", 512), Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
+    Constant("positions", "none"), Constant("query_scale", 1.0), Distances(),
 )  # fmt: skip
 
 

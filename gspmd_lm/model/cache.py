@@ -65,7 +65,10 @@ class Cache(NamedTuple, Generic[Leaf]):
     memory: "Cache[Leaf] | None" = None
 
     def written(
-        self: "Cache[jax.Array]", k_BTKH: jax.Array, v_BTKH: jax.Array | None, slot: jax.Array | int,
+        self: "Cache[jax.Array]",
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
+        slot: jax.Array | int,
         layer: jax.Array | int,
     ) -> "Cache[jax.Array]":
         """The cache with T tokens per row, from `slot` on."""

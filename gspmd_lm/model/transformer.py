@@ -16,7 +16,6 @@ from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard
 
-
 SOURCE = "source_"  # how the arrays of a source are called, beside those of the text that is made from it
 
 
@@ -125,5 +124,6 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     tokens = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": tokens, "positions": tokens, "token_types": tokens, "row": tokens[0]}
     if cfg.encoder:
-        batch |= {"segment_ids": tokens} | {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
+        batch |= {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
+        batch["segment_ids"] = tokens
     return (TextClassifier if cfg.classes else Decoder)(cfg).init(key, batch)["params"]

@@ -1,29 +1,19 @@
 """Stacks that see all of a text, or read another stack: the loss is the same under every layout."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
 import gspmd_lm
-from gspmd_lm import Input, InputError, Task
-from gspmd_lm.config import ModelConfig, RelativePositions
+from gspmd_lm import InputError
+from gspmd_lm.config import RelativePositions
 from gspmd_lm.infer import programs
-from gspmd_lm.model.ends import embedded
-from gspmd_lm.model.loss import losses
-from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.annotate import shard
-from gspmd_lm.sharding.axes import DECODER
-from tests.courses import begun
 
 BERT = {
     "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm", "norm_bias": True,
