@@ -227,7 +227,9 @@ class ModelConfig:
                  f"positions: {self.positions}": self.positions in ("alibi", "alibi_bf16")}  # fmt: skip
         wrong = [f"mask: full does not go with {key}" for key in sided if self.mask == "full" and sided[key]]
         if self.relative_positions:
-            taken = {"attention_sinks": self.attention_sinks, "latent_attention": self.latent_attention,
+            own = not self.relative_positions.shared
+            taken = {"attention_sinks": self.attention_sinks,
+                     "latent_attention, unless it is shared": own and self.latent_attention,
                      f"positions: {self.positions}": self.positions in ("alibi", "alibi_bf16")}  # fmt: skip
             wrong += [f"relative_positions does not go with {key}" for key, is_set in taken.items() if is_set]
         heads = ("head_transform", "unembedding_bias", "logit_softcap", "experts", "encoder")

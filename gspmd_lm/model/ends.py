@@ -19,7 +19,8 @@ from gspmd_lm.sharding.annotate import Weight, like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, look_up, project
 
 TRANSFORMED = "transformed: batch seq stream_width"
-SCORES = "scores: batch seq classes"
+TRANSFORMED_FOR_TABLE = "transformed: batch seq embedding_width"
+SCORES = "class_scores: batch seq classes"
 
 
 def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
@@ -74,7 +75,8 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
     width, axis = table_axis(cfg)
     reduced_spec, gathered_spec = table_specs(cfg)
     if cfg.head_transform:
-        x_BTD = activated(cfg, _dense(module, cfg, x_BTD, "head_transform", width))
+        spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
+        x_BTD = activated(cfg, _dense(module, cfg, x_BTD, "head_transform", width, spec))
         return Norm(cfg, axis, name="head_norm")(like(x_BTD, reduced_spec))
     if not cfg.embedding_width:
         return x_BTD
@@ -86,15 +88,16 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
     first_B1D = like(x_BTD[:, :1], RESIDUAL)
-    pooled_B1O = jnp.tanh(_dense(module, cfg, first_B1D, "pooler", cfg.embed))
+    pooled_B1O = jnp.tanh(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
     classifier = matrix(module, "classifier", "stream_width classes", (cfg.embed, cfg.classes), cfg)
     with gathered(pooled_B1O, TRANSFORMED, TRANSFORMED) as in_B1O:
         scores_B1X = shard(project(in_B1O, classifier), SCORES)
     return (scores_B1X + bias(module, "classifier_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
 
 
-def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int) -> jax.Array:
-    """`x_BTD` times a matrix to another width, or to as many numbers as it has, and a bias."""
-    w = matrix(module, name, "embed stream_width", (cfg.embed, width), cfg)
+def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:
+    """`x_BTD` times a matrix to `width`, and a bias, placed as `spec` says."""
+    axis = spec.rpartition(" ")[2]
+    w = matrix(module, name, f"embed {axis}", (cfg.embed, width), cfg)
     with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-        return shard(project(in_BTD, w) + bias(module, f"{name}_bias", "stream_width", (width,), cfg), TRANSFORMED)
+        return shard(project(in_BTD, w) + bias(module, f"{name}_bias", axis, (width,), cfg), spec)

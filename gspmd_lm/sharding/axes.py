@@ -147,14 +147,14 @@ ACTIVATIONS = {
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
     "transformed": "output of head_transform or of pooler",
-    "scores": "scores of classes",
+    "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "scores")
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores")
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,

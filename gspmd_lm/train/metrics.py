@@ -24,6 +24,8 @@ def flops_per_token(
     """
     looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * model.embed
     looked_up += model.token_types * model.embed
+    if relative := model.relative_positions:
+        looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
     if model.classes:  # one token of a row is scored
         looked_up += model.embed * (model.embed + model.classes)
     if model.positions == "learned":
