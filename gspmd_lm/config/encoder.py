@@ -37,10 +37,11 @@ class Encoder:
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
-        keys = ("experts", "layer_embed", "layer_pattern", "sliding_window", "attention_chunk", "linear_attention",
+        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
                 "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
+            f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
             "residual_streams": model.residual_streams > 1,
             "block: parallel": model.block == "parallel",
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),

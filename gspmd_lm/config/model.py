@@ -319,7 +319,8 @@ class ModelConfig:
     @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
-        return self.encoder and dataclasses.replace(self, encoder=None, mask="full", **self.encoder.sizes)
+        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
 
     @property
     def of_memory(self) -> "ModelConfig":
