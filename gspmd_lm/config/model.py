@@ -152,7 +152,8 @@ class ModelConfig:
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
-    weight_dtype: Literal["bfloat16", "float32"] = "float32"  # of weights at rest
+    # Of weights at rest. int8, fp8: of block weights that are not trained, with a scale for each of their outputs.
+    weight_dtype: Literal["int8", "fp8", "bfloat16", "float32"] = "float32"
     matmul_dtype: Literal["int8", "fp8"] | None = None  # of operands of matmuls with block weights; null: compute_dtype
     matmul_precision: Literal["default", "high", "highest"] = "default"  # of jax's matrix products
 
@@ -194,6 +195,8 @@ class ModelConfig:
             wrong.append(f"attention_sinks does not go with positions: {self.positions}")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
+        if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
+            wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_masks()
         wrong += self.latent_attention.problems(self) if self.latent_attention else []
         wrong += self.encoder.problems(self) if self.encoder else []
@@ -215,6 +218,8 @@ class ModelConfig:
                 self.sparse_layers > (self.layers if self.activation_sparsity else 0),
             "experts do not go with shared_kv_layers": self.experts and self.shared_kv_layers,
             "experts do not go with activation_sparsity": self.experts and self.activation_sparsity,
+            f"experts do not go with weight_dtype: {self.weight_dtype}":
+                self.experts and self.weight_dtype in ("int8", "fp8"),
             f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {lacking}": lacking,
             "shared_kv_layers goes with layers of kind sliding and full":
                 self.shared_kv_layers and {*kinds} - {"sliding", "full"},

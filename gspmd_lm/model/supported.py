@@ -12,8 +12,10 @@ from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
 
+_TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls convert an operand while they read it
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 
@@ -96,10 +98,20 @@ def _check_matmul_dtype(dtype: str | None, on: Processor) -> None:
         )
 
 
-def matmul_operands(config: Config, platform: str) -> str:
-    """What is said of products whose operands have 8 bits; '' where there are none."""
-    dtype, simulated = config.model.matmul_dtype, " (simulated)" if platform == "cpu" else ""
-    return f"{dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak" if dtype else ""
+def matmul_operands(config: Config, rules: Rules, platform: str) -> str:
+    """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
+    model, simulated = config.model, " (simulated)" if platform == "cpu" else ""
+    if model.matmul_dtype:
+        return f"{model.matmul_dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak"
+    if model.weight_dtype not in EIGHT_BITS:
+        return ""
+    said = f"block weights are {model.weight_dtype}, and {model.compute_dtype} where they are multiplied"
+    if platform == "gpu" and not rules.compiler_options.get("gpu", {}).get(_TRITON):
+        said += (
+            f". cuBLAS reads them from a copy of a layer's weights, which saves memory and no time; fix "
+            f"--set rules.compiler_options.gpu.{_TRITON}=true"
+        )
+    return said
 
 
 def kernel_choice(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:
@@ -269,6 +281,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.balance == "batch":
         wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
               "--set model.balance=row or bias")  # fmt: skip
+    if pipeline.gather == "step":
+        problems += _gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
     turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
     parts = stages * pipeline.repeats
@@ -302,6 +316,21 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     return problems
 
 
+def _gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
+    """The problems of stages that gather their weights once in a step."""
+    problems, fix = [], "--set rules.pipeline.gather=turn"
+    for key in ("experts", "matmul_dtype"):
+        if value := getattr(model, key):
+            message = f"pipeline: gather: step: layers with model.{key}={value} gather their weights in each turn"
+            problems.append(Problem(message, place, fix))
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)} - {*rules.stages}
+    for row in rules.rows:
+        if row.table == "rules" and row.axis not in ("batch", "seq", "kv_seq") and tokens & {*row.mesh_axes}:
+            message = f"pipeline: gather: step: {', '.join(row.mesh_axes)} splits tokens, and {row.axis} of weights"
+            problems.append(Problem(message, f"{place}\n        {row.place}", fix))
+    return problems
+
+
 def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     """The problems that a config and layers that compute their rows in parts do not fit each other in training."""
     parts, model = rules.interleave, config.model
@@ -331,8 +360,7 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
 
 
 def _pipeline_row(rules: Rules) -> str:
-    sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
-    return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})
+    return rules.place("pipeline", rules.pipeline.plain if rules.pipeline else {})
 
 
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:

@@ -116,19 +116,23 @@ WEIGHTS = {
 }
 BALANCE_BIAS = "balance_bias"  # it moves against the loads of a step; gradients do not change it
 TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
-EXACT = ("scale", "bias", "decay", "decay_bias")  # weights that keep their own dtype where they are not trained
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-# Weights whose products model.matmul_dtype is of, but for those of routed experts.
+# Weights that model.weight_dtype may keep in 8 bits, and whose products model.matmul_dtype is of: but for those of
+# routed experts.
 QUANTISED = (
     *ADAPTED, "wg", "wq_down", "wq_up", "wkv_down", "wk_rope", "wk_up", "wv_up", "linear_q", "linear_k", "linear_v",
     "linear_z", "linear_out",
 )  # fmt: skip
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
+SCALES = {f"{name}_scale": name for name in QUANTISED}  # scales of a weight that rests in 8 bits -> the weight
+WEIGHTS |= {name: f"scales of {of}, one for each output, where it rests in 8 bits" for name, of in SCALES.items()}
 WEIGHTS |= {
     name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"
     for name, of in ADAPTERS.items()
 }
+# Weights that keep their own dtype where they are not trained.
+EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
@@ -159,7 +163,7 @@ IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name
 DECODER = Vocabulary(
     axes=AXES,
     weights=WEIGHTS,
-    adapters=ADAPTERS,
+    adapters=ADAPTERS | SCALES,
     stages="layers",
     activations=ACTIVATIONS,
     remat=IN_BLOCKS,

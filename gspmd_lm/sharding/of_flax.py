@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import names
 from gspmd_lm.sharding.annotate import Spec, Split, Weight, placement, use
 from gspmd_lm.sharding.placement import Named
+
+PARAMS = "params"  # the collection of variables that is trained
 
 
 class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
@@ -64,30 +67,62 @@ def reading(rows: int = 0) -> Iterator[None]:
         yield
 
 
-def boxed(params: Any) -> Any:
+def boxed(variables: Any) -> Any:
     """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
 
-    Those of a linen module are such dicts; the state of an NNX module becomes one. Raises InputError for a state with
-    variables that are no parameters.
+    A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
+    module becomes one of both. What is no parameter need not have axes, and is then not split. Raises InputError for
+    the keys of NNX that draw random numbers.
     """
-    if not _is_state(params):
-        return params
-    tree: dict[str, Any] = {}
-    for path, variable in _nnx().to_flat_state(params):
-        name = ".".join(map(str, path))
-        if not isinstance(variable, _nnx().Param):
+    tree = _of_nnx(variables) if _is_state(variables) else variables
+    state, trained = parted(tree)
+    return jax.tree.map(_with_axes, state, is_leaf=meta.is_axis_metadata) | trained if state else trained
+
+
+def parted(variables: Any) -> tuple[Any, Any]:
+    """What gradients do not change of nested dicts of arrays, and what they do: of collections, it is `params`."""
+    if not isinstance(variables, Mapping) or PARAMS not in variables:
+        return {}, variables
+    return {name: variables[name] for name in variables if name != PARAMS}, {PARAMS: variables[PARAMS]}
+
+
+def state(changed: Any) -> Any:
+    """The arrays of collections that a function of the model has changed, as nested dicts."""
+    if _is_state(changed):
+        return unflatten_dict({keys: variable.get_raw_value() for keys, variable in _variables(changed)})
+    return jax.tree.map(lambda x: x.value if meta.is_axis_metadata(x) else x, changed, is_leaf=meta.is_axis_metadata)
+
+
+def _of_nnx(variables: Any) -> Any:
+    """The variables of NNX as nested dicts. Those with axes are in boxes."""
+    arrays = {}
+    for keys, variable in _variables(variables):
+        if isinstance(variable, _nnx().RngState):
             raise InputError(
-                f"{name} is a {type(variable).__name__}, and only parameters are trained\n"
-                "  fix   have init return nnx.state(model, nnx.Param); what a step changes otherwise is not supported"
+                f"{'.'.join(keys[1:])} draws random numbers, and no step has those of the step before\n"
+                "  fix   have init return nnx.state(model, (nnx.Param, nnx.BatchStat)), and draw with the key of sums()"
             )
-        *modules, last = map(str, path)
-        within = tree
-        for module in modules:
-            within = within.setdefault(module, {})
-        axes = variable.get_metadata("out_sharding", None)
-        value = variable.get_raw_value()
-        within[last] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
-    return tree
+        axes, value = variable.get_metadata("out_sharding", None), variable.get_raw_value()
+        arrays[keys] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+    return unflatten_dict(arrays)
+
+
+def _variables(state: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """The variables of NNX, with the keys of each in nested dicts. Unless all are parameters, the first key is the
+    collection, with the name that a linen module would give it.
+    """
+    nnx, flat = _nnx(), _nnx().to_flat_state(state)
+    several = not all(isinstance(variable, nnx.Param) for _, variable in flat)
+
+    def collection(variable: Any) -> str:
+        kind = nnx.Param if isinstance(variable, nnx.Param) else type(variable)
+        return nnx.variable_name_from_type(kind, allow_register=True)
+
+    return [((collection(variable),) * several + tuple(map(str, path)), variable) for path, variable in flat]
+
+
+def _with_axes(x: Any) -> Any:
+    return x if meta.is_axis_metadata(x) else nn.LogicallyPartitioned(x, (None,) * x.ndim)
 
 
 def named(boxes: Any) -> Any:
@@ -108,13 +143,11 @@ def readable(like: Any, params: Any) -> Any:
     )  # fmt: skip
     if not _is_state(like):
         return boxes
-    flat = []
-    for path, variable in _nnx().to_flat_state(like):
-        box = boxes
-        for key in path:
-            box = box[str(key)]
-        variable = variable.replace(box.value)
-        variable.set_metadata(on_get_value=_Read(box.path))
+    flat: list[Any] = []
+    of_keys: dict[Any, Any] = flatten_dict(boxes)
+    for (path, _), (keys, variable) in zip(_nnx().to_flat_state(like), _variables(like), strict=True):
+        variable = variable.replace(of_keys[keys].value)
+        variable.set_metadata(on_get_value=_Read(of_keys[keys].path))
         flat.append((path, variable))
     return _nnx().from_flat_state(flat)
 
@@ -132,7 +165,8 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        return use(Weight(value, self.path, names.named(variable.get_metadata("out_sharding", ())), value.dtype))
+        axes = variable.get_metadata("out_sharding", None) or (None,) * value.ndim
+        return use(Weight(value, self.path, names.named(axes), value.dtype))
 
 
 # The layers of linen.

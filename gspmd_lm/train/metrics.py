@@ -3,10 +3,11 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.sharding.shapes import Arrays
@@ -77,6 +78,15 @@ def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
         return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
     keys = min(layer.sliding_window or seq, seq)
     return float(keys if last else keys - keys * (keys - 1) / (2 * seq))
+
+
+def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
+    sums: dict[str, Any] = {}
+    for of_batch in totals:
+        for name, total in jax.device_get(of_batch).items():
+            sums[name] = sums.get(name, 0.0) + np.float64(total)
+    return sums
 
 
 class Meter:

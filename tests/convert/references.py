@@ -101,6 +101,9 @@ def weight(name: str, shape: tuple[int, ...], salt: int, kind: str = "") -> np.n
     """float32 values that depend on nothing else: scales about one, biases small, no matrix that does not matter."""
     rng = _rng(name, *shape, salt)
     drawn = rng.standard_normal(shape, np.float32)
+    if len(shape) > 1 and kind in SEQ2SEQ:  # such that each token, each place and the source decide what is written
+        table = {"shared.weight": 2.0, "model.shared.weight": 0.3}.get(name, 2.0 if "embed" in name else 0.0)
+        return drawn * np.float32(table or 1.5 * min(shape) ** -0.5)
     if len(shape) > 1:
         table = "embed" in name or "wte" in name or "wpe" in name
         return drawn * np.float32(0.3 if table else 1.2 * min(shape) ** -0.5)
@@ -195,7 +198,6 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
 def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of a folder as transformers loads it, or as tests/convert/chatglm.py does, and what was amiss."""
     import torch
-    import transformers
 
     from tests.convert import chatglm
 
