@@ -116,7 +116,7 @@ def attend_to_memory(
 ) -> jax.Array:
     """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
 
-    A token sees the keys of the segment that has the number of its own.
+    A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
     """
     k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
     queries, keys = (
