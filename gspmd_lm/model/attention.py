@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels.attention import OUT, Q
-from gspmd_lm.model.kernels.context import attend, attend_to_memory, keys_spec
+from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import Adapted, like, shard, use
@@ -107,10 +107,7 @@ class Attention(nn.Module):
             cache = cache.written(k_BSKH, v_BSKH, 0 if cfg.reads else batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        if cfg.reads:
-            out_BTNH = attend_to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
-        else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)

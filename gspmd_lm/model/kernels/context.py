@@ -90,6 +90,8 @@ def attend(
     such as a prompt, has no order that a ring could go round in: its keys are gathered.
     """
     k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
+    if cfg.reads:
+        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
@@ -111,14 +113,13 @@ def attend(
     return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *tokens), OUT)
 
 
-def attend_to_memory(
+def _to_memory(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
 ) -> jax.Array:
     """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
 
     A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
     """
-    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
     queries, keys = (
         Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
         for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
