@@ -113,8 +113,7 @@ class ModelConfig:
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5)
-    # Which tokens of its text a token sees: those up to itself, or all (BERT). Padding is a text of its own.
-    mask: Literal["causal", "full"] = "causal"
+    mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
     encoder: Encoder | None = None

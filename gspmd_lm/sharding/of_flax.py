@@ -31,13 +31,7 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
     axes: tuple[str, ...] = struct.field(pytree_node=False)
 
     def unbox(self) -> jax.Array:
-        dtype, layer = self.value.dtype, _layer.get()
-        if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
-            dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
-        weight = Weight(self.value, self.path, self.axes, dtype)
-        if layer:
-            layer.weights[self.value.shape] = weight
-        return use(weight)
+        return _read(self.value, self.path, self.axes)
 
     def replace_boxed(self, val: Any) -> "Box":
         return self.replace(value=val)
@@ -60,11 +54,14 @@ def reading(rows: int = 0) -> Iterator[None]:
     Those of NNX with axes are made although no mesh is set.
     """
     eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
-    with (
-        eagerly(False) if eagerly else contextlib.nullcontext(),
-        nn.intercept_methods(functools.partial(_within_layer, rows)),
-    ):
-        yield
+    if _nnx():
+        _intercept_layers_of_nnx()
+    token = _rows.set(rows)
+    try:
+        with eagerly(False) if eagerly else contextlib.nullcontext(), nn.intercept_methods(_of_linen):
+            yield
+    finally:
+        _rows.reset(token)
 
 
 def boxed(variables: Any) -> Any:
@@ -166,10 +163,21 @@ class _Read:
 
     def __call__(self, variable: Any, value: Any) -> Any:
         axes = variable.get_metadata("out_sharding", None) or (None,) * value.ndim
-        return use(Weight(value, self.path, names.named(axes), value.dtype))
+        return _read(value, self.path, names.named(axes))
 
 
-# The layers of linen.
+def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter that a module reads, placed for use."""
+    dtype, layer = value.dtype, _layer.get()
+    if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
+        dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
+    weight = Weight(value, path, axes, dtype)
+    if layer:
+        layer.weights[value.shape] = weight
+    return use(weight)
+
+
+# The layers of flax.
 
 
 @dataclasses.dataclass
@@ -181,37 +189,66 @@ class _Layer:
 
 
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
-_PRODUCTS = (nn.Dense, nn.DenseGeneral)
-_CASTING = (*_PRODUCTS, nn.Embed, nn.Conv, nn.Einsum)
+_rows: ContextVar[int] = ContextVar("rows", default=0)  # of the batch that modules are called with
+_PRODUCTS = "Dense", "DenseGeneral", "Linear", "LinearGeneral"
+_CASTING = (*_PRODUCTS, "Embed", "Conv", "Einsum")
 
 
-def _within_layer(rows: int, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
-    """What a method of a module gives; the products of a layer are those of `_product`."""
-    module: Any = context.module
-    if type(module) not in _CASTING or placement() is None:
+def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """What a method of a module of linen gives."""
+    kind = type(context.module)
+    known = kind is getattr(nn, kind.__name__, None) and kind.__name__ in _CASTING
+    return _within_layer(context.module, call, *args, **kwargs) if known else call(*args, **kwargs)
+
+
+@functools.cache
+def _intercept_layers_of_nnx() -> None:
+    """Has `_within_layer` called where a layer of NNX is, which has no interceptors."""
+    for name in _CASTING:
+        if kind := getattr(_nnx(), name, None):
+            kind.__call__ = _of_nnx_layer(kind, kind.__call__)
+
+
+def _of_nnx_layer(kind: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = type(self) is kind
+        return _within_layer(self, call, self, *args, **kwargs) if known else call(self, *args, **kwargs)
+
+    return called
+
+
+def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method of a layer gives; its products are those of `_product`."""
+    if placement() is None:
         return call(*args, **kwargs)
     layer = _Layer(module.dtype)
-    token = _layer.set(layer)
-    replaced = type(module) in _PRODUCTS and module.dot_general is None and module.dot_general_cls is None
+    token, before = _layer.set(layer), getattr(module, "dot_general", None)
+    usual = before in (None, jax.lax.dot_general) and getattr(module, "dot_general_cls", None) is None
+    replaced = type(module).__name__ in _PRODUCTS and usual
     try:
         if replaced:
-            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer, rows))
+            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer))
         return call(*args, **kwargs)
     finally:
         _layer.reset(token)
         if replaced:
-            object.__setattr__(module, "dot_general", None)
+            object.__setattr__(module, "dot_general", before)
 
 
-def _dot_general(layer: _Layer, rows: int, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None):
+def _dot_general(
+    layer: _Layer, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None,
+    preferred_element_type: Any = None, out_sharding: Any = None,
+) -> jax.Array:  # fmt: skip
     """`jax.lax.dot_general` of an input whose first dimension is that of the rows, with a parameter of the layer."""
-    place, weight = placement(), layer.weights.get(w.shape)
+    place, weight, rows = placement(), layer.weights.get(w.shape), _rows.get()
     assert place is not None, "else the product is not replaced"
     (summed, _), (batch, _) = dimensions
-    over = place.split("", place.vocabulary.rows)
-    if weight is None or batch or 0 in summed or x.shape[0] != rows or rows % max(over.num_shards, 1) or not over.over:
-        return jax.lax.dot_general(x, w, dimensions, precision)
-    return _product(Spec(weight.path, weight.axes, "optimizer"), over, (dimensions, precision), x, w)
+    over, how = place.split("", place.vocabulary.rows), (dimensions, precision, preferred_element_type)
+    of_rows = x.shape[0] == rows and 0 not in summed and not batch and rows % max(over.num_shards, 1) == 0
+    if weight is None or not of_rows or not over.over or out_sharding is not None:
+        return jax.lax.dot_general(x, w, *how, out_sharding=out_sharding)
+    return _product(Spec(weight.path, weight.axes, "optimizer"), over, how, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

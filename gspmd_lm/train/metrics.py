@@ -72,7 +72,9 @@ def model_flops(config: Config, arrays: Arrays) -> float:
 def _read_by_sources(named: Any, abstract: Any) -> int:
     """How many parameters compute a token of a source: those of the encoder, and of keys of what it made."""
     leaves = [(leaf.path.split("."), like.size) for leaf, like in pairs(named, abstract)]
-    return sum(size for path, size in leaves if path[0] == "encoder" or (path[-2:-1] == ["cross"] and path[-1][1] in "kv"))
+    return sum(
+        size for path, size in leaves if path[0] == "encoder" or (path[-2:-1] == ["cross"] and path[-1][1] in "kv")
+    )
 
 
 def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:

@@ -38,7 +38,8 @@ UNDER_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3"}  # a type that transformers does
 SEQ2SEQ = ("t5", "mt5", "bart")  # families with an encoder, of whose text each document has a source
 NOT_IN_TRANSFORMERS = ("chatglm",)  # families whose reference is an implementation of our own
 MOST_ROUNDING = 4e-5  # that the last bit of the weights may change in a logit
-LEAST_GAP, LEAST_GAP_SEQ2SEQ = 5e-3, 5e-4  # between the best two logits of a greedy step, so that rounding decides nothing
+LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
+LEAST_GAP_SEQ2SEQ = 5e-4  # of an encoder-decoder, whose logits are smaller
 # Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
 PACKED = ((9, 7), (5, 11))
 PADDED = ((5, 0), (0, 4))

@@ -25,7 +25,8 @@ FAMILIES = {
     "gpt2": {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "mlp_kind": "plain", "dropout": 0.1,
              **BIASES},
     "falcon": {"block": "parallel", "kv_heads": 1, "mlp_kind": "plain"},
-    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", **BIASES},
+    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", "dropout": 0.1,
+             **BIASES},
     "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
                "matmul_precision": "default"},
     "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint",
@@ -38,7 +39,8 @@ FAMILIES = {
                 "shared_kv_layers": 1, "value_norm": True, "tied_embeddings": True, "kv_heads": 4},
     "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
     "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
-                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3},
+                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3,
+                  "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "mixtral_lora": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "mlp_bias": True,
                      "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
@@ -52,7 +54,7 @@ def graph(config, rules):
 
 
 # Those whose settings others of the list have as well.
-HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "mixtral", "lora")
+HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora")
 
 
 _FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned", "embedding_norm": True,
