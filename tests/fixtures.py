@@ -50,8 +50,9 @@ def small():
         "tests",
     )  # fmt: skip
 
-    def make(*, optimizer=None, data=None, train=None, **model):
+    def make(*, optimizer=None, data=None, train=None, objective="causal", **model):
         changed = {
+            "objective": objective,
             "model": dataclasses.replace(base.model, **model),
             "optimizer": dataclasses.replace(base.optimizer, **(optimizer or {})),
             "data": dataclasses.replace(base.data, **(data or {})),
@@ -100,6 +101,8 @@ def batch_of():
             "targets": np.where(place == cut - 1, -1, tokens[:, 1:]).astype(np.int32),
             "segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
             "positions": np.where(place < cut, place, place - cut).astype(np.int32),
+            "token_types": ((place - cut) % 3 == 0).astype(np.int32),
+            "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
             "row": np.arange(data.batch, dtype=np.int32),
         }
         wanted = built_step.abstract_batch

@@ -8,7 +8,7 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora
+from gspmd_lm.config import Lora, RelativePositions
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
@@ -57,14 +57,24 @@ def graph(config, rules):
 HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora")
 
 
+_FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned", "embedding_norm": True,
+         "token_types": 2, "pre_norms": False, "sum_norms": True, "final_norm": False, **BIASES}  # fmt: skip
+ENCODERS = {
+    "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
+    "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
+    "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in (*FAMILIES, *ENCODERS)],
 )
 @pytest.mark.parametrize("layout", ["fsdp2_tp4", pytest.param("zero1_8", marks=pytest.mark.slow)])
 def test_every_array_of_every_family_is_known(small, built, read, family, layout):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
-    config, rules = small(**FAMILIES[family]), rules_file.load(layout).fill(8)
+    config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load(layout).fill(8)
     found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
@@ -86,6 +96,8 @@ def test_every_array_of_every_family_is_known(small, built, read, family, layout
     reading = read(built(config, checked))
     assert reading.communication_bytes > 0 and not reading.estimated_because
     assert reading.saved_bytes > 0
+    if config.objective != "causal":
+        return
     for recorded in programs.recorded(config, arrays, programs.whole_context(config), rules).values():
         forward = DataflowGraph.from_recorder(recorded, arrays)
         assert forward.multiplied == found.multiplied and set(forward.looked_up) == set(found.looked_up)
