@@ -78,8 +78,8 @@ def module(body, computations="", devices=4, slices=()):
     )
 
 
-def predicted(body, computations="", links=None, flops=0.0, tokens=0.0):
-    found = predict.predict(module(body, computations), CHIP, links or Links(), flops, tokens)
+def predicted(body, computations="", links=None, flops=0.0, tokens=0.0, chip=CHIP):
+    found = predict.predict(module(body, computations), chip, links or Links(), flops, tokens)
     parts = (
         found.matmul_s + found.attention_s + found.other_s + found.exposed_communication_s + found.exposed_host_copy_s
     )
@@ -250,6 +250,8 @@ def test_host_copies_run_beside_compute_each_direction_on_its_own():
 """
     found = predicted(both)
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
+    halves = predicted(both, chip=dataclasses.replace(CHIP, devices_per_chip=2))  # two devices share the link
+    assert ns(halves.step_time_s) == 2 * 1024
 
 
 WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] {
