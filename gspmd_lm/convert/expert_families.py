@@ -118,16 +118,6 @@ EXPERT_FAMILIES = (
         names.GLM4_MOE, INV_FREQ, _TRAINING,
     ),
     Family(
-        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "model.",
-        (
-            _EPS_5, LatentSizes(768, 192, 256), *_LATENT, *_deepseek_router(1, 1, 1.8),
-            Renamed("n_routed_experts num_local_experts", "experts", 64),
-            Renamed("num_experts_per_tok", "experts_per_token", 4),
-            Renamed("moe_intermediate_size", "expert_mlp", 1536), MlpTypes(), SharedExperts(), LaterTokens(),
-        ),
-        names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING,
-    ),
-    Family(
         "DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM", "model.",
         (
             *_DEEPSEEK, *_deepseek_router(8, 4, 2.5), Renamed("n_routed_experts num_local_experts", "experts", 256),
@@ -138,6 +128,16 @@ EXPERT_FAMILIES = (
             Renamed("first_k_dense_replace", "dense_layers", 3, may_be_zero=True), SharedExperts(), LaterTokens(),
         ),
         names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING, ("kimi_k2",),
+    ),
+    Family(
+        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "model.",
+        (
+            _EPS_5, LatentSizes(768, 192, 256), *_LATENT, *_deepseek_router(1, 1, 1.8),
+            Renamed("n_routed_experts num_local_experts", "experts", 64),
+            Renamed("num_experts_per_tok", "experts_per_token", 4),
+            Renamed("moe_intermediate_size", "expert_mlp", 1536), MlpTypes(), SharedExperts(), LaterTokens(),
+        ),
+        names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING,
     ),
     Family(
         "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", "model.",
