@@ -38,6 +38,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import search
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.estimate import Estimate, Estimator
+from gspmd_lm.plan.parts import parts
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
@@ -272,7 +273,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
     raw = {"mesh": {"fsdp": target.devices // 8, "tensor": 8}, "rules": {"batch": "fsdp", "heads": "tensor",
            "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}, "weights": {"embed": "fsdp"}}  # fmt: skip
     rules = rules_file.from_dict(raw, "fsdp_tensor").fill(target.devices)
-    graph = traces.trace(rules).graph
+    (whole,) = parts(rules, traces)
     step = build_step(config, rules, traces.arrays, targets.devices(target))
     took = {}
 
@@ -284,7 +285,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
         took[name] = round(1000 * (time.process_time() - began) / times, 1)
         return result
 
-    timed("transfers_ms", lambda: DecoderTransfers(rules, traces.arrays, graph).all)
+    timed("transfers_ms", lambda: DecoderTransfers(whole, traces.arrays).all)
     traced = timed("trace_ms", step.trace_train, 1)
     timed("reading_ms", lambda: read_train(step, traced))
     return took

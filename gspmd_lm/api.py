@@ -197,8 +197,8 @@ def train(
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
-        data: of a task, a function from a step's number to its batch: numpy arrays with the rows of all devices.
-        held_out: of a task, the batches that evaluation reads.
+        data: of anything but a causal config: a function from a step's number to its batch, all rows as numpy arrays.
+        held_out: the batches that evaluation reads.
 
     Returns:
         The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has

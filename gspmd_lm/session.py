@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import io
 import itertools
@@ -30,17 +31,19 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
+from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.of_task import TaskModel
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.train import loop, state, step
+from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
@@ -151,16 +154,22 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
         return lambda wanted: _restored(session, folder, wanted, step)
     if step is not None:
         raise InputError(f"step {step}: {folder} is a published model, which has no steps\n  fix   drop it")
-    return lambda wanted: model.load(
-        jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
-    )
+
+    def read(wanted: Any) -> Any:
+        return model.load(
+            jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
+        )
+
+    return eight_bits.reading(model.config.model, read)
 
 
 def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
     with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
-        restored = checkpoints.restore_weights(wanted, step)
-    assert restored is not None, "reader() has seen a checkpoint"
-    return restored[1]
+        chosen = checkpoints.choose(step)
+        assert chosen is not None, "reader() has seen a checkpoint"
+        model = session.config.model
+        read = functools.partial(checkpoints.read_weights, chosen, part=model.weight_dtype in EIGHT_BITS)
+        return eight_bits.reading(model, read)(wanted)
 
 
 def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: int | None) -> TaskModel:
@@ -203,7 +212,11 @@ def no_model(folder: str) -> InputError:
 
 
 def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
-    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    """A function that opens the batches of a task, or of a config whose objective has no source of data; None for any
+    other config. Raises InputError where they do not fit it.
+    """
+    if isinstance(task, Config) and task.objective != "causal" and data is not None:
+        task = decoder.task(task)
     if isinstance(task, Config):
         if data or held_out:
             raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")

@@ -22,6 +22,7 @@ from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models, plain_models
+from tests.courses import begun
 from tests.quick import QUICK
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}}
@@ -86,7 +87,7 @@ def plain_steps():
 
 
 def losses_of(step, program, tokens, steps=3):
-    state, values = step.compile(step.lower_init())(), []
+    state, values = begun(step), []
     for _ in range(steps):
         batch = jax.device_put({"tokens": tokens, "targets": np.roll(tokens, -1, 1)}, step.batch_shardings)
         state, metrics = program(state, batch)

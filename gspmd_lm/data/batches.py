@@ -40,6 +40,7 @@ class Batches:
 
     epochs_per_step = 0.0  # nothing tells when rows come again
     tokenizer: Path | None = None
+    classes: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:

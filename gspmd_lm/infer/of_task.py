@@ -36,12 +36,12 @@ class TaskModel:
         task = self.task
         rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
         shardings = {name: like.sharding for name, like in self._built.batch_of(task.rows).items()}
-        totals: dict[str, float] = {}
+        totals: dict[str, Any] = {}
         for _, batch in rows.batches(0, shardings):
             lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
             program = self._program("evaluation", batch, lower)
             for name, total in jax.device_get(program(self.params, batch)).items():
-                totals[name] = totals.get(name, 0.0) + float(total)
+                totals[name] = totals.get(name, 0.0) + np.float64(total)
         return task.scored(totals)
 
     def generate(

@@ -15,6 +15,7 @@ from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, 
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays
 from gspmd_lm.train import decoder, optimizer
@@ -32,8 +33,16 @@ class State(NamedTuple):
 
 
 def arrays(config: Config | Task) -> Arrays:
-    """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known."""
+    """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known, and for
+    weights of 8 bits.
+    """
     task = decoder.task(config)
+    if task.config and (dtype := task.config.model.weight_dtype) in EIGHT_BITS:
+        raise InputError(
+            f"model.weight_dtype: {dtype}: weights of 8 bits are not trained or converted; generate, eval --text and "
+            "explain --phase=decode take them\n  fix   --set model.weight_dtype=bfloat16; for matmuls of 8 bits in a "
+            f"train step, --set model.matmul_dtype={dtype}"
+        )
     weights = task.weights
     transform = task.optimizer(weights.named_trained)
     state = jax.eval_shape(transform.init, weights.trained)
