@@ -96,10 +96,12 @@ def _attention_s(chip: Chip, op: AttentionOp, shards: Shards) -> tuple[Sequence[
     pieces = shards.count((queries,))
     count = rows * heads / pieces  # may be a fraction, where its tokens are split
     if rules.kernel(chip.platform) != "splash":
-        window = int(op.mask_window or 0)
-        multiply_adds = count * size * attention.masked_scores(seq, window)  # of one matmul
+        causal = op.mask_window != "all"
+        window = int(op.mask_window or 0) if causal else 0
+        scores = attention.masked_scores(seq, window) if causal else seq**2
+        multiply_adds = count * size * scores  # of one matmul
         return [
-            attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, window=window)
+            attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, causal, window)
             for matmuls in _CUDNN_MATMULS
         ], (0.0, 0.0)
     assert queries.placed

@@ -74,8 +74,7 @@ class TraceCache:
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
         recorder = self._recorder_under(trace, rules)
         problems = placement.problems(rules, params, recorder, optimizer)
-        if self.task.config:
-            problems += state.config_problems(self.task.config, rules, platform)
+        problems += state.task_problems(self.task, rules, platform)
         return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
