@@ -69,6 +69,7 @@ FITTED = (
     Constant("on-chip memory over HBM, TPU", f"{op_time.ON_CHIP_SPEED}", "scaling book"),
     Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608", (), _GPUS),
     Constant("splash attention", "cycles", "libtpu's schedules"),
+    Constant("gathers, sorts and sums of few rows, TPU", "cycles", "libtpu's schedules"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",
              "the compiler's cycles of matmuls"),
     Constant("NVLink share", f"{network.NVLINK_SHARE:g}", "scaling book"),
