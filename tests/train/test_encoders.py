@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.config import RelativePositions
 from gspmd_lm.infer import programs
