@@ -119,6 +119,8 @@ def asked_objective(overrides: Sequence[str], place: str) -> str:
 
 def objective_of(values: Mapping[str, Any]) -> str:
     """What a model of these settings predicts."""
+    if values.get("encoder"):
+        return "seq2seq"
     return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
 
 
@@ -215,17 +217,20 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
         values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
-        theirs = config.from_dict(_sections(row.name, values, 1) | {"train": {"steps": 1}}, row.name)
+        theirs = config.from_dict(_sections(row.name, values, 1) | {"train": {"steps": 1}}, row.name).model
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE
-    if model.balance_bias != theirs.model.balance_bias:  # a weight of the router
+    if model.balance_bias != theirs.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
+    model, theirs = (
+        dataclasses.replace(one, encoder=one.encoder and one.encoder.with_all_sizes(one)) for one in (model, theirs)
+    )
     names = [field.name for field in dataclasses.fields(config.ModelConfig) if field.name not in ours]
     return [
-        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs.model, name)!r}"
+        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs, name)!r}"
         for name in names
-        if getattr(model, name) != getattr(theirs.model, name)
+        if getattr(model, name) != getattr(theirs, name)
     ]
 
 

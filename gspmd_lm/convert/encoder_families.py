@@ -1,4 +1,4 @@
-"""The families of encoders that read a text as a whole: BERT and RoBERTa, each with a head of tokens or of classes.
+"""The families of encoders that read a text as a whole, BERT and its kin, each with a head of tokens or of classes.
 
 A model_type has a row for each head. Which one a folder has, its `architectures` says. With --set objective=..., a
 folder is read with another head: what its files lack of that head is drawn anew.
@@ -77,7 +77,7 @@ _ROBERTA = (
     Fixed("hidden_act", "gelu", "is not the activation of this family's head"),
 )  # fmt: skip
 _MASKED = (Constant("head_transform", True), Constant("unembedding_bias", True), TIED)
-_CLASSES = (Classes(),)
+_ERNIE = (Fixed("use_task_id", False, "adds embeddings of tasks, which are not supported"),)
 
 
 def _tensors(base: str) -> tuple[Tensor, ...]:
@@ -119,10 +119,11 @@ def _classes(dense: str, out: str) -> tuple[Tensor, ...]:
 
 
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_NO_TOKENS = ("tie_word_embeddings",)  # fields that say nothing about a head of classes
+# Fields that change nothing: of a table that use_task_id reads, and of logits that a head of classes does not have.
+_NO_TASKS, _NO_TOKENS = ("task_type_vocab_size",), ("task_type_vocab_size", "tie_word_embeddings")
 _NUMBERS = (r"embeddings\.(position|token_type)_ids$",)  # 0, 1, 2, ..., and zeros
-_BERT_HEADS = (r"^cls\.", r"^(bert\.)?pooler\.", r"^classifier\.")
-_ROBERTA_HEADS = (r"^lm_head\.", r"^(roberta\.)?pooler\.", r"^classifier\.")
+# What stands on the stack of blocks, in files with any head.
+_HEADS = (r"^cls\.", r"^lm_head\.", r"^([a-z]+\.)?pooler\.", r"^classifier\.")
 _BERT_MASKED = _masked(
     "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
     "cls.predictions.bias",
@@ -130,32 +131,42 @@ _BERT_MASKED = _masked(
 _ROBERTA_MASKED = _masked("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 
 
-def _roberta(name: str, model_type: str, kind: str) -> tuple[Family, Family]:
-    """The rows of a family with RoBERTa's tensors. kind: how the names of its classes begin."""
-    shared = {"no_weights": _NUMBERS, "older_names": _OLD_NORMS, "heads": _ROBERTA_HEADS}
-    tensors = _tensors("roberta.")
+def _bert(name: str, model_type: str, kind: str, more: tuple[FieldCodec, ...] = ()) -> tuple[Family, Family]:
+    """The rows of a family with BERT's tensors. kind: how the names of its classes begin."""
+    shared = {"no_weights": _NUMBERS, "older_names": _OLD_NORMS, "heads": _HEADS}
+    base, fields = f"{model_type}.", (*_BERT, *more)
     return (
         Family(
-            name, model_type, f"{kind}ForMaskedLM", "roberta.", (*_ROBERTA, *_MASKED), (*tensors, *_ROBERTA_MASKED),
+            name, model_type, f"{kind}ForMaskedLM", base, (*fields, *_MASKED), (*_tensors(base), *_BERT_MASKED),
+            irrelevant=_NO_TASKS, twice={"cls.predictions.decoder.bias": "cls.predictions.bias"}, **shared,
+        ),
+        Family(
+            name, model_type, f"{kind}ForSequenceClassification", base, (*fields, Classes()),
+            (*_tensors(base), *_classes(f"{base}pooler.dense", "classifier")), irrelevant=_NO_TOKENS, **shared,
+        ),
+    )  # fmt: skip
+
+
+def _roberta(name: str, model_type: str, kind: str) -> tuple[Family, Family]:
+    """The rows of a family with RoBERTa's tensors."""
+    shared = {"no_weights": _NUMBERS, "older_names": _OLD_NORMS, "heads": _HEADS}
+    base = "roberta."
+    return (
+        Family(
+            name, model_type, f"{kind}ForMaskedLM", base, (*_ROBERTA, *_MASKED), (*_tensors(base), *_ROBERTA_MASKED),
             twice={"lm_head.decoder.bias": "lm_head.bias"}, **shared,
         ),
         Family(
-            name, model_type, f"{kind}ForSequenceClassification", "roberta.", (*_ROBERTA, *_CLASSES),
-            (*tensors, *_classes("classifier.dense", "classifier.out_proj")), irrelevant=_NO_TOKENS, **shared,
+            name, model_type, f"{kind}ForSequenceClassification", base, (*_ROBERTA, Classes()),
+            (*_tensors(base), *_classes("classifier.dense", "classifier.out_proj")), irrelevant=_NO_TOKENS, **shared,
         ),
     )  # fmt: skip
 
 
 ENCODER_FAMILIES: tuple[Family, ...] = (
-    Family(
-        "BERT", "bert", "BertForMaskedLM", "bert.", (*_BERT, *_MASKED), (*_tensors("bert."), *_BERT_MASKED), _NUMBERS,
-        older_names=_OLD_NORMS, heads=_BERT_HEADS, twice={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-    ),
-    Family(
-        "BERT", "bert", "BertForSequenceClassification", "bert.", (*_BERT, *_CLASSES),
-        (*_tensors("bert."), *_classes("bert.pooler.dense", "classifier")), _NUMBERS, _NO_TOKENS,
-        older_names=_OLD_NORMS, heads=_BERT_HEADS,
-    ),
+    *_bert("BERT", "bert", "Bert"),
     *_roberta("RoBERTa", "roberta", "Roberta"),
     *_roberta("XLM-RoBERTa", "xlm-roberta", "XLMRoberta"),
-)  # fmt: skip
+    *_roberta("CamemBERT", "camembert", "Camembert"),
+    *_bert("ERNIE", "ernie", "Ernie", _ERNIE),
+)

@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed
+from gspmd_lm.convert.layout import ENCODER, LETTERS, AxisOrder, Tensor, copy_transposed
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -91,6 +91,9 @@ def _parameters(model: config.ModelConfig) -> Arrays:
 
 def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...], bool]:
     """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
+    if path.startswith(ENCODER) and model.of_encoder:
+        weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
+        return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
     for stack in model.stacks:
         if head == stack.name:

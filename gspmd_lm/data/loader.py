@@ -253,7 +253,12 @@ def _of_images(config: Config, opened: images.Opened) -> tuple[Loader, Loader | 
 def _check_objective(config: Config) -> None:
     """Raises InputError if the records of the data are not those that the objective needs."""
     data, objective = config.data, config.objective
-    if objective == "classes" and not data.fields:
+    if objective == "seq2seq":
+        raise InputError(
+            "objective: seq2seq: no source of data gives rows for it\n"
+            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
+        )
+    if objective == "classes" and not data.label:
         raise InputError(
             "objective: classes: data.fields and data.label do not say what a text and its label are\n"
             "  fix   --set data.fields=[text] --set data.label=label, with the names of the data's own fields"

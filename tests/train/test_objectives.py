@@ -2,15 +2,20 @@
 
 import json
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 import yaml
+from flax.traverse_util import flatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import load
+from gspmd_lm.config import Lora, load, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
-from gspmd_lm.train import decoder
+from gspmd_lm.model.transformer import init
+from gspmd_lm.train import decoder, init_from
+from gspmd_lm.workdir import checkpoint
 from tests.quick import QUICK_FLAGS
 
 BERT = {
@@ -87,7 +92,7 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
     [
         ("classes", ("data.fields=[]", "data.label=''"), r"data\.label do not say what a text(.|\n)*fix "),
         ("classes", ("model.classes=3",), r"has 2 labels, and model\.classes is 3(.|\n)*fix   --set model\.classes=2"),
-        ("classes", ("model.token_types=1", "data.fields=[text, text]"), r"token type 1, and model\.token_types is 1\n  fix "),
+        ("classes", ("model.token_types=1", "data.fields=[text, text]"), r"and model\.token_types is 1\n  fix "),
         ("classes", ("model.classes=1",), r"model\.classes: 1 is the number"),
         ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal"),
@@ -98,3 +103,31 @@ def test_data_of_another_objective_is_refused(kind, changes, message, folder):
     _written(kind)
     with pytest.raises(InputError, match=message):
         loader.open_loaders(load("bert.yaml", changes))
+
+
+def test_a_head_that_weights_lack_is_new(folder, small, built):
+    """A classifier begins with what guessed tokens, and one of other classes with that."""
+    shared = {"layers": 1, **BERT | {"vocab": 61, "padded_vocab": 64, "context": 32}}
+    before = small(objective="masked", **shared | KINDS["masked"][0])
+    for name, classes, new in (("a", 2, ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
+                               ("b", 3, ["classifier", "classifier_bias"])):  # fmt: skip
+        params = jax.jit(lambda key, model=before.model: nn.unbox(init(model, key)))(jax.random.key(9))
+        with checkpoint.of_run(folder / name, before) as checkpoints:
+            checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
+        after = small(objective="classes", train={"init_from": str(folder / name)}, **shared | {"classes": classes})
+        found, step = init_from.find(after), built(after, "fsdp2_tp4")
+        assert sorted(found.new) == new
+        number, given = found.restore(step)
+        given, old = flatten_dict(given, sep="."), flatten_dict(params, sep=".")
+        wanted = flatten_dict(step.abstract_state.params, sep=".")
+        assert number == 0 and given.keys() == wanted.keys()
+        for path, array in given.items():
+            assert (array.shape, array.sharding) == (wanted[path].shape, wanted[path].sharding), path
+            assert path in new or np.array_equal(array, old[path]), path
+        assert np.std(given["classifier"]) > 0
+        before = after
+    with pytest.raises(InputError, match=r"lacks .*classifier.*model\.lora trains adapters alone\n  fix "):
+        begun = small(objective="classes", lora=Lora(rank=2, targets=("wq",)), train={"init_from": str(folder / "a")},
+                      **shared | {"classes": 2})  # fmt: skip
+        init_from.find(begun).restore(built(begun, "fsdp2_tp4"))
