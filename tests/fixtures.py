@@ -105,6 +105,13 @@ def batch_of():
             "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
             "row": np.arange(data.batch, dtype=np.int32),
         }
+        if sources := built_step.config.source_seq:
+            cut, place = rng.integers(1, sources, (data.batch, 1)), np.arange(sources)[None]
+            arrays |= {
+                "source_tokens": rng.integers(0, built_step.config.model.vocab, (data.batch, sources), dtype=np.int32),
+                "source_segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
+                "source_positions": np.where(place < cut, place, place - cut).astype(np.int32),
+            }
         wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 

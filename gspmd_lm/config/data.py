@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.types import STRICT, BelowOne, Positive, Seed, Size
+from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
 
 def _tag(value: Any) -> str:
@@ -69,6 +69,7 @@ class Data:
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
+    source_seq: Count = 0  # tokens per source that model.encoder reads; 0 means seq
     # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
     held_out: Annotated[
         Annotated[BelowOne, pydantic.Tag("<share>")] | _Text | _Several, pydantic.Discriminator(_tag_held_out)

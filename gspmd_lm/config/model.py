@@ -13,6 +13,7 @@ from gspmd_lm.config.attention import (
     RelativePositions,
     RopeScaling,
 )
+from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
@@ -113,9 +114,9 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
-    # The width of what another stack made, which each layer attends to after its own tokens; 0 means none. XLA
-    # computes this attention, whatever kernel the rules choose.
-    reads: Count = 0
+    # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
+    # whatever kernel the rules choose.
+    encoder: Encoder | None = None
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
@@ -195,7 +196,9 @@ class ModelConfig:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
-        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_latent() + self._wrong_masks()
+        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_masks()
+        wrong += self.latent_attention.problems(self) if self.latent_attention else []
+        wrong += self.encoder.problems(self) if self.encoder else []
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -233,28 +236,8 @@ class ModelConfig:
                      "latent_attention, unless it is shared": own and self.latent_attention,
                      f"positions: {self.positions}": self.positions in ("alibi", "alibi_bf16")}  # fmt: skip
             wrong += [f"relative_positions does not go with {key}" for key, is_set in taken.items() if is_set]
-        heads = ("head_transform", "unembedding_bias", "logit_softcap", "experts")
+        heads = ("head_transform", "unembedding_bias", "logit_softcap", "experts", "encoder")
         return wrong + [f"classes does not go with {key}" for key in heads if self.classes and getattr(self, key)]
-
-    def _wrong_latent(self) -> list[str]:
-        """What does not go with latent attention."""
-        if not self.latent_attention:
-            return []
-        problems = {
-            f"kv_heads={self.kv_heads}: each of heads={self.heads} has keys of its own: set kv_heads to {self.heads}":
-                self.kv_heads != self.heads,
-            f"rope_dim={self.rope_dim}: set the size of the key that all heads share, below head_dim={self.head_dim}":
-                not 0 < self.rope_dim < self.head_dim,
-            f"v_head_dim={self.v_head_dim} is above head_dim={self.head_dim}": self.v_head_dim > self.head_dim,
-            "qkv_bias is not supported": self.qkv_bias,
-            "qk_norm is not supported": self.qk_norm,
-            "value_norm is not supported": self.value_norm,
-            "attention_gate is not supported": self.attention_gate,
-            "shared_kv_layers is not supported": self.shared_kv_layers,
-            "lora.targets: there are no wk and wv, and no wq with a q_rank":
-                self.lora and {"wk", "wv", *(["wq"] * bool(self.latent_attention.q_rank))} & {*self.lora.targets},
-        }  # fmt: skip
-        return [f"latent_attention: {message}" for message, is_wrong in problems.items() if is_wrong]
 
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
@@ -331,6 +314,17 @@ class ModelConfig:
     def kv_head_rows(self) -> int:
         """Key heads in the weights, padding included; a single one serves all query heads."""
         return 1 if self.kv_heads == 1 else self.head_rows * self.kv_heads // self.heads
+
+    @property
+    def reads(self) -> int:
+        """The width of what another stack made, which each layer attends to; 0 means none."""
+        return self.embed if self.encoder else 0
+
+    @property
+    def of_encoder(self) -> "ModelConfig | None":
+        """The settings of the encoder, if there is one."""
+        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
 
     @property
     def of_memory(self) -> "ModelConfig":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
-from gspmd_lm.model.kernels.attention import OUT, Q, attend_to_memory
+from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
@@ -20,7 +20,11 @@ MEMORY = "memory: batch seq embed"
 
 
 class Attention(nn.Module):
-    """Attention within a segment: to tokens, or to what another stack made if `cfg.reads` says how wide that is."""
+    """Attention within a segment: to tokens, or to what another stack made if `cfg.reads` says how wide that is.
+
+    What another stack made stands in the batch as memory [B, S, M], with memory_segment_ids [B, S]. Without it, its
+    keys and values are those of the cache.
+    """
 
     cfg: config.ModelConfig
 
@@ -68,11 +72,17 @@ class Attention(nn.Module):
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
         that shares keys and values writes none. It reads those that an earlier layer kept, which are in the batch.
+        The cache of a memory is one of its own, which is written where the batch has the memory.
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
-        own_kv = not cfg.shared_kv_layers
+        own_kv = not cfg.shared_kv_layers and (not cfg.reads or "memory" in batch)
         q = project(x_BTD, self.wq)
-        k, v = self._keys(x_BTD, batch) if own_kv else (batch[f"shared_{name}_{kind}"] for name in "kv")
+        if own_kv:
+            k, v = self._keys(x_BTD, batch)
+        elif cache and cfg.reads:
+            k, v = cache.of(layer)
+        else:
+            k, v = (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
             k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own_kv else (k, v)
@@ -94,13 +104,10 @@ class Attention(nn.Module):
         if kept is not None:
             kept = kept | {kind: (k_BSKH, v_BSKH)}
         if cache and own_kv:
-            cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
+            cache = cache.written(k_BSKH, v_BSKH, 0 if cfg.reads else batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        if cfg.reads:
-            out_BTNH = attend_to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
-        else:
-            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)

@@ -29,16 +29,18 @@ def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
 
 
 def embedded(
-    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None
-) -> tuple[jax.Array, Weight, jax.Array | None]:
+    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None,
+    embedding: Weight | None = None,
+) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
     """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
 
-    The parameters are those of `module`. `batch` is that of `transformer.Decoder`.
+    The parameters are those of `module`, but for a token table that is given. `batch` is that of `transformer.Decoder`.
     """
     dtype = jnp.dtype(cfg.compute_dtype)
     reduced_spec, gathered_spec = table_specs(cfg)
     width, axis = table_axis(cfg)
-    embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+    if embedding is None:
+        embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
     x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
     if cfg.embedding_width:
         inward = matrix(module, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)

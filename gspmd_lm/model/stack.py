@@ -51,7 +51,7 @@ class Block(nn.Module):
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
         linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
-        of_tokens = dataclasses.replace(cfg, reads=0)
+        of_tokens = dataclasses.replace(cfg, encoder=None)
         attention = linear or (LatentAttention if cfg.latent_attention else Attention)(of_tokens, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         if keys_BT is not None:
@@ -84,7 +84,8 @@ class Block(nn.Module):
         x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
         if cfg.reads:
             with gathered(normed(x_BTD, "cross"), BLOCK_INPUT, RESIDUAL) as in_BTD:
-                y, *_ = Attention(cfg.of_memory, name="cross")(in_BTD, batch)
+                y, memory, _ = Attention(cfg.of_memory, name="cross")(in_BTD, batch, cache and cache.memory, layer)
+            cache = cache and cache._replace(memory=memory)
             x_BTD = added(x_BTD, y, 2, "cross")
         if not parallel:
             if cfg.laurel_rank:

@@ -234,9 +234,12 @@ def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> 
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
 
 
-def check_causal(config: Config) -> None:
-    """Raises InputError for a model that does not predict the next token, for programs that generate or score."""
-    if config.objective != "causal":
+def check_causal(config: Config, or_seq2seq: bool = False) -> None:
+    """Raises InputError for a model that does not predict the next token, for programs that generate or score.
+
+    or_seq2seq: a model that does so given a source will do, too.
+    """
+    if config.objective not in ("causal", *["seq2seq"] * or_seq2seq):
         raise InputError(
             f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
             "the next token\n  fix   use a config of objective: causal"

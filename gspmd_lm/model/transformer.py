@@ -8,12 +8,35 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.altup import LayerInputs
+from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
-from gspmd_lm.sharding.annotate import Weight
+from gspmd_lm.sharding.annotate import Weight, shard
+
+SOURCE = "source_"  # how the arrays of a source are called, beside those of the text that is made from it
+
+
+class Encoder(Stack):
+    """A stack of blocks from the tokens of a source to what a decoder reads."""
+
+    @nn.compact
+    def __call__(
+        self, batch: dict[str, jax.Array], embedding: Weight, dropout_key: jax.Array | None = None
+    ) -> dict[str, jax.Array]:
+        """The batch of a decoder without the arrays of its source, with memory [B, S, D] and memory_segment_ids [B, S].
+
+        embedding: the token table. `batch`: see `Decoder`.
+        """
+        source = {name.removeprefix(SOURCE): x for name, x in batch.items() if name.startswith(SOURCE)}
+        source |= {"row": batch["row"]}
+        key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+        x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding)
+        memory_BSD = shard(self.blocks(x_BTD, source, keys_BT)[0], MEMORY)
+        memory = {"memory": memory_BSD, "memory_segment_ids": source["segment_ids"]}
+        return {name: x for name, x in batch.items() if not name.startswith(SOURCE)} | memory
 
 
 class Decoder(Stack):
@@ -33,9 +56,14 @@ class Decoder(Stack):
         padding), and places [B, T] if tokens do not stand in their order (see kernels/context.py). Without
         `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
+        For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]. A token attends to the
+        source whose segment has the number of its own. Once a cache has the keys of the source, it holds
+        memory_segment_ids [B, S] in their place.
         """
         cfg = self.cfg
         x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key)
+        if cfg.of_encoder and f"{SOURCE}tokens" in batch:
+            batch = Encoder(cfg.of_encoder, name="encoder")(batch, embedding, dropout_key)
         inputs = LayerInputs(cfg, name="per_layer_inputs")(x_BTD, batch["tokens"]) if cfg.layer_embed else None
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, inputs)
         x_BTD = before_logits(self, cfg, x_BTD)
@@ -95,4 +123,7 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     batch = {"tokens": tokens, "positions": tokens, "token_types": tokens, "row": tokens[0]}
+    if cfg.encoder:
+        batch |= {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
+        batch["segment_ids"] = tokens
     return (TextClassifier if cfg.classes else Decoder)(cfg).init(key, batch)["params"]

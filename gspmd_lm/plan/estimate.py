@@ -220,7 +220,8 @@ class Estimator:
         named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in costs.transfers:
-            kind = DecoderTransfers if self.traces.task.config else AnyModelTransfers
+            config = self.traces.task.config
+            kind = DecoderTransfers if config and not config.model.encoder else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
             costs.transfers[key] = kind(part, self.traces.arrays).all
         return costs.transfers[key]

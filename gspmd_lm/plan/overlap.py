@@ -96,8 +96,8 @@ class Overlap:
                 seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
             # A turn ends with the rows of stages, and the next one begins with what they bring. What is sent between
-            # hosts of GPUs does not hide behind a loop, such as that over the layers of a turn.
-            if kind == "stages" or (kind == "waiting" and link == "network"):
+            # hosts or slices does not hide behind a loop, such as that over the layers of a turn.
+            if kind == "stages" or (kind == "waiting" and link in ("network", "dcn")):
                 exposed[axes] += seconds
                 continue
             if kind in ("activations", "keys", "waiting"):

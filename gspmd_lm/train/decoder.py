@@ -15,7 +15,7 @@ from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.moe import balanced
 from gspmd_lm.model.task import Batch, Input, Task
-from gspmd_lm.model.transformer import decode_routed, init
+from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.train import classes, optimizer
 
@@ -50,7 +50,7 @@ def task(config: Config | Task) -> Task:
         matmul_precision=model.matmul_precision,
         compute_dtype=model.compute_dtype,
         float32=("logits",),
-        tokens=data.batch * data.seq,
+        tokens=data.batch * (data.seq + config.source_seq),
         train=config.train,
     )
     object.__setattr__(decoder, "config", config)
@@ -70,6 +70,9 @@ def inputs(config: Config) -> Mapping[str, Input]:
     names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
+    if config.model.encoder:
+        sources = [f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids")]
+        arrays |= {name: Input((data.batch, config.source_seq), "int32", "tokens: batch seq") for name in sources}
     of_rows = ["labels", "row"] if classes else ["row"]
     return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in of_rows}
 

@@ -1,6 +1,7 @@
 """The numbers of a run: what its steps give, and what the clock adds to them."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
-from gspmd_lm.sharding.shapes import Arrays
+from gspmd_lm.sharding.shapes import Arrays, pairs
 
 
 def flops_per_token(
@@ -55,8 +56,30 @@ def _numbers(model: ModelConfig, last: bool) -> int:
 
 def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
-    active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
-    return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
+    model, data = config.model, config.data
+    active, trained = (arrays.active_count(model, trained) for trained in (False, True))
+    if not (encoder := model.of_encoder):
+        return flops_per_token(model, active, data.seq, trained) * data.batch * data.seq
+    of_source = _read_by_sources(arrays.named_params, arrays.params)
+    of_source_trained = _read_by_sources(arrays.named_trained, arrays.trained)
+    of_text = flops_per_token(model, active - of_source, data.seq, trained - of_source_trained)
+    no_table = dataclasses.replace(encoder, tied_embeddings=True)  # it is among the parameters of texts
+    sources = flops_per_token(no_table, of_source, config.source_seq, of_source_trained)
+    crossed = cross_attention_flops(model, config.source_seq)
+    return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
+
+
+def _read_by_sources(named: Any, abstract: Any) -> int:
+    """How many parameters compute a token of a source: those of the encoder, and of keys of what it made."""
+    leaves = [(leaf.path.split("."), like.size) for leaf, like in pairs(named, abstract)]
+    return sum(
+        size for path, size in leaves if path[0] == "encoder" or (path[-2:-1] == ["cross"] and path[-1][1] in "kv")
+    )
+
+
+def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
+    """What `attention_flops` counts of one token that attends to a source of so many tokens."""
+    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * model.layers
 
 
 def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:

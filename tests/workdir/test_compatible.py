@@ -33,7 +33,7 @@ OTHER = {
     "linear_attention": config.LinearAttention(key_heads=2, value_heads=2, head_dim=8), "attention_gate": True,
     "attention_temperature": config.AttentionTemperature(), "residual_streams": 3, "laurel_rank": 4, "layer_embed": 8,
     "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
-    "relative_positions": config.RelativePositions(), "mask": "full", "reads": 8, "token_types": 2,
+    "relative_positions": config.RelativePositions(), "mask": "full", "encoder": config.Encoder(), "token_types": 2,
     "head_transform": True, "classes": 3,
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4),
 }  # fmt: skip

@@ -120,20 +120,6 @@ def attend_to_cache(
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
 
 
-def attend_to_memory(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
-) -> jax.Array:
-    """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
-
-    A token sees the keys of the segment that has the number of its own.
-    """
-    queries, keys = (
-        Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
-        for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
-    )
-    return shard(masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, of_heads(cfg, None), cfg), OUT)
-
-
 def unsupported(
     kernel: str, model: config.ModelConfig, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
@@ -190,13 +176,17 @@ def masked(
     seen_BTS = _sees(queries.at_BT, keys.at_BT, cfg)
     if queries.segments_BT is not None and keys.segments_BT is not None:
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
+    has_key_BT11 = seen_BTS.any(-1)[:, :, None, None] if cfg.reads else None
+    if has_key_BT11 is not None:  # a softmax of nothing would be no number
+        seen_BTS |= ~has_key_BT11[..., 0]
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = recomputed(functools.partial(_xla, cfg=cfg))
     # The derivative of this softmax needs the weights alone, not also what they are made of.
     with sees(cfg), jax.softmax_custom_jvp(True):
         at_BS = keys.places_BT if rounded else keys.at_BT
-        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_RN)
+        out_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_RN)
+        return out_BTNH if has_key_BT11 is None else jnp.where(has_key_BT11, out_BTNH, 0)
 
 
 @scope("kind", "attention")

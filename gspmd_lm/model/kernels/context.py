@@ -58,9 +58,9 @@ def zigzag_supported(length: int, num_shards: int, form: str, mask: str) -> bool
 def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any]:
     """The batch with its tokens sharded in zigzag, and `places`: where each token stands in its row, [B, T].
 
-    Without `places`, tokens stand in their order.
+    Sources, which an encoder reads with a full mask, stay as they are. Without `places`, tokens stand in their order.
     """
-    over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2]
+    over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2 and not name.startswith("source_")]
     B, T = batch["tokens"].shape
     if over.num_shards == 1 or not zigzag_supported(T, over.num_shards, context(), mask):
         return batch
@@ -89,12 +89,9 @@ def attend(
     With a slot in the batch, a single token of each row attends to the row's cache. A row that is not in zigzag,
     such as a prompt, has no order that a ring could go round in: its keys are gathered.
     """
-    if attention.keys_axis() == "heads":
-        group = q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BSKH, v_BSKH = (
-            shard(jnp.repeat(x, group, axis=2), keys_spec(name).replace("kv_heads", "heads"))
-            for name, x in (("k", k_BSKH), ("v", v_BSKH))
-        )
+    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
+    if cfg.reads:
+        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
@@ -114,6 +111,35 @@ def attend(
     inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
     heads_RN = attention.of_heads(cfg, own_RN)
     return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *tokens), OUT)
+
+
+def _to_memory(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
+) -> jax.Array:
+    """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
+
+    A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
+    """
+    queries, keys = (
+        Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
+        for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
+    )
+    heads_RN = attention.of_heads(cfg, None)
+    return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
+
+
+def _of_query_heads(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values with the axis of heads that a kernel reads: those of each query head where it is `heads`."""
+    if attention.keys_axis() != "heads":
+        return k_BSKH, v_BSKH
+    group, specs = q_BTNH.shape[2] // k_BSKH.shape[2], [keys_spec(name, of_memory=cfg.reads > 0) for name in "kv"]
+    k_BSNH, v_BSNH = (
+        shard(jnp.repeat(x, group, axis=2), spec.replace("kv_heads", "heads"))
+        for x, spec in zip((k_BSKH, v_BSKH), specs, strict=True)
+    )
+    return k_BSNH, v_BSNH
 
 
 def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
