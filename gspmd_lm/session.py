@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import io
 import itertools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import files
+from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
@@ -29,17 +31,19 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
+from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.of_task import TaskModel
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.train import loop, state, step
+from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
@@ -64,15 +68,38 @@ class Session:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
-def begin(config: Config | Task, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
-    """The session of a process whose devices are started. stderr: messages go there, because stdout has results."""
+def begin(
+    config: Config | Task,
+    rules: Rules,
+    machine: Runtime,
+    workdir: str | None,
+    stderr: bool = False,
+    flags: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Session:
+    """The session of a process whose devices are started. stderr: messages go there, because stdout has results.
+
+    Raises InputError if other processes of the run were given something else. flags: of the command line.
+    """
     devices = startup.devices_of(rules.devices)
     stream = sys.stderr if stderr else sys.stdout
     notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
     console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,
                       force_terminal=notebook)  # fmt: skip
     folder = layout.path_of(workdir) if workdir else None
-    return Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    if processes.several():
+        processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
+    return session
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    """The facts, besides flags and data, that must be equal in every process of a run."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
+    return {
+        "config": state.described(session.config),
+        "rules": session.rules.facts(),
+        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
+    }
 
 
 def compare_texts(session: Session, tokens: Tokenizer, texts: Iterable[npt.ArrayLike]) -> None:
@@ -127,16 +154,22 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
         return lambda wanted: _restored(session, folder, wanted, step)
     if step is not None:
         raise InputError(f"step {step}: {folder} is a published model, which has no steps\n  fix   drop it")
-    return lambda wanted: model.load(
-        jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
-    )
+
+    def read(wanted: Any) -> Any:
+        return model.load(
+            jax.tree.map(lambda like: like.sharding, wanted), jax.tree.map(lambda like: like.dtype, wanted)
+        )
+
+    return eight_bits.reading(model.config.model, read)
 
 
 def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
     with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
-        restored = checkpoints.restore_weights(wanted, step)
-    assert restored is not None, "reader() has seen a checkpoint"
-    return restored[1]
+        chosen = checkpoints.choose(step)
+        assert chosen is not None, "reader() has seen a checkpoint"
+        model = session.config.model
+        read = functools.partial(checkpoints.read_weights, chosen, part=model.weight_dtype in EIGHT_BITS)
+        return eight_bits.reading(model, read)(wanted)
 
 
 def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: int | None) -> TaskModel:
@@ -179,7 +212,11 @@ def no_model(folder: str) -> InputError:
 
 
 def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
-    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    """A function that opens the batches of a task, or of a config whose objective has no source of data; None for any
+    other config. Raises InputError where they do not fit it.
+    """
+    if isinstance(task, Config) and task.objective != "causal" and data is not None:
+        task = decoder.task(task)
     if isinstance(task, Config):
         if data or held_out:
             raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
@@ -191,6 +228,8 @@ def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRo
         wrong = "train.samples and train.init_from need the decoder of a config"
     elif settings.keeps_best and not held_out:
         wrong = "train.keep_best and train.patience need held_out"
+    elif held_out and task.changed and not task.evaluate:
+        wrong = "held_out needs evaluate in the task, since sums() changes the model's state"
     if wrong or data is None:
         raise InputError(
             f"train: task {task.name}: {wrong}\n"

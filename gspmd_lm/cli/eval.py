@@ -55,7 +55,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     from gspmd_lm import session
     from gspmd_lm.cli import inputs
     from gspmd_lm.data import tokenizer
-    from gspmd_lm.infer import generate, score
+    from gspmd_lm.infer import eight_bits, generate, score
     from gspmd_lm.runtime import compile_cache
 
     folder = inputs.folder_with_weights(values, "eval --workdir=DIR --text=FILE")
@@ -84,22 +84,29 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
         session.compare_texts(begun, tokens, [line.request.tokens for line in lines])
         seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
     rows = min(values.batch, rows)
-    built, warnings = score.build_scoring(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
-    for warning in warnings:
-        begun.say(f"warning: {warning}")
-    for choice in built.choices:
-        begun.say(choice)
     compile_cache.enable(values.compile_cache)
-    _ = built.compiled  # whether the program fits is known before the weights are read
-    scorer = score.Scorer(built, read(built.abstract_params), tokens)
+
+    def scorer_of(config: "Config") -> "score.Scorer":
+        built, warnings = score.build_scoring(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
+        for message in (*(f"warning: {warning}" for warning in warnings), *built.choices):
+            begun.say(message)
+        _ = built.compiled  # whether the program fits is known before the weights are read
+        return score.Scorer(built, read(built.abstract_params), tokens)
+
     if values.text:
-        measures = scorer.text(ids, len(text))
+        measures, beside = scorer_of(config).text(ids, len(text)), ""
+        if in_compute_dtype := eight_bits.without(config):
+            whole = scorer_of(in_compute_dtype).text(ids, len(text))
+            change = f"{measures.loss - whole.loss:+.4f}, perplexity {measures.perplexity - whole.perplexity:+.2f}"
+            model = config.model
+            beside = f"; weights of {model.weight_dtype} against {model.compute_dtype} on this text: loss {change}"
         begun.say(
             f"{values.text}: loss {measures.loss:.4f}, perplexity {measures.perplexity:.2f}, "
             f"{measures.bits_per_byte:.4f} bits per byte over {measures.tokens:,} tokens, {measures.bytes:,} bytes, "
-            f"in rows of up to {seq:,} tokens"
+            f"in rows of up to {seq:,} tokens{beside}"
         )
         return 0
+    scorer = scorer_of(config)
     scores = scorer.scores([line.request for line in lines])
     outputs.deliver(begun.machine.is_main, scores, values.output, functools.partial(score.write_scores, lines))
     if values.output:

@@ -12,9 +12,10 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperature
 from gspmd_lm.config.attention import LatentAttention as LatentAttention
 from gspmd_lm.config.attention import LinearAttention as LinearAttention
+from gspmd_lm.config.attention import RelativePositions as RelativePositions
 from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
-from gspmd_lm.config.model import Lora as Lora
+from gspmd_lm.config.lora import Lora as Lora
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
@@ -107,6 +108,9 @@ class Config:
     """Everything that decides what is computed. The rules file decides where it is computed."""
 
     name: str  # of the run's folder and its reports; by default that of the file
+    # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
+    # text, one of model.classes.
+    objective: Literal["causal", "masked", "classes"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -115,11 +119,32 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if wrong := self._wrong_objective():
+            raise ValueError("\n".join(wrong))
         if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
             raise ValueError(
                 "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
                 "leaves no rows: set data.held_out, such as 0.02"
             )
+
+    def _wrong_objective(self) -> list[str]:
+        """What of the sections does not go with what is predicted."""
+        model, objective = self.model, self.objective
+        problems = {
+            "model.mask: full shows a token what objective: causal asks for: set objective: masked or mask: causal":
+                objective == "causal" and model.mask == "full",
+            "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
+            "objective: classes needs model.classes, and model.classes needs objective: classes":
+                (objective == "classes") != (model.classes > 0),
+            "objective: classes needs model.mask: full: a text is read at its first token":
+                objective == "classes" and model.mask == "causal",
+            "model.reads needs a stack to read, and a config has only one": model.reads > 0,
+            f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
+                objective != "causal" and self.data.packing != "documents",
+            f"train.samples needs objective: causal, not {objective}":
+                objective != "causal" and self.train.samples is not None,
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong]
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:

@@ -49,6 +49,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RelativePositions:
+    """A learned number for each head and range of distances, which is added to attention scores (arXiv 1910.10683).
+
+    Half of the ranges hold one distance each, beginning with 0. The others grow with the logarithm of the distance.
+    With mask: full, half of the ranges are of keys that come after the query.
+    """
+
+    ranges: Size = 32  # how many ranges of distances there are
+    distance: Size = 128  # from this distance on, all keys are in the last range
+    shared: bool = True  # whether all layers have one table (T5), or each has its own
+
+    def __post_init__(self):
+        if self.ranges % 4 or self.distance <= self.ranges // 2:
+            raise ValueError(
+                f"ranges={self.ranges} must be a multiple of 4, and distance={self.distance} above half of it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AttentionTemperature:
     """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
 

@@ -22,6 +22,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named
+from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.shapes import Arrays, arrays
 
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
@@ -77,7 +78,12 @@ def array_locations(row: Family, model: config.ModelConfig) -> Any:
 
 @functools.lru_cache(maxsize=128)
 def _parameters(model: config.ModelConfig) -> Arrays:
-    """The shapes and names of the parameters, which reading, checking and writing a folder need alike."""
+    """The shapes and names of the parameters, which reading, checking and writing a folder need alike.
+
+    Of weights that will rest in 8 bits, they are those of the weights that these are made of.
+    """
+    if model.weight_dtype in EIGHT_BITS:
+        model = dataclasses.replace(model, weight_dtype="float32")
     return arrays(functools.partial(init, model), DECODER)
 
 
@@ -116,12 +122,13 @@ class Pretrained:
         return named or self.tokenizer is not None or self.config.model.vocab == Bytes.vocab_size
 
     def load(self, shardings: Any, dtypes: Any = None) -> Any:
-        """The parameters, placed as a tree of shardings says, and cast as a tree of dtypes says if there is one.
+        """The parameters, or those in a part of their tree, placed as a tree of shardings says, and cast as a tree of
+        dtypes says if there is one.
 
         Each process reads the parts that its devices hold, one part at a time. The host holds nothing but these parts
         and the part that is being read.
         """
-        locations = self.locations
+        locations = _part(self.locations, shardings)
         if dtypes is not None:
             locations = jax.tree.map(
                 lambda location, dtype: dataclasses.replace(location, dtype=dtype), locations, dtypes
@@ -165,6 +172,11 @@ class Pretrained:
         step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)
         for start in range(0, len(theirs), step):
             copy_transposed(theirs[start : start + step], stored.read(view, [_rows(take[0], start, step), *take[1:]]))
+
+
+def _part(tree: Any, like: Any) -> Any:
+    """The part of nested dicts that has the keys of `like`."""
+    return {name: _part(tree[name], one) for name, one in like.items()} if isinstance(like, dict) else tree
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -144,7 +144,8 @@ def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowG
 
 
 def _is_narrow(matmul: Matmul) -> bool:
-    return matmul.weight.itemsize == 1
+    """Whether both operands have 8 bits."""
+    return max(operand.itemsize for operand in matmul.node.inputs[:2]) == 1
 
 
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
@@ -166,7 +167,7 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     rows_read = {
         matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
     }
-    narrow = {matmul.path for matmul in graph.matmuls if _is_narrow(matmul)}
+    narrow = {matmul.path for matmul in graph.matmuls if matmul.weight.itemsize == 1}
     return sum(
         bytes_per_device(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)
         * min(1.0, rows_read.get(leaf[0].path, 1.0))

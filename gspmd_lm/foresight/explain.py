@@ -135,7 +135,7 @@ def report(
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
-    narrow = matmul_operands(config, target.platform) if config else ""
+    narrow = matmul_operands(config, rules, target.platform) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
     compared = phase == "train" and target.chip and not narrow and not rules.stages
     error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED

@@ -17,7 +17,7 @@ from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import ShardedProgram, placed
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled, split_sequence
+from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled, split_sequence
 from gspmd_lm.model.transformer import extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
@@ -339,8 +339,9 @@ def parameters(model: configs.ModelConfig) -> Arrays:
 def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
-    Raises ShardingError that lists everything that does not fit.
+    Raises ShardingError that lists everything that does not fit, InputError for a model that writes no text.
     """
+    check_causal(config)
     arrays = parameters(config.model)
     more = [*layer_problems(config, rules, platform, attention_pass(sizes)), *no_pipeline(rules)]
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)

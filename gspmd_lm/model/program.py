@@ -52,7 +52,7 @@ class ShardedProgram:
     @property
     def choices(self) -> list[str]:
         """What a run says before it starts: how attention is computed, and products of 8 bits."""
-        operands = matmul_operands(self.config, meshes.platform(self.mesh)) if self.config else ""
+        operands = matmul_operands(self.config, self.rules, meshes.platform(self.mesh)) if self.config else ""
         named = ("attention", self.attention), ("matmuls", operands)
         return [f"{name}: {choice}" for name, choice in named if choice]
 

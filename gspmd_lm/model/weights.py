@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
-from gspmd_lm.sharding.axes import ADAPTERS, QUANTISED, TO_RESIDUAL
+from gspmd_lm.sharding.axes import ADAPTERS, NARROW, QUANTISED, STACKED, TO_RESIDUAL
+from gspmd_lm.sharding.quantised import EIGHT_BITS, Quantised
 
-LOOPS = [(name,) for name in get_args(config.StackName)]
+LOOPS = {*get_args(config.StackName)}
 
 
 def weight(
@@ -22,12 +25,38 @@ def weight(
     cfg: config.ModelConfig,
     init: nn.initializers.Initializer,
 ) -> Weight:
-    """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters."""
-    param = parameter(module, name, axes, shape, init, cfg.weight_dtype, cfg.compute_dtype)
-    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, module.path[:1] in LOOPS
+    """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters.
+
+    A matrix of a block that rests in 8 bits has a second parameter, its scales.
+    """
+    names = tuple(axes.split())
+    multiplied, at_rest = name in QUANTISED and "expert" not in names, EIGHT_BITS.get(cfg.weight_dtype)
+    if at_rest and multiplied:
+        param = _at_rest_in_8_bits(module, name, names, shape, at_rest, cfg)
+    else:
+        dtype = "float32" if at_rest else cfg.weight_dtype
+        param = parameter(module, name, axes, shape, init, dtype, cfg.compute_dtype)
+    frozen, scanned = cfg.lora is not None and name not in ADAPTERS, bool({*module.path} & LOOPS)
     array = jax.lax.stop_gradient(param.array) if frozen else param.array
-    eight_bits = cfg.matmul_dtype if name in QUANTISED and "expert" not in param.axes else None
+    eight_bits = cfg.matmul_dtype if multiplied else None
     return dataclasses.replace(param, array=array, frozen=frozen, scanned=scanned, matmul_dtype=eight_bits or "")
+
+
+def _at_rest_in_8_bits(
+    module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any, cfg: config.ModelConfig
+) -> Weight:
+    """A matrix of 8 bits and its scales. They are made of weights that were trained, and never drawn."""
+    at, zeros = first_output(axes), nn.initializers.zeros
+    values = parameter(module, name, " ".join(axes), shape, zeros, dtype, cfg.compute_dtype)
+    scale = parameter(module, f"{name}_scale", " ".join(axes[at:]), shape[at:], zeros)
+    over = tuple(range(-len(axes), at - len(axes)))
+    return values.holding(Quantised(values.array, scale.array, over, jnp.dtype(cfg.compute_dtype)))
+
+
+def first_output(axes: Sequence[str]) -> int:
+    """At which dimension the outputs of a matrix begin; those before it are summed over, but for stacked ones."""
+    first = sum(axis in STACKED for axis in axes)
+    return first + 1 if axes[first] in NARROW else len(axes) - 1
 
 
 def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.ModelConfig) -> Weight:
@@ -46,8 +75,7 @@ def adapted(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adap
     lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
     if lora is None or name not in lora.targets:
         return Adapted(weight_)
-    first, rank = names.count("expert"), lora.rank  # each expert has an adapter of its own
-    inner = first + 1 if names[first] == "embed" else len(names) - 1  # where the weight's outputs begin
+    first, rank, inner = names.count("expert"), lora.rank, first_output(names)  # each expert has one of its own
     start, zeros = nn.initializers.normal(math.prod(sizes[first:inner]) ** -0.5), nn.initializers.zeros
     a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
     b_names, b_sizes = (*names[:first], "rank", *names[inner:]), (*sizes[:first], rank, *sizes[inner:])

@@ -150,14 +150,11 @@ def with_fixes(
 
 def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
-    if rules.pipeline:
-        microbatches = 2 * rules.pipeline.microbatches
-        return f"--set rules.remat=block --set rules.pipeline.microbatches={microbatches}; pipelines are not estimated"
-    fitting = []
+    fitting, key, before = [], "pipeline.microbatches" if rules.pipeline else "microbatches", _microbatches(rules)
     # What the compiler says of this layout corrects the estimates of those that are like it.
     correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
     for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
-        changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
+        changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
             peak_bytes = correction * estimate.peak_bytes
@@ -165,10 +162,21 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
         return (
-            "no rules.remat and no rules.microbatches is estimated to fit under this mesh; "
+            f"no rules.remat and no rules.{key} is estimated to fit under this mesh; "
             f"plan --target={target.text} looks for another layout"
         )
     _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
     flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []
-    flags += [f"--set rules.microbatches={changed.microbatches}"] if changed.microbatches != rules.microbatches else []
+    flags += [f"--set rules.{key}={_microbatches(changed)}"] if _microbatches(changed) != before else []
     return f"{' '.join(flags)}, which is estimated to fit with {human_bytes(round(peak_bytes))}"
+
+
+def _microbatches(rules: Rules) -> int:
+    """How many microbatches go through the stages of a pipeline; without one, those of a step."""
+    return rules.pipeline.microbatches if rules.pipeline else rules.microbatches
+
+
+def _with_microbatches(rules: Rules, count: int) -> Rules:
+    if rules.pipeline is None:
+        return dataclasses.replace(rules, microbatches=count)
+    return dataclasses.replace(rules, pipeline=dataclasses.replace(rules.pipeline, microbatches=count))

@@ -26,8 +26,11 @@ AXES = {
     "rank": ("R", "rank of an adapter, or of the product beside attention"),
     "streams": ("M", "residual streams"),
     "coefficients": ("U", "how much streams enter each other"),
-    "stream_width": ("O", "model width, where a matrix goes from stream to stream"),
+    "stream_width": ("O", "model width, as the other side of a matrix from and to that width"),
     "layer_embed": ("Y", "width of a token's embedding for one layer"),
+    "types": ("-", "rows of a table of token types"),
+    "ranges": ("-", "ranges of distances from query to key"),
+    "classes": ("X", "classes of texts"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -50,6 +53,14 @@ WEIGHTS = {
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",
     "unembedding_bias": "its bias",
+    "type_embedding": "table of token types",
+    "head_transform": "matrix that stands before the logits",
+    "head_transform_bias": "its bias",
+    "pooler": "matrix of a text's first token, before its classes are scored",
+    "pooler_bias": "its bias",
+    "classifier": "matrix that scores classes",
+    "classifier_bias": "its bias",
+    "relative_bias": "each head's bias of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
@@ -105,19 +116,22 @@ WEIGHTS = {
 }
 BALANCE_BIAS = "balance_bias"  # it moves against the loads of a step; gradients do not change it
 TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
-EXACT = ("scale", "bias", "decay", "decay_bias")  # weights that keep their own dtype where they are not trained
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-# Weights whose products model.matmul_dtype is of, but for those of routed experts.
+# Weights that model.weight_dtype may keep in 8 bits, and whose products model.matmul_dtype is of: but for those of
+# routed experts.
 QUANTISED = (
     *ADAPTED, "wg", "wq_down", "wq_up", "wkv_down", "wk_rope", "wk_up", "wv_up", "linear_q", "linear_k", "linear_v",
     "linear_z", "linear_out",
 )  # fmt: skip
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
+SCALES = {f"{name}_scale": name for name in QUANTISED}  # scales of a weight that rests in 8 bits -> the weight
 WEIGHTS |= {
     name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"
     for name, of in ADAPTERS.items()
 }
+# Weights that keep their own dtype where they are not trained.
+EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
@@ -134,18 +148,21 @@ ACTIVATIONS = {
     "routing": "the logits of a router",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
+    "memory": "what another stack made, as the blocks of this one read it",
+    "transformed": "output of head_transform or of pooler",
+    "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank")
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores")
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,
-    weights=WEIGHTS,
-    adapters=ADAPTERS,
+    weights=WEIGHTS | {name: f"scales of the outputs of {of}, in 8 bits" for name, of in SCALES.items()},
+    adapters=ADAPTERS | SCALES,
     stages="layers",
     activations=ACTIVATIONS,
     remat=IN_BLOCKS,

@@ -137,7 +137,7 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     all but the first at once.
     """
     eight_bits = isinstance(w, Weight) and w.matmul_dtype
-    if placement() is None and not eight_bits:
+    if placement() is None and not (isinstance(w, Weight) and quantised.is_read(w)):
         return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
     (a, b), out = letters_of(equation)
     if isinstance(w, Weight):
@@ -219,7 +219,7 @@ class _Gathered:
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
         equation = equation_of(self._gathered_spec.axes[:-1], 1, w)
-        if placement() is None and not w.matmul_dtype:
+        if placement() is None and not quantised.is_read(w):
             return jnp.einsum(equation, self.x, use(w))
         (a, b), out = letters_of(equation)
         letter, sum_ = _summed(w, b, out)
@@ -302,7 +302,7 @@ def _matmul(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_:
 
 def _quantised(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantised:
     """`x` as the matmul with `w` reads it. Its gradient is that of a slot."""
-    return quantised.quantise(jax.lax.stop_gradient(x), letters, w_letters, quantised.FORWARD[w.matmul_dtype])
+    return quantised.quantise(jax.lax.stop_gradient(x), letters, w_letters, quantised.EIGHT_BITS[w.matmul_dtype])
 
 
 def _tokens(matmul: _Matmul, x: jax.Array | Quantised) -> TokenSharding:
@@ -312,7 +312,7 @@ def _tokens(matmul: _Matmul, x: jax.Array | Quantised) -> TokenSharding:
 
 def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
     weight = matmul.weight.holding(w)
-    return quantised.use(weight, matmul.w, matmul.x) if weight.matmul_dtype else use(weight)
+    return quantised.use(weight, matmul.w, matmul.x) if quantised.is_read(weight) else use(weight)
 
 
 _shared_weights: ContextVar[dict[str, tuple[Any, jax.Array]] | None] = ContextVar("shared_weights", default=None)
@@ -320,6 +320,8 @@ _shared_weights: ContextVar[dict[str, tuple[Any, jax.Array]] | None] = ContextVa
 
 def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: Weight) -> jax.Array:
     """The product of `x` and a weight, which within `sharing_weights` is one array for all its products."""
+    if w.shared:
+        return _product(matmul._replace(weight=dataclasses.replace(matmul.weight, used=True)), x, slot, *w.shared)
     shared = _shared_weights.get()
     if shared is None or w.used or placement() is None:
         return _product(matmul, x, slot, w.array, None)

@@ -18,13 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.annotate import Spec, Weight, placement, replicas
 from gspmd_lm.sharding.op_names import scope
 
-FORWARD: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # model.matmul_dtype -> dtype of operands
+# What model.matmul_dtype and model.weight_dtype name -> dtype of operands of the forward pass, and of weights at rest.
+EIGHT_BITS: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 SCALED = "scaled"  # what remat policies know a product by, once it is scaled
 _BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
-_POWER_OF_TWO, _FOUR_BITS = 0x7F80_0000, 0x7FF0_0000  # what is kept of the bits of a scale's inverse
+_POWER_OF_TWO, _FOUR_BITS, _ALL = 0x7F80_0000, 0x7FF0_0000, 0x7FFF_FFFF  # what is kept of a scale's inverse
 _SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite
 
 
@@ -37,6 +39,14 @@ class Quantised:
     scale: jax.Array  # float32, without the dimensions of `over`
     over: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # dimensions that share a scale; -1: the last
     dtype: Any = dataclasses.field(metadata={"static": True})  # of the array, and of its products
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
 
     def kept(self, axes: Sequence[str]) -> list[str]:
         """The axes of `scale`, where `axes` are those of `values`."""
@@ -52,30 +62,58 @@ def quantise(x: jax.Array, letters: str, summed: str, dtype: Any, over_tokens: b
     is to be skipped is still seen.
     """
     over = tuple(at for at, letter in enumerate(letters, -len(letters)) if letter in summed)
+    across = replicas() if over_tokens else ""
+    return _quantised(x, over, dtype, _FOUR_BITS if over_tokens else _POWER_OF_TWO, across)
+
+
+def at_rest(w: jax.Array, over: tuple[int, ...], dtype: Any) -> Quantised:
+    """A weight in `dtype`, with scales that are not rounded. What differs only in the dimensions `over` shares one."""
+    return _quantised(w, over, dtype, _ALL)
+
+
+def _quantised(x: jax.Array, over: tuple[int, ...], dtype: Any, kept_bits: int, across: str = "") -> Quantised:
+    """`across`: the name of a vmapped axis whose members share scales."""
     exact = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), over)
-    largest = jax.lax.pmax(largest, replicas()) if over_tokens and replicas() else largest
+    largest = jax.lax.pmax(largest, across) if across else largest
     top = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    bits = jax.lax.bitcast_convert_type(top / largest, jnp.int32) & (_FOUR_BITS if over_tokens else _POWER_OF_TWO)
+    bits = jax.lax.bitcast_convert_type(top / largest, jnp.int32) & kept_bits
     inverse, some = jax.lax.bitcast_convert_type(bits, jnp.float32), largest > _SMALLEST
     scaled = exact * jnp.expand_dims(jnp.where(some, inverse, 0.0), over)
     values = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
     return Quantised(values, jnp.where(some, 1 / inverse, largest), over, x.dtype)
 
 
-def use(weight: Weight, letters: str, summed: str) -> Quantised:
+def is_read(weight: Weight) -> bool:
+    """Whether matmuls read the weight in 8 bits: to multiply them as they are, or what rests in them."""
+    return bool(weight.matmul_dtype) or isinstance(weight.array, Quantised)
+
+
+def use(weight: Weight, letters: str = "", summed: str = "") -> Quantised:
     """The weight, quantised and then placed as the rules say for use. Products sum over the dimensions `summed`.
 
-    It is quantised where it rests, so that what is gathered has 8 bits. Compare `annotate.use`.
+    It is quantised where it rests, so that what is gathered has 8 bits. Compare `annotate.use`. A weight that rests in
+    8 bits is quantised already.
     """
     place, spec = placement(), Spec(weight.path, weight.axes)
-    with scope("rules", spec.array):
-        small = quantise(weight.array, letters, summed, FORWARD[weight.matmul_dtype])
+    small: Any = weight.array
+    if not isinstance(small, Quantised):
+        with scope("rules", spec.array):
+            small = quantise(small, letters, summed, EIGHT_BITS[weight.matmul_dtype])
     values, scale = small.values, small.scale
     if place:
         values = place.constrain(place.constrain(values, spec._replace(table="weights")), spec)
         scale = place.constrain(scale, spec._replace(axes=tuple(small.kept(weight.axes))))
     return dataclasses.replace(small, values=values, scale=scale, dtype=weight.compute_dtype)
+
+
+def whole(weight: Weight) -> jax.Array:
+    """The weight in its compute dtype, placed for use, for what is no matmul. What is gathered has the bits at rest."""
+    if not isinstance(weight.array, Quantised):
+        return annotate.use(weight)
+    small = use(weight)
+    exact = small.values.astype(jnp.float32) * jnp.expand_dims(small.scale, small.over)
+    return exact.astype(weight.compute_dtype)
 
 
 def pair(dy: jax.Array, letters: str, other: Any, other_letters: str, over_tokens: bool = False) -> tuple[Any, Any]:

@@ -3,10 +3,11 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.sharding.shapes import Arrays
@@ -22,7 +23,12 @@ def flops_per_token(
     each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
     norms and biases too.
     """
-    looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
+    looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * model.embed
+    looked_up += model.token_types * model.embed
+    if relative := model.relative_positions:
+        looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
+    if model.classes:  # one token of a row is scored
+        looked_up += model.embed * (model.embed + model.classes)
     if model.positions == "learned":
         looked_up += model.context * model.embed
     looked_up += model.vocab_rows * model.layers * model.layer_embed
@@ -60,6 +66,9 @@ def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
 
 def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
+    if layer.mask == "full":
+        whole, rest = divmod(seq, layer.attention_chunk or seq)
+        return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq
     if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
         return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
     if layer.attention_chunk:
@@ -69,6 +78,15 @@ def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
         return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
     keys = min(layer.sliding_window or seq, seq)
     return float(keys if last else keys - keys * (keys - 1) / (2 * seq))
+
+
+def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
+    sums: dict[str, Any] = {}
+    for of_batch in totals:
+        for name, total in jax.device_get(of_batch).items():
+            sums[name] = sums.get(name, 0.0) + np.float64(total)
+    return sums
 
 
 class Meter:

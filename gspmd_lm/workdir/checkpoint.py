@@ -258,15 +258,15 @@ class Checkpoints:
         chosen = self.choose(step)
         return (chosen.step, self.read_weights(chosen, abstract_params)) if chosen else None
 
-    def read_weights(self, chosen: Chosen, abstract_params: Any) -> Any:
+    def read_weights(self, chosen: Chosen, abstract_params: Any, part: bool = False) -> Any:
         """The parameters of a checkpoint, which may hold a whole state or {"params": parameters}.
 
-        They are placed and cast as `abstract_params` says. The rest of the state is not read. Raises InputError if the
-        checkpoint has other parameters.
+        They are placed and cast as `abstract_params` says. The rest of the state is not read. part: `abstract_params`
+        has only some of them. Raises InputError if the checkpoint has other parameters.
         """
         wanted = {"params": abstract_params}
         saved = {name: tree for name, tree in orbax_folder.tree(chosen.folder / "state").items() if name in wanted}
-        compatible.compare(saved, wanted, f"{chosen.folder}", casts=True)
+        compatible.compare(saved, wanted, f"{chosen.folder}", casts=True, part=part)
         return orbax_folder.read_arrays(chosen.folder / "state", wanted)["params"]
 
     def _steps(self) -> list[int]:

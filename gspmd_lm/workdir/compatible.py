@@ -74,8 +74,11 @@ def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
-    """Raises InputError where the arrays of two trees differ in name, shape or, unless they are cast, dtype."""
+def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool = False) -> None:
+    """Raises InputError where the arrays of two trees differ in name, shape or, unless they are cast, dtype.
+
+    part: `wanted` is a part of what was saved.
+    """
     saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
 
     def same(name: str) -> bool:
@@ -84,7 +87,9 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False) -> None:
 
     problems = {
         "missing": [f"{name}: {wanted_arrays[name]}" for name in wanted_arrays if name not in saved_arrays],
-        "unexpected": [f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays],
+        "unexpected": [
+            f"{name}: {saved_arrays[name]}" for name in saved_arrays if name not in wanted_arrays and not part
+        ],
         "different": [
             f"{name}: {saved_arrays[name]} in the checkpoint, {wanted_arrays[name]} wanted"
             for name in wanted_arrays

@@ -66,7 +66,9 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
     with closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_in_flight_gb(arrays.values()))) as reader:
         parts = {name.partition(".")[0] for name in arrays}
         asked: Any = {name: part for name, part in saved.items() if name in parts}
-        asked = jax.tree_util.tree_map_with_path(lambda path, _: arrays[compatible.name_of(path)], asked)
+        asked = jax.tree_util.tree_map_with_path(
+            lambda path, _: arrays.get(compatible.name_of(path), ocp.PLACEHOLDER), asked
+        )
         restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
         args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
         restored = dict(compatible.named(reader.restore(folder, args=args)))

@@ -6,8 +6,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.generate import Generator, programs_for
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding import rules_file
@@ -62,6 +64,14 @@ def generator(weights, filled, prompts):
         rules = filled(rules)
         devices = jax.devices()[: rules.devices]
         built, _ = programs_for(cfg, rules, devices, "cpu", prompts, new_tokens=10, batch=batch, tokenizer=Bytes())
-        return Generator(built, jax.device_put(weights(cfg.model), built.param_shardings), Bytes())
+        drawn = flatten_dict(weights((eight_bits.without(cfg) or cfg).model))
+
+        def read(wanted):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, like: jax.device_put(drawn[*(key.key for key in path)].astype(like.dtype), like.sharding),
+                wanted,
+            )
+
+        return Generator(built, eight_bits.reading(cfg.model, read)(built.abstract_params), Bytes())
 
     return build
