@@ -1,6 +1,7 @@
 """Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
+    python -m benchmarks.foresight eight_bits [--rows 2] [--write]    # as plan estimates them; these rows compiled too
     python -m benchmarks.foresight priced --rows 49 50    # as plan estimates them, without a compiler
     python -m benchmarks.foresight refitted [--write]
     python -m benchmarks.foresight order [--rows 13] [--write]    # likewise
@@ -19,7 +20,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,9 @@ BYTES = {"layout": "layout", "target": "target", "sent_gb": "sent, GB", "floor_g
          "of_the_step": "of the step"}  # fmt: skip
 FITS = {"row": "trained row", "limit_gib": "limit, GiB", "needs_gib": "needs, GiB", "share": "of the limit",
         "fits": "in 98%", "date": "on"}  # fmt: skip
+EIGHT_BITS = {"row": "published run", "published_s": "published s", "published_bf16_s": "published s, bfloat16",
+              "published_ratio": "ratio", "estimated": "estimated s of s in bfloat16 (ratio), error",
+              "compiled": "the same, compiled", "date": "on"}  # fmt: skip
 COMPILATION = {"program": "program", "compile_s": "compiled in s", "most_gb": "most memory of the process, GB",
                "fits": "fits", "step_time_s": "predicted step, s"}  # fmt: skip
 
@@ -81,6 +85,34 @@ def times(numbers: Sequence[int] | None) -> list[dict[str, Any]]:
     return [errors.compared(number, row, kept.get(row.name, {})) for number, row in enumerate(published)]
 
 
+def of_8_bits(row: step_times.Row, kept: Mapping[str, Any], compiles: bool) -> dict[str, Any]:
+    """A published row with operands of 8 bits beside the same run in bfloat16, as plan's prices have both.
+
+    compiles: both are compiled too. Otherwise what was predicted from compiled programs stays as it is kept.
+    """
+    both, where = (row, dataclasses.replace(row, matmul_dtype=None)), target.parse(row.target)
+    prices = [Estimator(one.config(), where).estimate(one.rules().fill(where.devices)).step_time_s for one in both]
+    compiled_s = [predicted(one)["predicted_s"] for one in both] if compiles else kept.get("compiled_s", [])
+    return {
+        "row": row.name,
+        "published_s": row.step_time_s,
+        "published_bf16_s": row.bf16_s or "",
+        "estimated": _beside(prices, row.step_time_s),
+        "compiled": _beside(compiled_s, row.step_time_s),
+        "compiled_s": compiled_s,
+        "published_ratio": f"{row.step_time_s / row.bf16_s:.2f}" if row.bf16_s else "",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _beside(seconds: Sequence[float], published_s: float) -> str:
+    """Seconds in 8 bits and in bfloat16, with their ratio, and how far the first are off."""
+    if not seconds:
+        return ""
+    narrow_s, wide_s = seconds
+    return f"{narrow_s:.2f} of {wide_s:.2f} ({narrow_s / wide_s:.2f}), {narrow_s / published_s - 1:+.1%}"
+
+
 def estimated(numbers: Sequence[int]) -> list[dict[str, Any]]:
     """Published rows beside what plan's prices say of them."""
     found = []
@@ -112,7 +144,7 @@ def refitted() -> list[dict[str, Any]]:
     The best slowdown has the least sum of squared errors, in steps of a hundredth.
     """
     published = step_times.rows()
-    shown = {n: _program(published[n]) for n in (8, 9, 10, 11, 12)}
+    shown = {n: program(published[n]) for n in (8, 9, 10, 11, 12)}
 
     def off(number: int, slowdown: float) -> float:
         module, chip, network = shown[number]
@@ -134,7 +166,7 @@ def refitted() -> list[dict[str, Any]]:
     return found
 
 
-def _program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
+def program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
     """The compiled program of a row, and the chips and links that it runs on."""
     where, rules = target.parse(row.target), row.rules()
     assert where.chip
@@ -237,7 +269,9 @@ def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("times", "priced", "refitted", "order", "bytes", "compilation", "fits"))
+    parser.add_argument(
+        "what", choices=("times", "eight_bits", "priced", "refitted", "order", "bytes", "compilation", "fits")
+    )
     parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -246,6 +280,12 @@ def main() -> None:
         kept = measure.read("foresight_order")
         rows = [order(pair) if number in wanted else kept[number] for number, pair in enumerate(PAIRS)]
         print(measure.markdown(rows, ORDER))
+    elif arguments.what == "eight_bits":
+        published = step_times.rows(step_times.EIGHT_BITS)
+        kept = {row["row"]: row for row in measure.read("foresight_eight_bits")}
+        wanted = arguments.rows or ()
+        rows = [of_8_bits(row, kept.get(row.name, {}), n in wanted) for n, row in enumerate(published)]
+        print(measure.markdown(rows, EIGHT_BITS))
     elif arguments.what == "bytes":
         rows = [sent(layout, "h100:8", "data.batch=16") for layout in ("tp8", "fsdp8", "fsdp2_tp4")]
         rows.append(sent("tp8", "v5p:2x2x2", "data.batch=2"))  # it splits no rows and keeps all activations

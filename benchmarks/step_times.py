@@ -19,7 +19,9 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
-TRAINED, PIPELINES = PUBLISHED.with_name("trained.yaml"), PUBLISHED.with_name("pipelines.yaml")
+TRAINED, PIPELINES, EIGHT_BITS = (
+    PUBLISHED.with_name(f"{kind}.yaml") for kind in ("trained", "pipelines", "eight_bits")
+)
 
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
 # for Trillium and A3 Ultra, the product that is added to the residual stream: as many bytes as the sum, our `residual`,
@@ -133,6 +135,8 @@ class Row:
     weight_rows: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the rules' table, besides embed's
     context: str = ""  # how keys reach the queries of a sequence that is split over context: gather, ring or ulysses
     weights: str = "float32"
+    matmul_dtype: str | None = None  # of operands of 8 bits
+    bf16_s: float | None = None  # the step of the same run in bfloat16
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of stages, over `stage`
@@ -155,7 +159,8 @@ class Row:
     @property
     def name(self) -> str:
         """'llama3.1-8b on v6e:2x4, 3 x 8192'"""
-        return f"{self.model} on {self.target}, {self.per_device_batch:g} x {self.seq}"
+        operands = f", {self.matmul_dtype}" if self.matmul_dtype else ""
+        return f"{self.model} on {self.target}, {self.per_device_batch:g} x {self.seq}{operands}"
 
     @property
     def jax(self) -> bool:
@@ -174,6 +179,7 @@ class Row:
                 "layers": self.L, "embed": self.D, "heads": self.N, "kv_heads": self.K, "head_dim": self.H,
                 "mlp": self.F, "vocab": self.V, "context": self.seq, "mlp_kind": "gated" if self.gated else "plain",
                 "activation": self.activation, "tied_embeddings": self.tied, "weight_dtype": self.weights,
+                "matmul_dtype": self.matmul_dtype,
                 "block": self.block, "shared_norm": self.shared_norm, "norm": self.norm, "norm_bias": self.biases,
                 "qkv_bias": self.biases, "attention_out_bias": self.biases, "mlp_bias": self.biases,
                 "positions": self.positions, "qk_norm": self.qk_norm, "post_norms": self.post_norms,

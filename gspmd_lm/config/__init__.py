@@ -42,7 +42,13 @@ class Optimizer:
     b1: BelowOne = 0.9  # the decay of the mean of gradients
     b2: BelowOne = 0.95  # the decay of the mean of their squares
     eps: NotNegative = 1e-8  # added to the denominator of an update
+    # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
+    mu_dtype: Literal["float32", "bfloat16"] | None = None
     clip_norm: NotNegative = 1.0  # 0 means none
+
+    def __post_init__(self):
+        if self.mu_dtype and self.name == "adafactor":
+            raise ValueError(f"mu_dtype={self.mu_dtype}: adafactor keeps no mean of gradients; leave mu_dtype out")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -11,6 +11,7 @@ from gspmd_lm.convert.layer_fields import (
     LaterTokens,
     LayerTypes,
     LinearLayers,
+    MlpTypes,
     SharedExperts,
     SparseLayers,
     Window,
@@ -41,10 +42,13 @@ def _deepseek_router(groups: int, used: int, scale: float):
     )  # fmt: skip
 
 
-_DEEPSEEK = (
-    *LLAMA_SIZES, EPS, LatentSizes(), Rope(turned_name="qk_rope_head_dim"), SILU, UNTIED,
+_LATENT = (
+    *LLAMA_SIZES, Rope(turned_name="qk_rope_head_dim"), SILU, UNTIED,
     Fixed("attention_bias", False, "has biases in latent attention, which are not supported"),
     Fixed("rope_interleave", True, "pairs the numbers that are rotated otherwise, which is not supported"),
+)  # fmt: skip
+_DEEPSEEK = (
+    EPS, LatentSizes(), *_LATENT,
     Fixed("moe_layer_freq", 1, "has layers without experts between those with experts, which is not supported"),
 )  # fmt: skip
 # Settings of parallelism, and of a loss for equal loads: model.balance row is that loss.
@@ -124,6 +128,16 @@ EXPERT_FAMILIES = (
             Renamed("first_k_dense_replace", "dense_layers", 3, may_be_zero=True), SharedExperts(), LaterTokens(),
         ),
         names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING, ("kimi_k2",),
+    ),
+    Family(
+        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "model.",
+        (
+            _EPS_5, LatentSizes(768, 192, 256), *_LATENT, *_deepseek_router(1, 1, 1.8),
+            Renamed("n_routed_experts num_local_experts", "experts", 64),
+            Renamed("num_experts_per_tok", "experts_per_token", 4),
+            Renamed("moe_intermediate_size", "expert_mlp", 1536), MlpTypes(), SharedExperts(), LaterTokens(),
+        ),
+        names.DEEPSEEK, INV_FREQ, _DEEPSEEK_TRAINING,
     ),
     Family(
         "DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", "model.",

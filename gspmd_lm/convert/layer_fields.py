@@ -223,6 +223,28 @@ class DenseLayers:
 
 
 @dataclasses.dataclass(frozen=True)
+class MlpTypes:
+    """mlp_layer_types: which layers are dense, the first ones, and which have experts."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        types = reader.get(["mlp_layer_types"], _mlp_types(1, layers))
+        count = types.count("dense") if isinstance(types, list) else 0
+        if types != _mlp_types(count, layers):
+            reader.refuse("mlp_layer_types", types, "are not dense ones and then sparse ones, one for each layer")
+        if (first := reader.get(["first_k_dense_replace"], count)) != count:
+            reader.refuse("first_k_dense_replace", first, f"contradicts mlp_layer_types, which has {count} dense ones")
+        values["dense_layers"] = count
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {"mlp_layer_types": _mlp_types(model.dense_layers, model.layers)}
+
+
+def _mlp_types(dense: int, layers: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (layers - dense)
+
+
+@dataclasses.dataclass(frozen=True)
 class SparseLayers:
     """Llama 4's layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
 
@@ -256,16 +278,20 @@ class SharedExperts:
 
 @dataclasses.dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of DeepSeek's latent attention. What is rotated of a head is `Rope`'s."""
+    """The sizes of DeepSeek's latent attention, with defaults. What is rotated of a head is `Rope`'s."""
+
+    q_rank: int = 1536
+    own: int = 128
+    v_head_dim: int = 128
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        turned, own = reader.number(["qk_rope_head_dim"], 64), reader.number(["qk_nope_head_dim"], 128)
-        q_rank = reader.get(["q_lora_rank"], None if "q_lora_rank" in reader.raw else 1536)
+        turned, own = reader.number(["qk_rope_head_dim"], 64), reader.number(["qk_nope_head_dim"], self.own)
+        q_rank = reader.get(["q_lora_rank"], None if "q_lora_rank" in reader.raw else self.q_rank)
         values["head_dim"] = turned + own
         values["latent_attention"] = {
             "kv_rank": reader.number(["kv_lora_rank"], 512),
             "q_rank": 0 if q_rank is None else reader.positive("q_lora_rank", q_rank),
-            "v_head_dim": reader.number(["v_head_dim"], 128),
+            "v_head_dim": reader.number(["v_head_dim"], self.v_head_dim),
         }
         for name, value in (("head_dim", turned), ("qk_head_dim", turned + own)):  # as transformers writes them
             if reader.get([name], value) != value:

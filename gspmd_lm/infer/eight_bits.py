@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -36,19 +36,23 @@ def reading(model: ModelConfig, read: Read) -> Read:
 
 
 def _quantised(model: ModelConfig, read: Read, wanted: Any) -> Any:
-    named, likes = flatten_dict(parameters(model).named_params), flatten_dict(wanted)
+    named, likes = _flat(parameters(model).named_params), _flat(wanted)
     matrices = {(*path[:-1], SCALES[path[-1]]): path for path in likes if path[-1] in SCALES}  # path -> that of scales
     others = {path: like for path, like in likes.items() if path not in matrices and path not in matrices.values()}
-    weights = flatten_dict(read(unflatten_dict(others)))
+    weights = _flat(read(unflatten_dict(others)))
     for path, scales in matrices.items():
         like, axes = likes[path], named[path].axes
         source = jax.ShapeDtypeStruct(like.shape, model.compute_dtype, sharding=like.sharding)
-        (matrix,) = flatten_dict(read(unflatten_dict({path: source}))).values()
+        (matrix,) = _flat(read(unflatten_dict({path: source}))).values()
         over = tuple(range(sum(axis in STACKED for axis in axes), first_output(axes)))
         quantise = _program(over, like.dtype, like.sharding, likes[scales].sharding)
         weights[path], weights[scales] = jax.block_until_ready(quantise(matrix))
         matrix.delete()
     return unflatten_dict(weights)
+
+
+def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
+    return cast(Any, flatten_dict(tree))
 
 
 @functools.lru_cache(maxsize=64)

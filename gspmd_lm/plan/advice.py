@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
-from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
@@ -111,16 +110,17 @@ def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
     tried: list[tuple[str, str, Any]] = [
         ("data", "batch", config.data.batch // 2), ("data", "seq", config.data.seq // 2),
         ("model", "weight_dtype", "bfloat16"), ("optimizer", "name", "adafactor"),
+        ("optimizer", "mu_dtype", "bfloat16"),
     ]  # fmt: skip
     before, savings = nearest.estimate.peak_bytes, []
     for section, key, value in tried:
         if not value:  # half of a single row, or token
             continue
-        changed = {section: dataclasses.replace(getattr(config, section), **{key: value})}
         try:
+            changed = {section: dataclasses.replace(getattr(config, section), **{key: value})}
             estimator = Estimator(dataclasses.replace(config, **changed), plan.target)
             after = estimator.estimate(nearest.rules).peak_bytes
-        except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
+        except ValueError:  # the layout does not divide the smaller batch, or another setting does not allow it
             continue
         if after < before:
             savings.append((f"{section}.{key}={value}", before - after))

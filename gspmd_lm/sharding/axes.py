@@ -126,7 +126,6 @@ QUANTISED = (
 )  # fmt: skip
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
 SCALES = {f"{name}_scale": name for name in QUANTISED}  # scales of a weight that rests in 8 bits -> the weight
-WEIGHTS |= {name: f"scales of {of}, one for each output, where it rests in 8 bits" for name, of in SCALES.items()}
 WEIGHTS |= {
     name: f"{'first' if name.endswith('_a') else 'second'} matrix of the adapter of {of}"
     for name, of in ADAPTERS.items()
@@ -162,7 +161,7 @@ _OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memor
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,
-    weights=WEIGHTS,
+    weights=WEIGHTS | {name: f"scales of the outputs of {of}, in 8 bits" for name, of in SCALES.items()},
     adapters=ADAPTERS | SCALES,
     stages="layers",
     activations=ACTIVATIONS,

@@ -33,8 +33,9 @@ class State(NamedTuple):
 
 
 def arrays(config: Config | Task) -> Arrays:
-    """The parameters and the optimizer state of what is computed. Raises InputError if a state's axes are not known, and for
-    weights of 8 bits.
+    """The parameters and the optimizer state of what is computed.
+
+    Raises InputError if a state's axes are not known, and for weights of 8 bits.
     """
     task = decoder.task(config)
     if task.config and (dtype := task.config.model.weight_dtype) in EIGHT_BITS:

@@ -159,6 +159,25 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
 
 
+def test_weights_of_8_bits_are_made_while_they_are_read(verb, workdir, folder, tmp_path):
+    """Of a run and of a published folder. A text is scored beside the weights as they came."""
+    text, small = tmp_path / "text.txt", "--set=model.weight_dtype=int8"
+    text.write_text("0123456789" * 10)
+    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", small, *PLACE)
+    assert code == 0 and "matmuls: block weights are int8, and float32 where they are multiplied" in out, err
+    loss, change = float(out.split("loss ")[1].split(",")[0]), float(out.split("loss ")[2].split(",")[0])
+    assert "; weights of int8 against float32 on this text: loss " in out
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    assert abs(loss - float(out.split("loss ")[1].split(",")[0]) - change) < 2e-4 and abs(change) < 0.01
+    said = []
+    for place in (workdir, folder):
+        flags = f"--workdir={place}", "--prompt=01", "--max_new_tokens=6", small, "--rules=single", *QUICKLY
+        code, out, err = verb("generate", *flags)
+        assert code == 0, err
+        said.append(out)
+    assert said[0] == said[1]
+
+
 def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb, workdir, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("0123456789" * 10)

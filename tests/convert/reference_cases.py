@@ -165,6 +165,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 8, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
         "q_lora_rank": 20, "rope_scaling": _MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-3,
     }),
+    # Values as wide as keys, and kinds of layers in a list.
+    "glm4-moe-lite": ("glm4_moe_lite", _LATENT | {
+        "n_routed_experts": 8, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "v_head_dim": 12, "q_lora_rank": 20, "rms_norm_eps": 1e-3,
+    }),
     "deepseek-v2": ("deepseek_v2", _LATENT | {
         "n_routed_experts": 8, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
         "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "q_lora_rank": 20,

@@ -22,7 +22,13 @@ MORE_PADDED = {
     "gptj": ["model.padded_heads=9", "model.padded_vocab=128"],
 }
 # Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
-SAME_AS = {"ernie": "llama", "chatglm": "glm", "starcoder-all-heads": "gpt2", "longrope-short": "llama"}
+SAME_AS = {
+    "glm4-moe-lite": "deepseek_v3",
+    "ernie": "llama",
+    "chatglm": "glm",
+    "starcoder-all-heads": "gpt2",
+    "longrope-short": "llama",
+}
 CASES = list(references.CASES)
 # One case of each kind of norm, bias, attention, mixture and table. `pytest -m slow` has the others.
 BACKWARD = ("llama3", "gemma2", "phi3", "gpt2", "opt-350m", "bloom", "falcon-40b", "gptj", "cohere", "olmo2", "phimoe")

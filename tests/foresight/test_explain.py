@@ -51,7 +51,7 @@ def test_explain_says_what_there_is_to_say(run, tmp_path):
 def test_a_prediction_for_a_chip_that_is_not_here(run, tmp_path):
     path = tmp_path / "out.json"
     # The program that other tests look at too.
-    asked = (*SMALL, "--set=model.compute_dtype=bfloat16", "--set=data.packing=stream")
+    asked = (*SMALL, "--set=model.compute_dtype=bfloat16", "--set=data.packing=stream", "--set=data.batch=2")
     code, out, _ = run("explain", "fsdp2_tp4", "--target=v5e:2x4", *asked, f"--json={path}")
     assert code == 0 and "Step time" in out
     found = json.loads(path.read_text())

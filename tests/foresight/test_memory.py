@@ -115,10 +115,10 @@ def whole_matrices(request):
             yield row.path, tuple(sorted(sizes))
 
 
-def test_no_gradient_is_held_whole_while_layers_are_computed(in_bfloat16, cache):
+def test_no_gradient_is_held_whole_while_layers_are_computed(request_of, cache):
     """When the backward pass of the layers begins, the table's gradient is reduced: nothing of a weight's whole size
     that was made before it is read in it or after it."""
-    wanted = in_bfloat16("v5e:2x4")
+    wanted = request_of("fsdp8", "v5e:2x4")
     (program,) = programs([wanted], cache=str(cache))
     entry = hlo.parse(program.text).entry.instructions
     order = list(entry)

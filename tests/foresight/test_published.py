@@ -13,6 +13,7 @@ from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.known_errors import Kind
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.runtime import compiler
 from gspmd_lm.train import state
 
@@ -47,6 +48,20 @@ def test_validation_has_the_other_tables_too(name):
     table = measure.markdown(measure.read(f"foresight_{name}"), getattr(foresight, name.upper()))
     assert table in VALIDATION
     assert foresight_memory.table(measure.read("foresight_memory")) in VALIDATION
+
+
+def test_runs_with_operands_of_8_bits_are_those_that_were_compared():
+    """None of them was fitted to, and the only published order is the estimated one."""
+    rows, kept = step_times.rows(step_times.EIGHT_BITS), measure.read("foresight_eight_bits")
+    assert [row["row"] for row in kept] == [row.name for row in rows]
+    assert measure.markdown(kept, foresight.EIGHT_BITS) in VALIDATION
+    both = rows[0], dataclasses.replace(rows[0], matmul_dtype=None)
+    where = target.parse(rows[0].target)
+    narrow_s, wide_s = (
+        Estimator(one.config(), where).estimate(one.rules().fill(where.devices)).step_time_s for one in both
+    )
+    assert kept[0]["estimated"] == foresight._beside([narrow_s, wide_s], rows[0].step_time_s)
+    assert 0.9 < (narrow_s / wide_s) / (rows[0].step_time_s / rows[0].bf16_s) < 1.1
 
 
 def test_sentences_give_the_figures_that_are_kept():

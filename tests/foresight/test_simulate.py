@@ -78,8 +78,8 @@ def module(body, computations="", devices=4, slices=()):
     )
 
 
-def predicted(body, computations="", links=None, flops=0.0, tokens=0.0):
-    found = predict.predict(module(body, computations), CHIP, links or Links(), flops, tokens)
+def predicted(body, computations="", links=None, flops=0.0, tokens=0.0, chip=CHIP):
+    found = predict.predict(module(body, computations), chip, links or Links(), flops, tokens)
     parts = (
         found.matmul_s + found.attention_s + found.other_s + found.exposed_communication_s + found.exposed_host_copy_s
     )
@@ -234,9 +234,9 @@ def test_turns_that_cannot_be_told_are_listed_and_counted_once():
 
 def test_what_cannot_be_priced_is_listed_with_its_share():
     found = predicted(
-        '  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="Mystery"\n  %k = f32[8,8]{1,0} copy(%p)\n  %o = (f32[8,8]{1,0}, f32[8,8]{1,0}, s32[]) sort(%p, %p), to_apply=%sum\n'
+        '  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="Mystery"\n  %k = f32[8,8]{1,0} copy(%p)\n  %o = (f32[8,8]{1,0}, f32[8,8]{1,0}, s32[]) rng(%p, %p), to_apply=%sum\n'
     )
-    assert found.unpriced == {"sort": pytest.approx(1028 / 2052), "custom-call Mystery": pytest.approx(512 / 2052)}
+    assert found.unpriced == {"rng": pytest.approx(1028 / 2052), "custom-call Mystery": pytest.approx(512 / 2052)}
     assert found.unpriced_share == pytest.approx(1540 / 2052) and ns(found.step_time_s) == 2052  # its bytes at least
 
 
@@ -250,6 +250,8 @@ def test_host_copies_run_beside_compute_each_direction_on_its_own():
 """
     found = predicted(both)
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
+    halves = predicted(both, chip=dataclasses.replace(CHIP, devices_per_chip=2))  # two devices share the link
+    assert ns(halves.step_time_s) == 2 * 1024
 
 
 WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] {

@@ -1,7 +1,5 @@
 """Weights that rest in 8 bits: what they are made of, that layouts change no token, and what refuses them."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +7,13 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from gspmd_lm import config as configs
-from gspmd_lm import session
 from gspmd_lm.config import LatentAttention
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight import explain, hlo
-from gspmd_lm.foresight.compile import CompileRequest, programs
+from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import settled
 from gspmd_lm.model.weights import first_output
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.quantised import at_rest
@@ -63,8 +58,10 @@ def test_a_weight_is_rounded_by_less_than_a_step_of_its_scale(dtype):
 
 
 def test_outputs_begin_after_what_is_summed_over():
-    spelled = {"embed heads head_dim": 1, "heads head_dim embed": 2, "layers mlp embed": 2, "layers embed mlp": 2,
-               "kv_rank heads head_dim": 1, "embed rope_dim": 1, "expert embed mlp": 2, "expert mlp embed": 2}  # fmt: skip
+    spelled = {
+        "embed heads head_dim": 1, "heads head_dim embed": 2, "layers mlp embed": 2, "layers embed mlp": 2,
+        "kv_rank heads head_dim": 1, "embed rope_dim": 1, "expert embed mlp": 2, "expert mlp embed": 2,
+    }  # fmt: skip
     assert {names: first_output(names.split()) for names in spelled} == spelled
 
 
@@ -110,6 +107,27 @@ def test_what_is_not_supported_is_refused(small):
         small(weight_dtype="int8", experts=4, experts_per_token=2)
     with pytest.raises(ValueError, match="matmul_dtype: fp8 does not go with weight_dtype: int8"):
         small(weight_dtype="int8", matmul_dtype="fp8")
+
+
+@pytest.mark.slow
+def test_no_copy_of_a_weight_is_made_on_a_tpu():
+    """A device holds and reads half, and its program has no more temporaries than that of bfloat16."""
+    sizes = ["layers=2", "embed=1024", "mlp=4096", "head_dim=128", "heads=8", "kv_heads=8", "context=128",
+             "compute_dtype=bfloat16", "matmul_precision=default"]  # fmt: skip
+    found = {}
+    for dtype in ("bfloat16", "int8"):
+        sets = [*(f"model.{one}" for one in sizes), f"model.weight_dtype={dtype}", "data.batch=8", "data.seq=128"]
+        config, rules = configs.load("tiny", sets), rules_file.load("decode_tp8")
+        (found[dtype],) = explain.reports(config, [rules], targets.parse("v6e:2x4"), phase="decode")
+    wide, small = found["bfloat16"], found["int8"]
+    one_matrix_bytes = 2 * 1024 * 4096 // 8
+    matrices_bytes = 2 * 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096) // 8
+    assert wide.memory.weights_bytes - small.memory.weights_bytes == pytest.approx(matrices_bytes / 2, rel=0.01)
+    assert small.memory.temporaries_bytes < wide.memory.temporaries_bytes + one_matrix_bytes / 2
+    saved_s = matrices_bytes / 2 / targets.parse("v6e:2x4").chip.hbm_bytes_per_s
+    assert wide.floor.memory_s - small.floor.memory_s == pytest.approx(saved_s, rel=0.02)
+    assert wide.floor.compute_s == pytest.approx(small.floor.compute_s, rel=0.01)
+    assert "block weights are int8, and bfloat16 where they are multiplied" in small.matmuls
 
 
 # Weights of blocks that are multiplied in the compute dtype: they decide something, or are small.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm.config import Lora
+from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import ShardingError
 from gspmd_lm.train import state
@@ -108,9 +108,17 @@ def test_those_of_adapters_do_not_either(computed, name):
     assert len(jax.tree.leaves(gradients)) == 2 * 3 * 2  # two matrices; gate, up and down; experts and shared ones
 
 
-def agree(computed, name, model):
+@pytest.mark.slow
+def test_the_shipped_rules_of_deepseek_v3_do_neither(computed):
+    """Of 16 devices, 8 of which share the experts, with the three weights of latent attention that have no embed."""
+    latent = {"latent_attention": LatentAttention(kv_rank=16, q_rank=16, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
+    model = latent | {"dense_layers": 1, "balance": "bias_row", "routing": "sigmoid", "mlp_bias": False}
+    agree(computed, "fsdp_expert8", model, rules_file.load("fsdp_expert8").fill(16))
+
+
+def agree(computed, name, model, rules=None):
     """What was computed, after a comparison with one device."""
-    found = (sums, gradients), _ = computed(name, rules_of(name), **model)
+    found = (sums, gradients), _ = computed(name, rules or rules_of(name), **model)
     (want, wanted), _ = computed("single", "single", **model)
     assert abs(sums.loss / want.loss - 1) < 1e-5
     np.testing.assert_array_equal(sums.load_LC, want.load_LC)
