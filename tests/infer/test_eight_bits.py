@@ -22,23 +22,21 @@ from tests.convert import ours, references
 
 LATENT = {"latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
 LAYOUTS = [
-    ("tp8", "int8", {}), ("fsdp2_tp4", "fp8", LATENT),
+    ("fsdp2_tp4", "int8", LATENT),
     *(pytest.param(*one, marks=pytest.mark.slow)
-      for one in (("fsdp8", "int8", {}), ("tp8", "int8", LATENT), ("fsdp2_tp4", "fp8", {}), ("fsdp8", "int8", LATENT))),
+      for one in (("tp8", "int8", {}), ("fsdp8", "int8", {}), ("tp8", "fp8", LATENT), ("fsdp2_tp4", "fp8", {}),
+                  ("fsdp8", "fp8", LATENT))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "dtype", "model"), LAYOUTS)
 def test_a_layout_never_changes_a_token(layout, dtype, model, speaking, generator, prompts):
-    """Which are not those of the weights that the 8 bits are made of, so that these are what is read."""
     cfg = speaking(weight_dtype=dtype, **model)
     one, split = generator(cfg, "single"), generator(cfg, layout)
     wanted, found = (made.results(prompts, new_tokens=10, ends=()) for made in (one, split))
     assert [result.tokens for result in found] == [result.tokens for result in wanted]
     gaps, others = ([result.smallest_gap for result in results] for results in (wanted, found))
     assert min(gaps) > 1e-4 and others == pytest.approx(gaps, abs=1e-4)
-    whole = generator(eight_bits.without(cfg), "single").results(prompts, new_tokens=10, ends=())
-    assert [result.smallest_gap for result in whole] != pytest.approx(gaps, abs=1e-4)
     held = flatten_dict(split.params)
     small = {path[-1] for path, array in held.items() if array.dtype.itemsize == 1}
     scales = {path[-1] for path in held if path[-1] in axes.SCALES}
@@ -133,7 +131,7 @@ def test_no_copy_of_a_weight_is_made_on_a_tpu():
 # Weights of blocks that are multiplied in the compute dtype: they decide something, or are small.
 EXCEPTIONS = {"router", "shared_gate", "linear_a", "linear_b", "laurel_in", "laurel_out", "layer_gate", "layer_out",
               "altup_router", "altup_predict", "altup_correct"}  # fmt: skip
-SOME = ("llama", "deepseek-v3", "qwen3-next", "gemma3n")
+SOME = ("llama", "deepseek-v3")
 FAMILIES = [*SOME, *references.marked([name for name in references.CASES if name not in SOME], references.CASES)]
 
 
