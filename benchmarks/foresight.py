@@ -144,7 +144,7 @@ def refitted() -> list[dict[str, Any]]:
     The best slowdown has the least sum of squared errors, in steps of a hundredth.
     """
     published = step_times.rows()
-    shown = {n: _program(published[n]) for n in (8, 9, 10, 11, 12)}
+    shown = {n: program(published[n]) for n in (8, 9, 10, 11, 12)}
 
     def off(number: int, slowdown: float) -> float:
         module, chip, network = shown[number]
@@ -166,7 +166,7 @@ def refitted() -> list[dict[str, Any]]:
     return found
 
 
-def _program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
+def program(row: step_times.Row) -> tuple[hlo.Module, Chip, Network]:
     """The compiled program of a row, and the chips and links that it runs on."""
     where, rules = target.parse(row.target), row.rules()
     assert where.chip

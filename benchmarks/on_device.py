@@ -56,6 +56,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "heads of 256": {"head_dim": 256},
     "heads of 256 with a window": {"head_dim": 256, "sliding_window": 300},
     "soft-cap": {"attention_softcap": 30.0},
+    "full mask": {"mask": "full"},
 }
 PARTS = ("result", "dq", "dk", "dv", "dsinks")
 KERNEL_COLUMNS = {"case": "attention", "packed": "documents", "kernel": "kernel", "worst": "worst part",
@@ -96,7 +97,7 @@ def _documents(T: int) -> jax.Array:
 
 def _compared(kernel: str, fused: Any, cfg: config.ModelConfig, segments: Any, T: int) -> dict[str, Any]:
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        return attention.attend(q, k, v, segments, cfg, sinks_N=sinks)
+        return attention.attend(q, k, v, segments, cfg, own_RN=sinks)
 
     exact, rounded = _inputs(cfg, T), _inputs(cfg, T, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
@@ -126,7 +127,7 @@ def _ring(cfg: config.ModelConfig, T: int) -> dict[str, Any]:
 
 def _inputs(cfg: config.ModelConfig, T: int, dtype: Any = jnp.float32) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, T, heads, cfg.head_dim) for heads in (cfg.heads, cfg.kv_heads, cfg.kv_heads)] + [(cfg.heads,)]
+    shapes = [(2, T, heads, cfg.head_dim) for heads in (cfg.heads, cfg.kv_heads, cfg.kv_heads)] + [(1, cfg.heads)]
     made = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     return [x.astype(jnp.bfloat16).astype(dtype) for x in made]
 

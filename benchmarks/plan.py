@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan pricing [--write]    # seconds to estimate all layouts of a 405B model on 512 chips
     python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # estimates beside predictions
+    python -m benchmarks.plan stages [8-layers-h100:2x8] [--again]    # pipelines beside layouts without, or published
     python -m benchmarks.plan regret 8b-h100:8 [--minutes 5]    # the plan's best beside the best of 40 compiled
     python -m benchmarks.plan shipped 8b-h100:8    # the plan beside every rules file of rules/ that fits
     python -m benchmarks.plan published --rows 8 9    # the plan beside published layouts, tuned by hand
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import measure
+from benchmarks import measure, step_times
 from benchmarks.layouts import LLAMA_1B, PAIRS
 from benchmarks.published_plans import kept, published, published_prices, show_published, show_published_prices
 from gspmd_lm import config as configs
@@ -38,9 +39,11 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import search
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.estimate import Estimate, Estimator
+from gspmd_lm.plan.parts import parts
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
 from gspmd_lm.train.step import build_step
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
@@ -79,6 +82,10 @@ CASES = {
     "1b-2@v6e:2x4": _1b("2@v6e:2x4", 64),
     "8b-v5e:4x8": _llama("8b", "v5e:4x8", 32),
     "70b-v5p:4x4x8": _llama("70b", "v5p:4x4x8", 256),
+    **{
+        f"8-layers-{target}": Case("llama3_8b", ("model.layers=8", "data.batch=64", "data.seq=4096"), target)
+        for target in ("h100:8", "h100:2x8", "h100:2x8/100", "v5p:2x2x2")
+    },
 }
 LARGE = _llama("405b", "v5p:8x8x8", 512)
 
@@ -117,6 +124,12 @@ class Bench:
         row = {"case": self.name, "rules": raw, **of_report(report, failure), **more}
         measure.write(self.kept, [*kept(self.kept), row])
         return row
+
+    def compile_again(self, layouts: Iterable[dict[str, Any]]) -> None:
+        for raw in layouts:
+            others = [row for row in kept(self.kept) if (row["case"], row["rules"]) != (self.name, raw)]
+            measure.write(self.kept, others)
+            self.compiled(raw)
 
 
 def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
@@ -172,13 +185,27 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def rank(name: str, count: int, again: bool) -> None:
     bench = Bench(name, "plan_rank")
     done = [row["rules"] for row in bench.rows() if bench.rankable(bench.estimate(row["rules"]))]
-    for raw in done if again else ():
-        others = [row for row in kept(bench.kept) if (row["case"], row["rules"]) != (name, raw)]
-        measure.write(bench.kept, others)
-        bench.compiled(raw)
+    if again:
+        bench.compile_again(done)
     wanted = done if len(done) >= count else [*done, *(raw for raw in stratified(bench, count) if raw not in done)]
     for raw in wanted[: max(count, len(done))]:
         bench.compiled(raw)
+    show_rank(bench)
+
+
+def stages(name: str | None, again: bool) -> None:
+    """Layouts with stages, and some without, beside estimates; without a case, published runs beside estimates."""
+    if name is None:
+        for row in step_times.rows(step_times.PIPELINES):
+            where, config = targets.parse(row.target), row.config()
+            rules = state.settled(config, row.rules().fill(where.devices), where.processor)
+            estimate = Estimator(config, where).estimate(rules)
+            print(f"{row.name}: published {row.step_time_s:.2f} s, estimated {estimate.step_time_s:.2f} s, "
+                  f"{estimate.peak_bytes / 1e9:.0f} GB")  # fmt: skip
+        return
+    bench = Bench(name, "plan_stages")
+    if again:
+        bench.compile_again([row["rules"] for row in bench.rows()])
     show_rank(bench)
 
 
@@ -272,7 +299,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
     raw = {"mesh": {"fsdp": target.devices // 8, "tensor": 8}, "rules": {"batch": "fsdp", "heads": "tensor",
            "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}, "weights": {"embed": "fsdp"}}  # fmt: skip
     rules = rules_file.from_dict(raw, "fsdp_tensor").fill(target.devices)
-    graph = traces.trace(rules).graph
+    (whole,) = parts(rules, traces)
     step = build_step(config, rules, traces.arrays, targets.devices(target))
     took = {}
 
@@ -284,7 +311,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
         took[name] = round(1000 * (time.process_time() - began) / times, 1)
         return result
 
-    timed("transfers_ms", lambda: DecoderTransfers(rules, traces.arrays, graph).all)
+    timed("transfers_ms", lambda: DecoderTransfers(whole, traces.arrays).all)
     traced = timed("trace_ms", step.trace_train, 1)
     timed("reading_ms", lambda: read_train(step, traced))
     return took
@@ -344,7 +371,9 @@ def shipped(name: str, minutes: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pricing", "rank", "regret", "shipped", "published", "prices", "show"))
+    parser.add_argument(
+        "what", choices=("pricing", "rank", "stages", "regret", "shipped", "published", "prices", "show")
+    )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--count", type=int, default=16, help="how many layouts are ranked")
     parser.add_argument("--again", action="store_true", help="predict kept layouts anew, after prices have changed")
@@ -360,8 +389,9 @@ def main() -> None:
         if arguments.write:
             measure.write("plan_pricing", [row])
     elif arguments.what == "show":
-        for name in dict.fromkeys(row["case"] for row in kept("plan_rank")):
-            show_rank(Bench(name, "plan_rank"))
+        for file in ("plan_rank", "plan_stages"):
+            for name in dict.fromkeys(row["case"] for row in kept(file)):
+                show_rank(Bench(name, file))
         show_estimates()
         show_memory()
         recorded()
@@ -373,6 +403,8 @@ def main() -> None:
         published(arguments.rows, arguments.minutes)
     elif arguments.what == "rank":
         rank(arguments.case, arguments.count, arguments.again)
+    elif arguments.what == "stages":
+        stages(arguments.case, arguments.again)
     elif arguments.what == "regret":
         regret(arguments.case, arguments.minutes)
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
-from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.foresight.timing import gathers, op_time
 from gspmd_lm.hardware import network, target
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.train import state
@@ -69,6 +69,9 @@ FITTED = (
     Constant("on-chip memory over HBM, TPU", f"{op_time.ON_CHIP_SPEED}", "scaling book"),
     Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608", (), _GPUS),
     Constant("splash attention", "cycles", "libtpu's schedules"),
+    Constant("gathers, sorts and sums of few rows, TPU", "cycles", "libtpu's schedules"),
+    Constant("gathers on SparseCores", f"{gathers.SPARSECORE_PIECES_PER_S / 1e9:.2f} G pieces/s",
+             "a gather in jax's documentation"),
     Constant("FLOPs per cycle, v6e and tpu7x", f"{CHIPS['v6e'].peak_bf16_flops_per_s / CHIPS['v6e'].clock_hz:,.0f}",
              "the compiler's cycles of matmuls"),
     Constant("NVLink share", f"{network.NVLINK_SHARE:g}", "scaling book"),

@@ -1,8 +1,8 @@
 """Published runs as configs and rules of this project: what a prediction is checked against.
 
-`rows` reads published/step_times.yaml, whose rows have a time, or published/trained.yaml, whose rows ran on the
-hardware they name and so must fit. `config` and `rules` of a row are ordinary ones, which `explain` compiles like any
-other.
+`rows` reads published/step_times.yaml, whose rows have a time, published/trained.yaml, whose rows ran on the hardware
+they name and so must fit, or published/pipelines.yaml, whose rows have stages. `config` and `rules` of a row are
+ordinary ones, which `explain` compiles like any other.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
 
 PUBLISHED = Path(__file__).parent / "published" / "step_times.yaml"
-TRAINED = PUBLISHED.with_name("trained.yaml")
-EIGHT_BITS = PUBLISHED.with_name("eight_bits.yaml")
+TRAINED, PIPELINES, EIGHT_BITS = (
+    PUBLISHED.with_name(f"{kind}.yaml") for kind in ("trained", "pipelines", "eight_bits")
+)
 
 # MaxText's names of what a layer keeps, as ours. What a row calls attention_out is MaxText's `out_proj` in the recipes
 # for Trillium and A3 Ultra, the product that is added to the residual stream: as many bytes as the sum, our `residual`,
@@ -138,6 +139,7 @@ class Row:
     bf16_s: float | None = None  # the step of the same run in bfloat16
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
+    pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of stages, over `stage`
     sequence_parallel: bool = True  # where there is tensor parallelism
     optimizer_over: str = ""
     tflops_per_device: float | None = None
@@ -193,9 +195,9 @@ class Row:
         return configs.from_dict(raw, self.name)
 
     def rules(self) -> Rules:
-        """Where and how it ran: ZeRO-3 over fsdp, copies over data and, where the row has them, tensor parallelism and
-        a split sequence, over whose devices weights are split too."""
-        rows: dict[str, Any] = {"batch": [axis for axis in ("data", "fsdp") if axis in self.mesh]}
+        """Where and how it ran: ZeRO-3 over fsdp, copies over data and, where the row has them, stages, tensor
+        parallelism and a split sequence, over whose devices weights are split too."""
+        rows: dict[str, Any] = {"batch": [axis for axis in ("stage", "data", "fsdp") if axis in self.mesh]}
         rows |= {"seq": "context"} if self.context else {}
         if "tensor" in self.mesh:
             rows |= dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
@@ -209,6 +211,8 @@ class Row:
             "attention": {platform: _KERNELS[self.attention]},
             "microbatches": self.microbatches,
         }
+        if self.pipeline:
+            raw |= {"pipeline": dict(self.pipeline), "weights": {"layers": "stage", **raw["weights"]}}
         raw |= {"context": self.context} if self.context else {}
         raw |= {"dcn": dict(self.dcn)} if self.dcn else {}
         raw |= {"optimizer": {"embed": self.optimizer_over}} if self.optimizer_over else {}

@@ -1,4 +1,4 @@
-"""A convolutional classifier of images in plain Flax. Only the task below the model knows of this project."""
+"""A convolutional classifier of images with batch norm, in plain Flax. Only the task below it knows this project."""
 
 from typing import NamedTuple
 
@@ -21,12 +21,15 @@ def annotated(init, *axes):
 class Block(nn.Module):
     """Each channel is mixed with its neighbourhood, and each pixel's channels among themselves, around a residual."""
 
+    training: bool
+
     @nn.compact
     def __call__(self, x):
         lecun, zeros, ones = nn.initializers.lecun_normal(), nn.initializers.zeros, nn.initializers.ones
         y = nn.Conv(WIDTH, (3, 3), feature_group_count=WIDTH, use_bias=False, name="near",
                     kernel_init=annotated(lecun, None, None, None, "embed"))(x)  # fmt: skip
-        y = nn.LayerNorm(scale_init=annotated(ones, "embed"), bias_init=annotated(zeros, "embed"), name="norm")(y)
+        y = nn.BatchNorm(not self.training, momentum=0.9, scale_init=annotated(ones, "embed"),
+                         bias_init=annotated(zeros, "embed"), name="norm")(y)  # fmt: skip
         y = nn.Dense(HIDDEN, name="up", kernel_init=annotated(lecun, "embed", "mlp"),
                      bias_init=annotated(zeros, "mlp"))(y)  # fmt: skip
         y = nn.with_logical_constraint(nn.gelu(y), ("batch", None, None, "mlp"))
@@ -35,13 +38,15 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
+    training: bool = False
+
     @nn.compact
     def __call__(self, images):
         lecun = nn.initializers.lecun_normal()
         x = nn.Conv(WIDTH, (2, 2), strides=2, use_bias=False, name="stem",
                     kernel_init=annotated(lecun, None, None, "channel", "embed"))(images)  # fmt: skip
         for number in range(2):
-            x = Block(name=f"block_{number}")(x)
+            x = Block(self.training, name=f"block_{number}")(x)
         head = annotated(lecun, "embed", "label")
         return nn.Dense(LABELS, use_bias=False, name="head", kernel_init=head)(x.mean((1, 2)))
 
@@ -52,13 +57,23 @@ class Sums(NamedTuple):
 
 
 def init(key):
-    return Classifier().init(key, jnp.zeros((1, SIZE, SIZE, 3)))["params"]
+    return Classifier().init(key, jnp.zeros((1, SIZE, SIZE, 3)))  # params and batch_stats
 
 
-def sums(params, batch, key):
-    scores = Classifier().apply({"params": params}, batch["images"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"])
-    return Sums(losses.sum(), (scores.argmax(-1) == batch["labels"]).sum(dtype=jnp.float32))
+def sums(variables, batch, key):
+    model = Classifier(training=True)
+    scores, changed = model.apply(variables, batch["images"], mutable=["batch_stats"])
+    return compared(scores, batch["labels"]), changed
+
+
+def evaluate(variables, batch):
+    scores = Classifier().apply(variables, batch["images"])
+    return compared(scores, batch["labels"])._asdict() | {"count": jnp.float32(len(scores))}
+
+
+def compared(scores, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+    return Sums(losses.sum(), (scores.argmax(-1) == labels).sum(dtype=jnp.float32))
 
 
 def optimizer(named):
@@ -73,6 +88,7 @@ TASK = Task(
     },
     init=init,
     sums=sums,
+    evaluate=evaluate,
     optimizer=optimizer,
     matmul_precision="highest",
     train=Train(steps=40, eval_every=20),

@@ -85,8 +85,9 @@ def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides:
 def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
     """The devices of this program, simulated on the CPU where no accelerator is.
 
-    Called before anything touches a device. A size of -1 in the mesh is filled from the devices, 8 simulated ones. At
-    least 8 are simulated, so that one program can use several layouts: each takes the first of them.
+    Called before anything touches a device, and after `jax.distributed.initialize` where several processes share the
+    devices. A size of -1 in the mesh is filled from the devices, 8 simulated ones. A process that is alone simulates at
+    least 8, so that it can use several layouts: each takes the first of them.
 
     Args:
         rules: say how many devices are simulated.
@@ -96,18 +97,18 @@ def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
         InputError: the platform is not there, or jax already runs with fewer devices.
     """
     import_jax()
-    from gspmd_lm.runtime import startup
+    from gspmd_lm.runtime import processes, startup
 
-    devices = max(SIMULATED, _rules(rules).devices)
-    return startup.start(platform=platform, simulated_devices=devices, keep_memory=True)
+    devices, count = _rules(rules).devices, processes.count()
+    devices = max(SIMULATED, devices) if count == 1 else (devices if devices > 0 else SIMULATED) // count
+    return startup.start(platform=platform, simulated_devices=max(1, devices), keep_memory=True)
 
 
 def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
     """The step of what is computed on this program's devices. Nothing is compiled or allocated yet.
 
-    `step.compile` makes programs of `step.lower_init()`, `step.lower_train()` and `step.lower_evaluate()`;
-    `step.batch_shardings` says where a batch goes, and `step.abstract_state` what a checkpoint is restored into.
-    Warnings are logged.
+    `step.compile` makes programs of `step.lower_init()`, `step.lower_train()` and `step.lower_evaluate()`. Warnings are
+    logged. `step.batch_shardings` says where a batch goes, `step.abstract_state` what a checkpoint is restored into.
 
     Raises:
         InputError: everything that is wrong in the rules file or does not fit the model or the devices, each with its
@@ -196,8 +197,8 @@ def train(
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
-        data: of a task, a function from a step's number to its batch: numpy arrays with the rows of all devices.
-        held_out: of a task, the batches that evaluation reads.
+        data: of anything but a causal config: a function from a step's number to its batch, all rows as numpy arrays.
+        held_out: the batches that evaluation reads.
 
     Returns:
         The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm import config as configs
-from gspmd_lm import files
+from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.convert import architecture, pretrained
 from gspmd_lm.convert.pretrained import Pretrained
@@ -42,7 +43,7 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
-from gspmd_lm.train import loop, state, step
+from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
@@ -67,15 +68,38 @@ class Session:
             self.console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
-def begin(config: Config | Task, rules: Rules, machine: Runtime, workdir: str | None, stderr: bool = False) -> Session:
-    """The session of a process whose devices are started. stderr: messages go there, because stdout has results."""
+def begin(
+    config: Config | Task,
+    rules: Rules,
+    machine: Runtime,
+    workdir: str | None,
+    stderr: bool = False,
+    flags: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Session:
+    """The session of a process whose devices are started. stderr: messages go there, because stdout has results.
+
+    Raises InputError if other processes of the run were given something else. flags: of the command line.
+    """
     devices = startup.devices_of(rules.devices)
     stream = sys.stderr if stderr else sys.stdout
     notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
     console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,
                       force_terminal=notebook)  # fmt: skip
     folder = layout.path_of(workdir) if workdir else None
-    return Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
+    if processes.several():
+        processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
+    return session
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    """The facts, besides flags and data, that must be equal in every process of a run."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
+    return {
+        "config": state.described(session.config),
+        "rules": session.rules.facts(),
+        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
+    }
 
 
 def compare_texts(session: Session, tokens: Tokenizer, texts: Iterable[npt.ArrayLike]) -> None:
@@ -188,7 +212,11 @@ def no_model(folder: str) -> InputError:
 
 
 def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
-    """A function that opens the batches of a task; None for a config. Raises InputError where they do not fit it."""
+    """A function that opens the batches of a task, or of a config whose objective has no source of data; None for any
+    other config. Raises InputError where they do not fit it.
+    """
+    if isinstance(task, Config) and task.objective != "causal" and data is not None:
+        task = decoder.task(task)
     if isinstance(task, Config):
         if data or held_out:
             raise InputError("train: data and held_out are a task's\n  fix   say in the config's data what is read")
@@ -200,6 +228,8 @@ def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRo
         wrong = "train.samples and train.init_from need the decoder of a config"
     elif settings.keeps_best and not held_out:
         wrong = "train.keep_best and train.patience need held_out"
+    elif held_out and task.changed and not task.evaluate:
+        wrong = "held_out needs evaluate in the task, since sums() changes the model's state"
     if wrong or data is None:
         raise InputError(
             f"train: task {task.name}: {wrong}\n"

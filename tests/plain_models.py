@@ -77,35 +77,43 @@ class Decoder(nn.Module):
 
 
 class NnxBlock(nnx.Module):
-    """One layer of a network for rows of tokens, of NNX."""
+    """One layer of a decoder, of NNX."""
 
-    def __init__(self, width, hidden, rngs):
-        def init(*axes):
-            return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+    def __init__(self, width, heads, hidden, rngs):
+        def dense(size, shape, axes, axis=-1):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+            return nnx.LinearGeneral(size, shape, axis=axis, use_bias=False, kernel_init=init, rngs=rngs)
 
+        each, of_heads = (heads, width // heads), ("embed", "heads", "kv")
         ones = nnx.with_partitioning(nnx.initializers.ones, ("embed",))
-        self.norm = nnx.RMSNorm(width, scale_init=ones, rngs=rngs)
-        self.wi = nnx.Linear(width, hidden, use_bias=False, kernel_init=init("embed", "mlp"), rngs=rngs)
-        self.wo = nnx.Linear(hidden, width, use_bias=False, kernel_init=init("mlp", "embed"), rngs=rngs)
+        self.attention_norm = nnx.RMSNorm(width, scale_init=ones, rngs=rngs)
+        self.query, self.key, self.value = (dense(width, each, of_heads) for _ in range(3))
+        self.out = dense(each, width, ("heads", "kv", "embed"), axis=(-2, -1))
+        self.mlp_norm = nnx.RMSNorm(width, scale_init=ones, rngs=rngs)
+        self.wi, self.wo = dense(width, hidden, ("embed", "mlp")), dense(hidden, width, ("mlp", "embed"))
 
     def __call__(self, x):
-        return x + self.wo(nnx.gelu(self.wi(self.norm(x))))
+        y = self.attention_norm(x)
+        x += self.out(jax.nn.dot_product_attention(self.query(y), self.key(y), self.value(y), is_causal=True))
+        return x + self.wo(nnx.gelu(self.wi(self.mlp_norm(x))))
 
 
 class Network(nnx.Module):
-    """Layers over each token, of NNX, between a table of tokens and logits."""
+    """A decoder of NNX with the sizes of `Decoder`."""
 
-    def __init__(self, rngs, layers=2, width=64, hidden=256, vocab=128):
+    def __init__(self, rngs, layers=2, width=64, heads=8, hidden=256, vocab=128):
         table = nnx.with_partitioning(nnx.initializers.normal(0.02), ("vocab", "embed"))
         self.embed = nnx.Embed(vocab, width, embedding_init=table, rngs=rngs)
-        self.layers = nnx.List(NnxBlock(width, hidden, rngs) for _ in range(layers))
-        self.head = nnx.Param(rngs.params.normal((width, vocab)) / width**0.5, out_sharding=("embed", "vocab"))
+        self.layers = nnx.List(NnxBlock(width, heads, hidden, rngs) for _ in range(layers))
+        self.norm = nnx.Param(jnp.ones(width), out_sharding=("embed",))
+        head = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "vocab"))
+        self.head = nnx.Linear(width, vocab, use_bias=False, kernel_init=head, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        return x @ self.head[...]
+        return self.head(x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * self.norm[...])
 
 
 # What follows is all that the package needs.

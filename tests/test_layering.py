@@ -78,7 +78,7 @@ WITHOUT_DEVICES = (
     "gspmd_lm.", "jax.nn.", "jax.numpy.", "jax.random.", "jax.scipy.special.", "jax.tree.", "math.", "typing.",
 )  # fmt: skip
 SINGLE_DEVICE = {
-    "flax.linen": "Module PARTITION_NAME broadcast compact remat scan share_scope with_logical_partitioning",
+    "flax.linen": "Module PARTITION_NAME broadcast compact nowrap remat scan share_scope with_logical_partitioning",
     "jax": "Array ShapeDtypeStruct ad_checkpoint.checkpoint_name checkpoint custom_vjp default_matmul_precision "
         "eval_shape named_scope softmax_custom_jvp vjp vmap",
     "jax.tree_util": "register_dataclass",

@@ -167,13 +167,17 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", [latent, "model.rope_dim=8"]))
     streams = ["residual_streams=2", "laurel_rank=4", "layer_embed=8", "activation_sparsity=0.5"]
     configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
-    seen, one = set(), rules_file.load("single")
+    full = ["model.mask=full", "model.token_types=2"]
+    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
+    configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
+    seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
         seen |= set(state.activations(cfg, arrays, 1, one))
         # Generation reads the same arrays, and what it has kept of earlier tokens.
-        if cfg is configs[0] or cfg.model.linear_attention or len(names) > 1:
+        asked = cfg is configs[0] or cfg.model.linear_attention or len(names) > 1
+        if asked and cfg.objective == "causal":
             for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
                 seen |= set(recorder.arrays)
     assert seen == set(axes.ARRAYS)

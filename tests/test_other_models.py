@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -19,6 +22,7 @@ from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models, plain_models
+from tests.courses import begun
 from tests.quick import QUICK
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}}
@@ -83,7 +87,7 @@ def plain_steps():
 
 
 def losses_of(step, program, tokens, steps=3):
-    state, values = step.compile(step.lower_init())(), []
+    state, values = begun(step), []
     for _ in range(steps):
         batch = jax.device_put({"tokens": tokens, "targets": np.roll(tokens, -1, 1)}, step.batch_shardings)
         state, metrics = program(state, batch)
@@ -205,6 +209,9 @@ def test_a_model_of_nnx_is_placed_as_one_of_linen():
             gathered = {one.elements for one in count(program.as_text()) if one.kind == "all-gather"}
             moved = {one.elements for one in count(program.as_text()) if one.elements > 64 * 256}
             assert 64 * 256 in gathered and not moved  # each activation has more elements
+            ours = gspmd_lm.build(plain_models.same_decoder(), rules_file.from_dict(raw, "layout.yaml"))
+            assert step.arrays.parameter_count == ours.arrays.parameter_count
+            assert sent(program) <= 1.05 * sent(ours.compile(ours.lower_train()))
     assert values[1][0] > values[1][-1] > 1
     np.testing.assert_allclose(*values, rtol=0, atol=1e-5)
 
@@ -215,7 +222,6 @@ class Layers(nnx.Module):
     def __init__(self, rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("width", "wide"))
         self.layers = nnx.List(nnx.Linear(128, 128, use_bias=False, kernel_init=kernel, rngs=rngs) for _ in range(2))
-        self.norm = nnx.BatchNorm(128, use_bias=False, use_scale=False, rngs=rngs)
 
     def __call__(self, rows_BPW):
         for layer in self.layers:
@@ -223,10 +229,58 @@ class Layers(nnx.Module):
         return rows_BPW.mean(1)
 
 
+class Normed(nnx.Module):
+    """A layer of NNX that keeps running averages of its inputs."""
+
+    def __init__(self, rngs):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("width", "label"))
+        self.norm = nnx.BatchNorm(128, momentum=0.5, use_bias=False, use_scale=False, rngs=rngs)
+        self.head = nnx.Linear(128, own_models.LABELS, use_bias=False, kernel_init=kernel, rngs=rngs)
+
+    def __call__(self, rows_BPW):
+        return self.head(self.norm(rows_BPW)).mean(1)
+
+
+def normed_losses(variables, batch, train):
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Normed(nnx.Rngs(0)))), variables)
+    model.train() if train else model.eval()
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(model(batch["rows"]), batch["labels"])
+    return losses_B, nnx.state(model, nnx.BatchStat)
+
+
+def normed_totals(variables, batch):
+    return {"loss": normed_losses(variables, batch, False)[0].sum(), "count": jnp.float32(len(batch["rows"]))}
+
+
+def test_running_averages_of_nnx_are_those_of_one_device_and_evaluated_with():
+    task = dataclasses.replace(
+        own_models.PLAIN, name="normed", vocabulary=None, init=lambda key: nnx.state(Normed(nnx.Rngs(key))),
+        sums=lambda variables, batch, key: normed_losses(variables, batch, True), evaluate=normed_totals,
+    )  # fmt: skip
+    rng, found = np.random.default_rng(0), []
+    rows = rng.normal(3, 2, (own_models.ROWS, own_models.POSITIONS, own_models.WIDTH)).astype(np.float32)
+    batch = {"rows": rows, "labels": rng.integers(0, own_models.LABELS, own_models.ROWS, dtype=np.int32)}
+    for raw in ({"mesh": {"data": 1}}, FSDP):
+        step = gspmd_lm.build(task, plain_rules(task, raw))
+        placed = jax.device_put(batch, step.batch_shardings)
+        state, metrics = step.compile(step.lower_train())(step.compile(step.lower_init())(), placed)
+        totals = step.compile(step.lower_evaluate())(state.params, placed)
+        found.append(jax.device_get((state.params, metrics["loss"], totals["loss"] / own_models.ROWS)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), *found)
+    params, loss, score = found[0]
+    stats, mean = params["batch_stats"]["norm"], rows.mean((0, 1))
+    np.testing.assert_allclose(stats["mean"], 0.5 * mean, rtol=0, atol=1e-5)
+    x = (rows - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+    scores = (x @ params["params"]["head"]["kernel"]).mean(1)
+    wanted = optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"]).mean()
+    assert score == pytest.approx(float(wanted), abs=1e-5) and abs(score - loss) > 0.1
+
+
 def test_what_is_no_parameter_of_nnx_is_refused_and_a_bridge_works():
     task = own_models.task("nnx", nnx.bridge.to_linen(Layers))
-    with pytest.raises(InputError, match=r"norm.mean is a BatchStat, and only parameters are trained"):
-        gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: nnx.state(Layers(nnx.Rngs(key)))), rules(FSDP))
+    draws = dataclasses.replace(task, init=lambda key: nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(key))))
+    with pytest.raises(InputError, match=r"rngs.count draws random numbers, and no step has those of"):
+        gspmd_lm.dry_run(draws, rules(FSDP))
     with pytest.raises(InputError, match=r"are not nested dicts of arrays: \[0\] in \[0\]"):
         gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: [jax.random.normal(key, (8, 8))]), rules(FSDP))
     page = gspmd_lm.dry_run(task, rules(FSDP))

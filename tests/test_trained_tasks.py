@@ -86,7 +86,54 @@ def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, caps
     assert [*scores] == [20, 40] and scores[20] < 0.7 < 0.9 < scores[40]
     assert first["loss"] > 1 > last["loss"] and rows[-2]["tokens"] == 40 * classifier.ROWS
     assert last.losses[-1] == (40, last["loss"]) and last.run.config["task"] == "classifier"
-    np.testing.assert_allclose(last["loss"], losses(classifier, "none", 40)[-1], rtol=0, atol=1e-4)
+
+
+def test_a_run_ends_where_one_device_does_and_goes_on_from_a_checkpoint_bit_by_bit(trained, tmp_path):
+    step = gspmd_lm.build(classifier.TASK, layout(classifier.TASK, "none"))
+    program, state = step.compile(step.lower_train()), step.compile(step.lower_init())()
+
+    def course(state, first, last):
+        for number in range(first, last):
+            state, metrics = program(state, jax.device_put(dict(classifier.batch(number)), step.batch_shardings))
+        return state, float(metrics["loss"])
+
+    state, _ = course(state, 0, 20)
+    with gspmd_lm.checkpoints(tmp_path, classifier.TASK) as checkpoints:
+        checkpoints.save(20, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(step.abstract_state)[1]
+    before = {name: np.array(x) for name, x in state.params["batch_stats"]["block_0"]["norm"].items()}
+    (straight, loss), (resumed, again) = (course(one, 20, 40) for one in (state, restored))
+    np.testing.assert_allclose(trained[2][1]["loss"], loss, rtol=0, atol=1e-4)
+    changed = resumed.params["batch_stats"]["block_0"]["norm"]
+    assert loss == again and all(np.abs(changed[name] - before[name]).max() > 0.01 for name in ("mean", "var"))
+    jax.tree.map(np.testing.assert_array_equal, resumed[1:3], straight[1:3])
+    # Running averages are at rest whole, those of the optimizer are none, and rows of a microbatch are not the batch.
+    assert {*straight.params} == {"params", "batch_stats"} and "batch_stats" not in str(step.arrays.named_optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "message"),
+    [
+        ({}, "tensor", "batch_stats.block_0.norm.mean: each step leaves it new from the whole batch, which no "
+                       "microbatch has\n  rule  examples/rules/plain_tensor.yaml: microbatches: 2\n  fix   set "),
+        ({"init": lambda key: {"params": classifier.init(key)["params"], "batch_stats": {}}}, "none",
+         "new state\n  batch_stats.block_0.norm.mean: float32[32], and init gives none that gradients leave"),
+    ],
+)  # fmt: skip
+def test_state_that_no_step_can_leave_is_refused(changes, name, message):
+    task = dataclasses.replace(classifier.TASK, **changes)
+    with pytest.raises(InputError) as error:
+        gspmd_lm.dry_run(task, layout(task, name))
+    assert message in str(error.value)
+
+
+def test_state_that_no_step_changes_is_told():
+    def sums(variables, batch, key):
+        return classifier.compared(classifier.Classifier().apply(variables, batch["images"]), batch["labels"])
+
+    page = gspmd_lm.dry_run(dataclasses.replace(classifier.TASK, sums=sums), layout(classifier.TASK, "none"))
+    assert page.count(": neither gradients nor sums() change it, so it stays as init gave it") == 4
 
 
 def test_a_run_says_that_its_data_are_others_now_and_does_nothing_at_its_end(trained, capsys):
@@ -157,9 +204,11 @@ def test_a_task_generates_what_its_own_functions_choose_under_every_layout(rever
     ("functions", "batch", "tokens", "message"),
     [
         ({}, {"source": np.zeros((4, 3), np.int32)}, 2,
-         r"source: int32\[3\] per row, and the task's inputs say int32\[8\]"),
+         r"generate: batch\n  source: int32\[4, 3\], and the task's inputs say int32\[4, 8\]\n  fix"),
+        ({}, {"source": np.zeros((4, 8), np.int32), "target": np.zeros((3, 8), np.int32)}, 2,
+         r"target: int32\[3, 8\], and the task's inputs say int32\[4, 8\]"),
         ({}, {"sauce": np.zeros((4, 8), np.int32)}, 2, "sauce: int32.*say nothing"),
-        ({}, {}, 2, "the arrays have no rows"),
+        ({}, {}, 2, "the batch has no rows"),
         ({}, {"source": np.zeros((4, 8), np.int32)}, 0, "nothing to generate"),
         ({"begin": lambda params, batch: (batch["source"][0] * 1.0, ())}, None, 2, r"logits of \(8,\) for 32 rows"),
         ({"extend": lambda params, state, tokens: (tokens[:, None] * 1.0, ())}, None, 2,
@@ -189,6 +238,8 @@ def wide(step):
          "train.samples and train.init_from need the decoder"),
         ({"train": Train(steps=2, eval_every=1, keep_best=True)}, {"data": classifier.batch},
          "train.keep_best and train.patience need held_out"),
+        ({"evaluate": None}, {"data": classifier.batch, "held_out": classifier.HELD_OUT},
+         "held_out needs evaluate in the task, since sums() changes the model's state"),
         ({}, {"data": wide}, "training: batch 0\n  labels: int32[32, 1], and the task's inputs say int32[32]\n  fix"),
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ import gspmd_lm
 from gspmd_lm import Input, InputError, parameter, shard, use
 from gspmd_lm.foresight import compile
 from gspmd_lm.sharding import annotate
+from tests.courses import begun
 from tests.launched import compiled_here
 from tests.quick import QUICK
 
@@ -52,7 +53,7 @@ def runs(steps):
     """Layout -> the compiled step, the state after STEPS steps and the losses."""
     found = {}
     for name, step in steps.items():
-        program, state = step.compile(step.lower_train()), step.compile(step.lower_init())()
+        program, state = step.compile(step.lower_train()), begun(step)
         found[name] = program, *train_mixer.train(step, program, state, 0, STEPS)
     return found
 

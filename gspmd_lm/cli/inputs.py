@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -153,10 +153,11 @@ def begin(
     )
     if values.rules == PLAN:
         rules = _planned(values, config, machine)
-    begun = session.begin(config, rules, machine, values.workdir, stderr)
     processes.watch(logging.getLogger("gspmd_lm").warning)
-    processes.compare(_facts(begun, values), begun.say)
-    return begun
+    excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
+                "help")  # fmt: skip
+    given = {name: values[name].value for name in values if name not in excluded}
+    return session.begin(config, rules, machine, values.workdir, stderr, given)
 
 
 def _planned(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:
@@ -194,22 +195,6 @@ def _planned(values: flags.FlagValues, config: Config, machine: "Runtime") -> Ru
     return dataclasses.replace(
         rules_file.from_dict(plan.best.raw, PLAN), text=candidate.rules_file(plan, plan.best, command)
     )
-
-
-def _facts(session: "Session", values: flags.FlagValues) -> dict[str, Any]:
-    """The facts, besides its data, that must be equal in every process of a run."""
-    from gspmd_lm import config as configs
-    from gspmd_lm import versions
-
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
-    excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
-                "help")  # fmt: skip
-    return {
-        "config": configs.to_dict(session.config),
-        "rules": session.rules.facts(),
-        "flags": {name: values[name].value for name in values if name not in excluded},
-        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
-    }
 
 
 def folder_with_weights(values: flags.FlagValues, example: str) -> str:

@@ -12,9 +12,11 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperature
 from gspmd_lm.config.attention import LatentAttention as LatentAttention
 from gspmd_lm.config.attention import LinearAttention as LinearAttention
+from gspmd_lm.config.attention import RelativePositions as RelativePositions
 from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
-from gspmd_lm.config.model import Lora as Lora
+from gspmd_lm.config.encoder import Encoder as Encoder
+from gspmd_lm.config.lora import Lora as Lora
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
@@ -41,7 +43,13 @@ class Optimizer:
     b1: BelowOne = 0.9  # the decay of the mean of gradients
     b2: BelowOne = 0.95  # the decay of the mean of their squares
     eps: NotNegative = 1e-8  # added to the denominator of an update
+    # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
+    mu_dtype: Literal["float32", "bfloat16"] | None = None
     clip_norm: NotNegative = 1.0  # 0 means none
+
+    def __post_init__(self):
+        if self.mu_dtype and self.name == "adafactor":
+            raise ValueError(f"mu_dtype={self.mu_dtype}: adafactor keeps no mean of gradients; leave mu_dtype out")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -101,6 +109,10 @@ class Config:
     """Everything that decides what is computed. The rules file decides where it is computed."""
 
     name: str  # of the run's folder and its reports; by default that of the file
+    # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
+    # text, one of model.classes. seq2seq: each next token of a text that is made from a source, which model.encoder
+    # reads.
+    objective: Literal["causal", "masked", "classes", "seq2seq"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -109,11 +121,41 @@ class Config:
     def __post_init__(self):
         if self.data.seq > self.model.context:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
+        if wrong := self._wrong_objective():
+            raise ValueError("\n".join(wrong))
         if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
             raise ValueError(
                 "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
                 "leaves no rows: set data.held_out, such as 0.02"
             )
+
+    @property
+    def source_seq(self) -> int:
+        """Tokens of a source; 0 where there is no encoder."""
+        return (self.data.source_seq or self.data.seq) if self.model.encoder else 0
+
+    def _wrong_objective(self) -> list[str]:
+        """What of the sections does not go with what is predicted."""
+        model, objective = self.model, self.objective
+        problems = {
+            f"model.mask: full shows a token what objective: {objective} asks for: "
+            "set objective: masked or mask: causal":
+                objective in ("causal", "seq2seq") and model.mask == "full",
+            "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
+            "objective: classes needs model.classes, and model.classes needs objective: classes":
+                (objective == "classes") != (model.classes > 0),
+            "objective: classes needs model.mask: full: a text is read at its first token":
+                objective == "classes" and model.mask == "causal",
+            "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
+                (objective == "seq2seq") != bool(model.encoder),
+            f"data.source_seq={self.source_seq} is longer than the encoder's context":
+                (encoder := model.of_encoder) and self.source_seq > encoder.context,
+            f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
+                objective != "causal" and self.data.packing != "documents",
+            f"train.samples needs objective: causal, not {objective}":
+                objective != "causal" and self.train.samples is not None,
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong]
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:

@@ -1,6 +1,6 @@
 """The parts of the section `model` of a config that say what attention is."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -49,6 +49,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RelativePositions:
+    """A learned number for each head and range of distances, which is added to attention scores (arXiv 1910.10683).
+
+    Half of the ranges hold one distance each, beginning with 0. The others grow with the logarithm of the distance.
+    With mask: full, half of the ranges are of keys that come after the query.
+    """
+
+    ranges: Size = 32  # how many ranges of distances there are
+    distance: Size = 128  # from this distance on, all keys are in the last range
+    shared: bool = True  # whether all layers have one table (T5), or each has its own
+
+    def __post_init__(self):
+        if self.ranges % 4 or self.distance <= self.ranges // 2:
+            raise ValueError(
+                f"ranges={self.ranges} must be a multiple of 4, and distance={self.distance} above half of it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AttentionTemperature:
     """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
 
@@ -86,3 +105,21 @@ class LatentAttention:
     kv_rank: Size  # the size of the vector that keys and values are made from (kv_lora_rank)
     q_rank: Count = 0  # the size of the vector that queries are made from (q_lora_rank); 0: they are made directly
     v_head_dim: Size  # the size of a value of a head
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with latent attention."""
+        problems = {
+            f"kv_heads={model.kv_heads}: each of heads={model.heads} has keys of its own: set kv_heads to "
+            f"{model.heads}": model.kv_heads != model.heads,
+            f"rope_dim={model.rope_dim}: set the size of the key that all heads share, below head_dim={model.head_dim}":
+                not 0 < model.rope_dim < model.head_dim,
+            f"v_head_dim={self.v_head_dim} is above head_dim={model.head_dim}": self.v_head_dim > model.head_dim,
+            "qkv_bias is not supported": model.qkv_bias,
+            "qk_norm is not supported": model.qk_norm,
+            "value_norm is not supported": model.value_norm,
+            "attention_gate is not supported": model.attention_gate,
+            "shared_kv_layers is not supported": model.shared_kv_layers,
+            "lora.targets: there are no wk and wv, and no wq with a q_rank":
+                model.lora and {"wk", "wv", *(["wq"] * bool(self.q_rank))} & {*model.lora.targets},
+        }  # fmt: skip
+        return [f"latent_attention: {message}" for message, is_wrong in problems.items() if is_wrong]

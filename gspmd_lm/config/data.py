@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.types import STRICT, BelowOne, Positive, Seed, Size
+from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
 
 def _tag(value: Any) -> str:
@@ -48,8 +48,8 @@ _Several = Annotated[
 class Data:
     """Where tokens come from and how they are put into rows."""
 
-    # stdlib | random:ROWS | a folder, a file, a glob or an address, or a list of them (docs/data.md). Entries of a list
-    # may be {path, weight, text_field, messages_field}.
+    # stdlib | stdlib:pairs | random:ROWS | a folder, a file, a glob or an address, or a list of them (docs/data.md).
+    # Entries of a list may be {path, weight, text_field, messages_field}.
     source: Annotated[_Text | _Several, pydantic.Discriminator(_tag)] = "stdlib"
     # bytes | path of a Hugging Face tokenizer.json | bpe:TOKENS, which the run trains on its source and keeps
     tokenizer: str = "bytes"
@@ -57,10 +57,19 @@ class Data:
     # The field or column that holds a conversation: a list of {role, content}. Rows are then written with the
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
+    # The one or two fields or columns of texts that have a label. Each row then holds one record. Empty means that
+    # records have no labels.
+    fields: tuple[str, ...] = ()
+    label: str = ""  # the field or column of the label, which `fields` needs
+    # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
+    label_kind: Literal["class", "number"] = "class"
+    # Of the tokens of a row, the share that a model which guesses masked tokens has to guess.
+    masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
+    source_seq: Count = 0  # tokens per source that model.encoder reads; 0 means seq
     # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
     held_out: Annotated[
         Annotated[BelowOne, pydantic.Tag("<share>")] | _Text | _Several, pydantic.Discriminator(_tag_held_out)
@@ -86,6 +95,13 @@ class Data:
         elif "" not in fields and self.packing != "documents":
             field = self.messages_field or min(fields)
             wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
+        if len(self.fields) > 2:
+            wrong.append(f"fields={list(self.fields)}: a record has one text or two")
+        if bool(self.fields) != bool(self.label):
+            has, lacks = ("fields", "label") if self.fields else ("label", "fields")
+            wrong.append(f"{has} needs {lacks} too: the texts and the label of a record belong together")
+        if self.fields and fields != {""}:
+            wrong.append("fields and messages_field: records hold labelled texts or conversations, not both")
         if wrong:
             raise ValueError("\n".join(wrong))
 

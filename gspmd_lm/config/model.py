@@ -1,4 +1,4 @@
-"""The section `model` of a config: what one decoder computes."""
+"""The section `model` of a config: what one stack of blocks computes, and what stands before and after it."""
 
 import dataclasses
 import math
@@ -6,31 +6,21 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.attention import AttentionTemperature, LatentAttention, LinearAttention, RopeScaling
+from gspmd_lm.config.attention import (
+    AttentionTemperature,
+    LatentAttention,
+    LinearAttention,
+    RelativePositions,
+    RopeScaling,
+)
+from gspmd_lm.config.encoder import Encoder
+from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Lora:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) beside the weights in `targets`. Only the adapters are trained."""
-
-    rank: Size = 16  # the inner size of an adapter's two matrices
-    alpha: Positive = 32.0  # an adapter's output is scaled by alpha / rank
-    targets: tuple[Literal["wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"], ...]  # the weights that get an adapter
-
-    def __post_init__(self):
-        if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"targets={list(self.targets)} must name at least one weight, and each once")
-
-    @property
-    def scale(self) -> float:
-        """The factor that an adapter's output is multiplied by."""
-        return self.alpha / self.rank
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    """One decoder. Sizes carry the names of the logical axes they belong to (see axes.py)."""
+    """One model. Sizes carry the names of the logical axes they belong to (see axes.py)."""
 
     layers: Size  # how many blocks
     embed: Size  # the width of the residual stream
@@ -57,6 +47,7 @@ class ModelConfig:
     norm_eps: BelowOne = 1e-6  # added to the variance in a norm
     norm_offset: float = 0.0  # added to scales; 1 if the weights store scale - 1 (Gemma)
     embedding_norm: bool = False  # a norm right after the token table (BLOOM)
+    token_types: Count = 0  # rows of a table of types, which are added to tokens (BERT: sentence A or B); 0 means none
     embedding_scale: Positive = 1.0  # rows of the token table are multiplied by it
     # The width of the token table; 0 means embed. With another width, one matrix brings its rows to embed, and a second
     # one brings the output of the last layer back (OPT-350m).
@@ -121,6 +112,11 @@ class ModelConfig:
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
+    relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5)
+    mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
+    # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
+    # whatever kernel the rules choose.
+    encoder: Encoder | None = None
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
@@ -140,6 +136,10 @@ class ModelConfig:
     attention_out_bias: bool = False  # whether the projection after attention has a bias
     mlp_bias: bool = False  # whether the feed-forward network has biases
     unembedding_bias: bool = False  # whether the logits have a bias
+    head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
+    # A text is one of so many classes. Its first token goes through a matrix and a tanh before it is scored (BERT). 0
+    # means that tokens are predicted.
+    classes: Count = 0
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -196,7 +196,9 @@ class ModelConfig:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
-        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_latent()
+        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_masks()
+        wrong += self.latent_attention.problems(self) if self.latent_attention else []
+        wrong += self.encoder.problems(self) if self.encoder else []
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -223,25 +225,19 @@ class ModelConfig:
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 
-    def _wrong_latent(self) -> list[str]:
-        """What does not go with latent attention."""
-        if not self.latent_attention:
-            return []
-        problems = {
-            f"kv_heads={self.kv_heads}: each of heads={self.heads} has keys of its own: set kv_heads to {self.heads}":
-                self.kv_heads != self.heads,
-            f"rope_dim={self.rope_dim}: set the size of the key that all heads share, below head_dim={self.head_dim}":
-                not 0 < self.rope_dim < self.head_dim,
-            f"v_head_dim={self.v_head_dim} is above head_dim={self.head_dim}": self.v_head_dim > self.head_dim,
-            "qkv_bias is not supported": self.qkv_bias,
-            "qk_norm is not supported": self.qk_norm,
-            "value_norm is not supported": self.value_norm,
-            "attention_gate is not supported": self.attention_gate,
-            "shared_kv_layers is not supported": self.shared_kv_layers,
-            "lora.targets: there are no wk and wv, and no wq with a q_rank":
-                self.lora and {"wk", "wv", *(["wq"] * bool(self.latent_attention.q_rank))} & {*self.lora.targets},
-        }  # fmt: skip
-        return [f"latent_attention: {message}" for message, is_wrong in problems.items() if is_wrong]
+    def _wrong_masks(self) -> list[str]:
+        """What does not go with a full mask, with a bias by distance, or with classes."""
+        sided = {"sliding_window": self.sliding_window, "linear_attention": self.linear_attention,
+                 f"positions: {self.positions}": self.positions in ("alibi", "alibi_bf16")}  # fmt: skip
+        wrong = [f"mask: full does not go with {key}" for key in sided if self.mask == "full" and sided[key]]
+        if self.relative_positions:
+            own = not self.relative_positions.shared
+            taken = {"attention_sinks": self.attention_sinks,
+                     "latent_attention, unless it is shared": own and self.latent_attention,
+                     f"positions: {self.positions}": self.positions in ("alibi", "alibi_bf16")}  # fmt: skip
+            wrong += [f"relative_positions does not go with {key}" for key, is_set in taken.items() if is_set]
+        heads = ("head_transform", "unembedding_bias", "logit_softcap", "experts", "encoder")
+        return wrong + [f"classes does not go with {key}" for key in heads if self.classes and getattr(self, key)]
 
     def _wrong_experts(self) -> list[str]:
         """What is wrong with the keys of experts."""
@@ -318,6 +314,27 @@ class ModelConfig:
     def kv_head_rows(self) -> int:
         """Key heads in the weights, padding included; a single one serves all query heads."""
         return 1 if self.kv_heads == 1 else self.head_rows * self.kv_heads // self.heads
+
+    @property
+    def reads(self) -> int:
+        """The width of what another stack made, which each layer attends to; 0 means none."""
+        return self.embed if self.encoder else 0
+
+    @property
+    def of_encoder(self) -> "ModelConfig | None":
+        """The settings of the encoder, if there is one."""
+        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
+
+    @property
+    def of_memory(self) -> "ModelConfig":
+        """The settings of the attention of a layer to what another stack made: it knows no positions and no mask."""
+        plain: dict[str, Any] = {
+            "mask": "full", "positions": "none", "relative_positions": None, "sliding_window": 0, "attention_chunk": 0,
+            "linear_attention": None, "latent_attention": None, "attention_sinks": False,
+            "attention_temperature": None, "shared_kv_layers": 0,
+        }  # fmt: skip
+        return dataclasses.replace(self, **plain)
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:

@@ -62,6 +62,7 @@ def run_config(
     """
     settings: dict[str, Any] = {
         "name": name,
+        "objective": _objective(values),
         "model": values,
         "data": {"seq": min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1},
         "train": {"steps": 1000},
@@ -192,20 +193,27 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
         values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
-        theirs = config.from_dict(
-            {"name": row.name, "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, row.name
-        )
+        about = {"name": row.name, "objective": _objective(values), "data": {"seq": 1}, "train": {"steps": 1}}
+        theirs = config.from_dict(about | {"model": values}, row.name).model
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE
-    if model.balance_bias != theirs.model.balance_bias:  # a weight of the router
+    if model.balance_bias != theirs.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
+    model, theirs = (
+        dataclasses.replace(one, encoder=one.encoder and one.encoder.with_all_sizes(one)) for one in (model, theirs)
+    )
     names = [field.name for field in dataclasses.fields(config.ModelConfig) if field.name not in ours]
     return [
-        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs.model, name)!r}"
+        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs, name)!r}"
         for name in names
-        if getattr(model, name) != getattr(theirs.model, name)
+        if getattr(model, name) != getattr(theirs, name)
     ]
+
+
+def _objective(values: Values) -> str:
+    """What a model of these settings predicts."""
+    return "seq2seq" if values.get("encoder") else "causal"
 
 
 def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:

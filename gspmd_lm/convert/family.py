@@ -20,6 +20,7 @@ class Family:
     no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
     irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
     also: tuple[str, ...] = ()  # other names of the same family in config.json
+    copies: tuple[str, ...] = ()  # tensors that files may hold beside the token table, and that are equal to it
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)

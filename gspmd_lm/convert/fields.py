@@ -75,7 +75,8 @@ class Flag:
         values.update(dict.fromkeys(self.settings, value(values) if callable(value) else value))
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: getattr(model, self.settings[0]) == self.on}
+        value = getattr(model, self.settings[0])
+        return {self.name: value != self.off if callable(self.on) else value == self.on}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,13 @@ from gspmd_lm import config
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   p  rows of a position table, R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
+#   p  rows of a position table, r  ranges of distances
+#   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
-LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p"}
+LETTERS = {axis: letter for axis, (letter, _) in AXES.items()} | {"positions": "p", "ranges": "r"}
+ENCODER = "encoder."  # how the weights of an encoder begin
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 
@@ -58,6 +60,10 @@ class Tensor:
         """Whether it holds weights of routed experts."""
         return "{expert}" in self.name or "E" in self.axes
 
+    def of(self, model: config.ModelConfig) -> config.ModelConfig:
+        """The settings of the stack of blocks whose weights it holds: those of the encoder, or of the model."""
+        return (self.weights[0].startswith(ENCODER) and model.of_encoder) or model
+
     def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
         return tuple(self._sizes(model)[letter] for letter in self.axes if letter.isalpha())
@@ -88,6 +94,7 @@ class Tensor:
 
     def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
+        model = self.of(model)
         padded = {"V": model.vocab_rows}
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
@@ -119,6 +126,7 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
+        model = self.of(model)
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
@@ -129,7 +137,8 @@ class Tensor:
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, **_latent_sizes(model), **self.others(model),
+            "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0,
+            **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
 

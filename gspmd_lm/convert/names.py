@@ -5,7 +5,7 @@ from typing import Any
 from gspmd_lm.convert.layout import Tensor
 
 
-def _linear(
+def linear(
     name: str, axes: str, *weights: str, bias: bool = True, biases: tuple[str, ...] = (), **options
 ) -> tuple[Tensor, ...]:
     """The tensors of a linear layer: its weight, and its bias, which has the output's axes (the first of `axes`)."""
@@ -17,7 +17,7 @@ def _linear(
     )
 
 
-def _norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -> tuple[Tensor, ...]:
+def norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -> tuple[Tensor, ...]:
     scale = Tensor(f"{name}.weight", axis, (f"{ours}.scale",), **options)
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
@@ -25,9 +25,9 @@ def _norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) 
 def _qkv(prefix: str, **options) -> tuple[Tensor, ...]:
     """Queries, keys and values, each with a linear layer of its own."""
     return (
-        *_linear(f"{prefix}.q_proj", "(N H) D", "attention.wq", **options),
-        *_linear(f"{prefix}.k_proj", "(K H) D", "attention.wk", **options),
-        *_linear(f"{prefix}.v_proj", "(K H) D", "attention.wv", **options),
+        *linear(f"{prefix}.q_proj", "(N H) D", "attention.wq", **options),
+        *linear(f"{prefix}.k_proj", "(K H) D", "attention.wk", **options),
+        *linear(f"{prefix}.v_proj", "(K H) D", "attention.wv", **options),
     )
 
 
@@ -50,22 +50,22 @@ def _llama(
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
     separate_qkv = _qkv(attention, interleaved_rope=interleaved_rope)
-    one_qkv = _linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
+    one_qkv = linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
     separate_mlp = (
-        *_linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
-        *_linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
+        *linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
+        *linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
     )
-    one_mlp = _linear(f"{mlp}.gate_up_proj", "J D", "mlp.w_gate", "mlp.w_up", bias=False)
+    one_mlp = linear(f"{mlp}.gate_up_proj", "J D", "mlp.w_gate", "mlp.w_up", bias=False)
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
-        *_norm(f"{layer}.input_layernorm", "attention_norm", bias=True),
+        *norm(f"{layer}.input_layernorm", "attention_norm", bias=True),
         *(one_qkv if "qkv" in fused else separate_qkv),
-        *_linear(f"{attention}.{out}", "D (N H)", "attention.wo"),
-        *_norm(f"{layer}.{mlp_norm}", "mlp_norm", bias=True),
+        *linear(f"{attention}.{out}", "D (N H)", "attention.wo"),
+        *norm(f"{layer}.{mlp_norm}", "mlp_norm", bias=True),
         *(one_mlp if "gate_up" in fused else separate_mlp),
-        *_linear(f"{mlp}.{down}", "D F", "mlp.w_down"),
+        *linear(f"{mlp}.{down}", "D F", "mlp.w_down"),
         *more,
-        *_norm(f"model.{last}", "final_norm", bias=True),
+        *norm(f"model.{last}", "final_norm", bias=True),
         Tensor("lm_head.weight", "V D", ("unembedding",)),
         Tensor("lm_head.bias", "V", ("unembedding_bias",)),
     )
@@ -75,15 +75,15 @@ def _qk_norm(q: str = "H", k: str = "H", name: str = "norm", **options):
     """Norms of queries and keys; the axes of their scales."""
     attention = "model.layers.{}.self_attn"
     return (
-        *_norm(f"{attention}.q_{name}", "attention.q_norm", bias=True, axis=q, **options),
-        *_norm(f"{attention}.k_{name}", "attention.k_norm", bias=True, axis=k, **options),
+        *norm(f"{attention}.q_{name}", "attention.q_norm", bias=True, axis=q, **options),
+        *norm(f"{attention}.k_{name}", "attention.k_norm", bias=True, axis=k, **options),
     )
 
 
 def _post_norms(attention: str, mlp: str):
     return (
-        *_norm(f"model.layers.{{}}.{attention}", "attention_post_norm"),
-        *_norm(f"model.layers.{{}}.{mlp}", "mlp_post_norm"),
+        *norm(f"model.layers.{{}}.{attention}", "attention_post_norm"),
+        *norm(f"model.layers.{{}}.{mlp}", "mlp_post_norm"),
     )
 
 
@@ -94,18 +94,18 @@ def _routed(
     of_expert = {"bias": False, "mlp": "expert_width"}
     return (
         Tensor(f"{prefix}.{router}.weight", "C D", ("mlp.router",)),
-        *_linear(f"{prefix}.experts.{{expert}}.{gate}", "F D", "mlp.w_gate", **of_expert),
-        *_linear(f"{prefix}.experts.{{expert}}.{up}", "F D", "mlp.w_up", **of_expert),
-        *_linear(f"{prefix}.experts.{{expert}}.{down}", "D F", "mlp.w_down", **of_expert),
+        *linear(f"{prefix}.experts.{{expert}}.{gate}", "F D", "mlp.w_gate", **of_expert),
+        *linear(f"{prefix}.experts.{{expert}}.{up}", "F D", "mlp.w_up", **of_expert),
+        *linear(f"{prefix}.experts.{{expert}}.{down}", "D F", "mlp.w_down", **of_expert),
     )
 
 
 def _shared(prefix: str) -> tuple[Tensor, ...]:
     """The experts that compute every token."""
     return (
-        *_linear(f"{prefix}.gate_proj", "F D", "mlp.shared.w_gate", bias=False, mlp="shared_mlp"),
-        *_linear(f"{prefix}.up_proj", "F D", "mlp.shared.w_up", bias=False, mlp="shared_mlp"),
-        *_linear(f"{prefix}.down_proj", "D F", "mlp.shared.w_down", bias=False, mlp="shared_mlp"),
+        *linear(f"{prefix}.gate_proj", "F D", "mlp.shared.w_gate", bias=False, mlp="shared_mlp"),
+        *linear(f"{prefix}.up_proj", "F D", "mlp.shared.w_up", bias=False, mlp="shared_mlp"),
+        *linear(f"{prefix}.down_proj", "D F", "mlp.shared.w_down", bias=False, mlp="shared_mlp"),
     )
 
 
@@ -129,9 +129,9 @@ GEMMA3N = _llama(
         Tensor("model.embed_tokens_per_layer.weight", "V D", ("per_layer_inputs.layer_table",),
                others=lambda model: {"V": model.layer_vocab or model.vocab, "D": model.layers * model.layer_embed}),
         Tensor("model.per_layer_model_projection.weight", "(L Y) D", ("per_layer_inputs.layer_in",)),
-        *_norm("model.per_layer_projection_norm", "per_layer_inputs.norm", axis="Y"),
+        *norm("model.per_layer_projection_norm", "per_layer_inputs.norm", axis="Y"),
         Tensor(f"{_ALTUP}.modality_router.weight", "M D", ("altup.altup_router",)),
-        *_norm(f"{_ALTUP}.router_norm", "altup.router_norm"),
+        *norm(f"{_ALTUP}.router_norm", "altup.router_norm"),
         Tensor(f"{_ALTUP}.prediction_coefs.weight", "U M", ("altup.altup_predict",),
                others=lambda model: {"U": model.residual_streams**2}),
         Tensor(f"{_ALTUP}.correction_coefs.weight", "U M", ("altup.altup_correct",),
@@ -139,12 +139,12 @@ GEMMA3N = _llama(
         Tensor(f"{_ALTUP}.correct_output_scale", "D", ("altup.altup_scale",)),
         Tensor("model.layers.{}.per_layer_input_gate.weight", "Y D", ("altup.layer_gate",)),
         Tensor("model.layers.{}.per_layer_projection.weight", "D Y", ("altup.layer_out",)),
-        *_norm("model.layers.{}.post_per_layer_input_norm", "altup.layer_norm"),
+        *norm("model.layers.{}.post_per_layer_input_norm", "altup.layer_norm"),
         Tensor(f"{_LAUREL}.linear_left.weight", "R D", ("laurel.laurel_in",),
                others=lambda model: {"R": model.laurel_rank}),
         Tensor(f"{_LAUREL}.linear_right.weight", "D R", ("laurel.laurel_out",),
                others=lambda model: {"R": model.laurel_rank}),
-        *_norm(f"{_LAUREL}.post_laurel_norm", "laurel.norm"),
+        *norm(f"{_LAUREL}.post_laurel_norm", "laurel.norm"),
     ),
 )  # fmt: skip
 GLM = _llama(interleaved_rope=True, fused="gate_up")
@@ -165,11 +165,11 @@ def _megatron(prefix: str, layers: str, attention: str, table: str, last_norm: s
     layer = f"{prefix}.{layers}.{{}}"
     return (
         Tensor(f"{prefix}.{table}.weight", "V D", ("embedding",)),
-        *_linear(f"{layer}.{attention}.query_key_value", "(R H) D", *_QKV, order="grouped"),
-        *_linear(f"{layer}.{attention}.dense", "D (N H)", "attention.wo"),
-        *_linear(f"{layer}.mlp.dense_h_to_4h", "F D", "mlp.w_up"),
-        *_linear(f"{layer}.mlp.dense_4h_to_h", "D F", "mlp.w_down"),
-        *_norm(f"{prefix}.{last_norm}", "final_norm", bias=True),
+        *linear(f"{layer}.{attention}.query_key_value", "(R H) D", *_QKV, order="grouped"),
+        *linear(f"{layer}.{attention}.dense", "D (N H)", "attention.wo"),
+        *linear(f"{layer}.mlp.dense_h_to_4h", "F D", "mlp.w_up"),
+        *linear(f"{layer}.mlp.dense_4h_to_h", "D F", "mlp.w_down"),
+        *norm(f"{prefix}.{last_norm}", "final_norm", bias=True),
         Tensor(f"{head}.weight", "V D", ("unembedding",)),
     )
 
@@ -182,10 +182,10 @@ def _gpt(*of_layer: Tensor) -> tuple[Tensor, ...]:
     return (
         Tensor("transformer.wte.weight", "V D", ("embedding",)),
         Tensor("transformer.wpe.weight", "p D", ("position_embedding",)),
-        *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+        *norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
         *of_layer,
-        *_norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
-        *_norm("transformer.ln_f", "final_norm", bias=True),
+        *norm(f"{_BLOCK}.ln_2", "mlp_norm", bias=True),
+        *norm("transformer.ln_f", "final_norm", bias=True),
         Tensor("lm_head.weight", "V D", ("unembedding",)),
     )
 
@@ -202,25 +202,25 @@ GPT2 = _gpt(
     Tensor(f"{_BLOCK}.mlp.c_proj.bias", "D", ("mlp.b_down",)),
 )
 GPT_BIGCODE = _gpt(
-    *_linear(f"{_BLOCK}.attn.c_attn", "(R H) D", *_QKV, order="grouped"),
-    *_linear(f"{_BLOCK}.attn.c_proj", "D (N H)", "attention.wo"),
-    *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
-    *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
+    *linear(f"{_BLOCK}.attn.c_attn", "(R H) D", *_QKV, order="grouped"),
+    *linear(f"{_BLOCK}.attn.c_proj", "D (N H)", "attention.wo"),
+    *linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
+    *linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
 )
 GPT_NEO = _gpt(
     *_qkv(f"{_BLOCK}.attn.attention", bias=False),
-    *_linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
-    *_linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
-    *_linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
+    *linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
+    *linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
+    *linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
 )
 GPTJ = (
     Tensor("transformer.wte.weight", "V D", ("embedding",)),
-    *_norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
+    *norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
     *_qkv(f"{_BLOCK}.attn", bias=False, interleaved_rope=True),
-    *_linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
-    *_linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
-    *_linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
-    *_norm("transformer.ln_f", "final_norm", bias=True),
+    *linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
+    *linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
+    *linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
+    *norm("transformer.ln_f", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
     Tensor("lm_head.bias", "V", ("unembedding_bias",)),
 )
@@ -231,45 +231,45 @@ OPT = (
     Tensor("model.decoder.project_in.weight", "D W", ("embedding_in",)),
     Tensor("model.decoder.project_out.weight", "W D", ("embedding_out",)),
     Tensor("model.decoder.embed_positions.weight", "p D", ("position_embedding",)),
-    *_norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
-    *_norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
+    *norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
+    *norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
     *_qkv(f"{_OPT}.self_attn"),
-    *_linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
-    *_norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
-    *_norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),
-    *_linear(f"{_OPT}.fc1", "F D", "mlp.w_up"),
-    *_linear(f"{_OPT}.fc2", "D F", "mlp.w_down"),
-    *_norm("model.decoder.final_layer_norm", "final_norm", bias=True),
+    *linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
+    *norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
+    *norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),
+    *linear(f"{_OPT}.fc1", "F D", "mlp.w_up"),
+    *linear(f"{_OPT}.fc2", "D F", "mlp.w_down"),
+    *norm("model.decoder.final_layer_norm", "final_norm", bias=True),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
 )
 BLOOM = (
     *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
-    *_norm("transformer.word_embeddings_layernorm", "embedding_norm", bias=True),
-    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True),
-    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True),
+    *norm("transformer.word_embeddings_layernorm", "embedding_norm", bias=True),
+    *norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True),
+    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
 FALCON = (
     *_megatron("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
-    *_norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, is_of=lambda model: model.shared_norm),
-    *_norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, is_of=lambda model: model.shared_norm),
-    *_norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, is_of=lambda model: not model.shared_norm),
-    *_norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, is_of=lambda model: not model.shared_norm),
+    *norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, is_of=lambda model: model.shared_norm),
+    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, is_of=lambda model: model.shared_norm),
+    *norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, is_of=lambda model: not model.shared_norm),
+    *norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, is_of=lambda model: not model.shared_norm),
 )
 NEOX = (
     *_megatron("gpt_neox", "layers", "attention", "embed_in", "final_layer_norm", "embed_out"),
-    *_norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
-    *_norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
+    *norm("gpt_neox.layers.{}.input_layernorm", "attention_norm", bias=True),
+    *norm("gpt_neox.layers.{}.post_attention_layernorm", "mlp_norm", bias=True),
 )
 _CHAT = "transformer.encoder.layers.{}"
 CHATGLM = (
     Tensor("transformer.embedding.word_embeddings.weight", "V D", ("embedding",)),
-    *_norm(f"{_CHAT}.input_layernorm", "attention_norm"),
-    *_linear(f"{_CHAT}.self_attention.query_key_value", "(R H) D", *_QKV, interleaved_rope=True),
-    *_linear(f"{_CHAT}.self_attention.dense", "D (N H)", "attention.wo", bias=False),
-    *_norm(f"{_CHAT}.post_attention_layernorm", "mlp_norm"),
-    *_linear(f"{_CHAT}.mlp.dense_h_to_4h", "J D", "mlp.w_gate", "mlp.w_up", bias=False),
-    *_linear(f"{_CHAT}.mlp.dense_4h_to_h", "D F", "mlp.w_down", bias=False),
-    *_norm("transformer.encoder.final_layernorm", "final_norm"),
+    *norm(f"{_CHAT}.input_layernorm", "attention_norm"),
+    *linear(f"{_CHAT}.self_attention.query_key_value", "(R H) D", *_QKV, interleaved_rope=True),
+    *linear(f"{_CHAT}.self_attention.dense", "D (N H)", "attention.wo", bias=False),
+    *norm(f"{_CHAT}.post_attention_layernorm", "mlp_norm"),
+    *linear(f"{_CHAT}.mlp.dense_h_to_4h", "J D", "mlp.w_gate", "mlp.w_up", bias=False),
+    *linear(f"{_CHAT}.mlp.dense_4h_to_h", "D F", "mlp.w_down", bias=False),
+    *norm("transformer.encoder.final_layernorm", "final_norm"),
     Tensor("transformer.output_layer.weight", "V D", ("unembedding",)),
 )
 _MLP, _SPARSE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
@@ -287,10 +287,10 @@ _ATTENTION = "model.layers.{}.self_attn"
 DEEPSEEK = _llama(
     more=(
         Tensor(f"{_ATTENTION}.q_a_proj.weight", "Q D", ("attention.wq_down",)),
-        *_norm(f"{_ATTENTION}.q_a_layernorm", "attention.q_norm", axis="Q"),
+        *norm(f"{_ATTENTION}.q_a_layernorm", "attention.q_norm", axis="Q"),
         Tensor(f"{_ATTENTION}.q_b_proj.weight", "(N H) Q", ("attention.wq_up",)),
         Tensor(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "G D", ("attention.wkv_down", "attention.wk_rope")),
-        *_norm(f"{_ATTENTION}.kv_a_layernorm", "attention.kv_norm", axis="Z"),
+        *norm(f"{_ATTENTION}.kv_a_layernorm", "attention.kv_norm", axis="Z"),
         Tensor(f"{_ATTENTION}.kv_b_proj.weight", "(N X) Z", ("attention.wk_up", "attention.wv_up")),
         *_DEEPSEEK_EXPERTS,
     )
@@ -309,7 +309,7 @@ GRANITE_MOE = _llama(
 _TURNS: dict[str, Any] = {"mlp": "expert_width", "interleaved_gate": True}
 GPT_OSS = _llama(
     more=(
-        _SINKS, *_linear(f"{_MLP}.router", "C D", "mlp.router", biases=("mlp.router_bias",)),
+        _SINKS, *linear(f"{_MLP}.router", "C D", "mlp.router", biases=("mlp.router_bias",)),
         Tensor(f"{_MLP}.experts.gate_up_proj", "E D J", ("mlp.w_gate", "mlp.w_up"), **_TURNS),
         Tensor(f"{_MLP}.experts.gate_up_proj_bias", "E J", ("mlp.b_gate", "mlp.b_up"), **_TURNS),
         Tensor(f"{_MLP}.experts.down_proj", "E F D", ("mlp.w_down",), mlp="expert_width"),
@@ -331,7 +331,7 @@ QWEN3_NEXT = _llama(
                **_OF_LINEAR),
         Tensor(f"{_LINEAR}.A_log", "N", ("linear_attention.decay",), **_OF_LINEAR),
         Tensor(f"{_LINEAR}.dt_bias", "N", ("linear_attention.decay_bias",), **_OF_LINEAR),
-        *_norm(f"{_LINEAR}.norm", "linear_attention.norm", axis="H", **_OF_LINEAR),
+        *norm(f"{_LINEAR}.norm", "linear_attention.norm", axis="H", **_OF_LINEAR),
         Tensor(f"{_LINEAR}.out_proj.weight", "D (N H)", ("linear_attention.linear_out",), **_OF_LINEAR),
     )
 )  # fmt: skip

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed
+from gspmd_lm.convert.layout import ENCODER, LETTERS, AxisOrder, Tensor, copy_transposed
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -89,6 +89,9 @@ def _parameters(model: config.ModelConfig) -> Arrays:
 
 def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...], bool]:
     """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
+    if path.startswith(ENCODER) and model.of_encoder:
+        weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
+        return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
     for stack in model.stacks:
         if head == stack.name:
@@ -273,13 +276,15 @@ def _checked(
 ) -> dict[str, Stored]:
     """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""
     wanted = {name: location.tensor.shape(model) for location in leaves for name in location.names()}
-    files, unexpected = {}, []
-    head = next(tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",))
+    files, unexpected, copies = {}, [], []
+    heads = [tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",) and model.tied_embeddings]
     for published, where in stored.items():
         name = published if published in wanted or row.prefix + published not in wanted else row.prefix + published
         if name in wanted and name not in files:
             files[name] = where
-        elif not row.is_no_weight(published) and not (model.tied_embeddings and published == head):
+        elif published in heads or {published, row.prefix + published} & {*row.copies}:
+            copies.append(published)
+        elif not row.is_no_weight(published):
             unexpected.append(published)
     missing = [name for name in wanted if name not in files]
     shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
@@ -295,12 +300,13 @@ def _checked(
         f"  no number    {line}"
         for line in _by_layer({name: f" is {kind}; supported are {known}" for name, kind in kinds.items()})
     ]
-    if not lines and model.tied_embeddings and head in stored:
+    if not lines and copies:
         embedding = next(location.tensor.name for location in leaves if location.path == "embedding")
-        if not _alike(stored[head], files[embedding]):
-            lines = [
-                f"  unexpected   {head}: not equal to {embedding}; set tie_word_embeddings to false in config.json"
-            ]
+        lines = [
+            f"  unexpected   {name}: not equal to {embedding}; set tie_word_embeddings to false in config.json"
+            for name in copies
+            if not _alike(stored[name], files[embedding])
+        ]
     if lines:
         count = f"{len(lines)} kind{'s' * (len(lines) > 1)} of tensors"
         raise InputError(f"{folder}: {count} that do not fit {row.name} as config.json has it\n" + "\n".join(lines))

@@ -15,6 +15,20 @@ from gspmd_lm.data.loader import ahead
 from gspmd_lm.errors import InputError
 
 
+def checked(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], place: str) -> dict[str, np.ndarray]:
+    """The arrays of a batch. Raises InputError, which begins with `place`, if they are not those of `shapes`."""
+    arrays = {name: np.asarray(array) for name, array in batch.items()}
+    given, wanted = ({name: f"{x.dtype}{list(x.shape)}" for name, x in of.items()} for of in (arrays, shapes))
+    lines = [
+        f"  {name}: {given.get(name, 'absent')}, and the task's inputs say {wanted.get(name, 'nothing')}"
+        for name in {**wanted, **given}
+        if given.get(name) != wanted.get(name)
+    ]
+    if lines:
+        raise InputError("\n".join([place, *lines, "  fix   make both say the same"]))
+    return arrays
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
     """Batches by number. Each process makes the whole batch and hands its devices their parts."""
@@ -26,6 +40,7 @@ class Batches:
 
     epochs_per_step = 0.0  # nothing tells when rows come again
     tokenizer: Path | None = None
+    classes: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -43,15 +58,7 @@ class Batches:
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """A batch. Raises InputError if its arrays are not those of the task."""
-        batch = {name: np.asarray(array) for name, array in self.at(number).items()}
-        arrays = {name: f"{array.dtype}{list(array.shape)}" for name, array in batch.items()}
-        wanted = {name: f"{like.dtype}{list(like.shape)}" for name, like in self.shapes.items()}
-        if arrays != wanted:
-            wrong = [name for name in {**wanted, **arrays} if arrays.get(name) != wanted.get(name)]
-            lines = [f"  {name}: {arrays.get(name, 'absent')}, and the task's inputs say {wanted.get(name, 'nothing')}"
-                     for name in wrong]  # fmt: skip
-            raise InputError("\n".join([f"{self.use}: batch {number}", *lines, "  fix   make both say the same"]))
-        return batch
+        return checked(self.at(number), self.shapes, f"{self.use}: batch {number}")
 
     def batches(
         self, start_step: int, shardings: Mapping[str, Any], stop_step: int | None = None

@@ -23,12 +23,14 @@ import numpy as np
 from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data.chat import Chat
+from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.sources import DocumentSource, Progress, SourcePart
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
 FORMAT = 3  # to be raised when the same source and tokenizer give other files
+Encoder = Tokenizer | Chat | Labelled  # what makes tokens of documents; the last two of records
 _NOTHING = hashlib.sha256().hexdigest()
 SEGMENT_BYTES = 16 * 1024 * 1024  # bytes of documents between two notes of progress
 HELD_OUT = "held_out"
@@ -53,16 +55,17 @@ class Progressed:
     left_out: int = 0  # documents of the parts that are also in the files for evaluation
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     # How many tokens have no target after them: in documents the ends, in conversations all but those before the
-    # assistant's tokens.
+    # assistant's tokens, in labelled texts all.
     ends: dict[str, int] = dataclasses.field(default_factory=dict)
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedSplit:
-    """The tokens of one side of a source: conversations, or documents that end with the tokenizer's end token."""
+    """The tokens of one side of a source: of records, or documents that end with the tokenizer's end token."""
 
-    stream: np.ndarray  # [tokens], memory-mapped; those of conversations carry the bits of data/packing.py
+    # [tokens], memory-mapped. Conversations have the bits of data/packing.py, labelled texts those of data/labelled.py.
+    stream: np.ndarray
     ends: int  # how many of the tokens have no target after them
 
 
@@ -78,7 +81,7 @@ class TokenCache:
 
 
 def open_cache(
-    source: DocumentSource, tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None = None
+    source: DocumentSource, tokenizer: Encoder, held_out: float, progress: Progress | None = None
 ) -> TokenCache:
     """The tokens of the source, from its cache folder or tokenized now.
 
@@ -179,7 +182,7 @@ def _build(
     folder: Path,
     source: DocumentSource,
     splits: list[str],
-    tokenizer: Tokenizer | Chat,
+    tokenizer: Encoder,
     held_out: float,
     progress: Progress | None,
 ) -> None:
@@ -209,7 +212,7 @@ def _build(
                     noted.left_out += 1
                     continue
                 name = HELD_OUT if hashed <= noted.held_out_up_to else name
-                if isinstance(tokenizer, Chat):
+                if isinstance(tokenizer, Chat | Labelled):
                     parts[name].append(ids)
                     noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
                 else:
@@ -236,7 +239,7 @@ def _build(
 
 
 def _survey(
-    source: DocumentSource, splits: list[str], tokenizer: Tokenizer | Chat, held_out: float, progress: Progress | None
+    source: DocumentSource, splits: list[str], tokenizer: Encoder, held_out: float, progress: Progress | None
 ) -> Progressed:
     """The sizes of a source and the hashes that are held out, from a first pass over it."""
     hashes, document_bytes = array.array("Q"), 0
@@ -251,7 +254,7 @@ def _survey(
             "none would be left to train on\n"
             "  fix   lower data.held_out (0 holds none out), or add documents"
         )
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat) else "<u4"
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat | Labelled) else "<u4"
     return Progressed(
         dtype,
         len(hashes),

@@ -28,7 +28,6 @@ Span = tuple[int, int]  # characters: start, stop
 # In training data, a template that asks for today's date gets this one, so that rows do not depend on the day.
 DATA_DATE = datetime.datetime(2025, 1, 1)
 _TOGETHER = 256  # conversations encoded at once: an encoding with offsets takes about 100 bytes per token
-_NO_CHARACTER = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8, and halves of escaped characters
 _MARKS = "\ufdd0\ufdd1"  # put around the text in {% generation %}; Unicode gives these two characters no meaning
 
 
@@ -138,7 +137,7 @@ class Chat:
     def prompt(self, messages: Sequence[Message], **fields: Any) -> np.ndarray:
         """The int32 ids of the messages, ready for the assistant's answer. Raises InputError as `render` does."""
         text = self.render(messages, add_generation_prompt=True, **fields)
-        return np.asarray(self._tokenizer.encode_marked([_NO_CHARACTER.sub("\ufffd", text)])[0].ids, np.int32)
+        return np.asarray(self._tokenizer.encode_marked([tokenizer.NO_CHARACTER.sub("\ufffd", text)])[0].ids, np.int32)
 
     def prompt_of(self, record: Mapping[str, Any]) -> np.ndarray:
         """The int32 ids of a record's messages, as by `prompt`, with the other fields that the template reads."""
@@ -187,7 +186,7 @@ class Chat:
             texts, spans = [], []
             for document in documents[start : start + _TOGETHER]:
                 text, of_assistant = json.loads(document)
-                text, replaced = _NO_CHARACTER.subn("\ufffd", text)
+                text, replaced = tokenizer.NO_CHARACTER.subn("\ufffd", text)
                 self.replaced_bytes += replaced
                 texts.append(text)
                 spans.append(of_assistant)

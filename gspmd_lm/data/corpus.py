@@ -1,20 +1,26 @@
 """The files that sources name: folders, globs and addresses, and what of them is skipped and why."""
 
+import ast
 import dataclasses
 import glob
+import json
 import os
+import platform
+import random
 import sysconfig
+import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gspmd_lm.config.paths import download, read_text
+from gspmd_lm.config.paths import cache_folder, download, read_text, unwritable
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.files import json_object
+from gspmd_lm.files import json_object, replace
 from gspmd_lm.workdir import layout
 
-STDLIB = "stdlib"
+STDLIB, STDLIB_PAIRS = "stdlib", "stdlib:pairs"
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SHOWN = 3  # names of skipped files
 
@@ -48,6 +54,8 @@ def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress
         for one in _words(name):
             if one == STDLIB:
                 paths.update(dict.fromkeys(_standard_library(place)))
+            elif one == STDLIB_PAIRS:
+                paths[_pairs_of_standard_library(place, progress)] = None
             elif "://" in one:
                 paths.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
             else:
@@ -88,7 +96,7 @@ def _matching(name: str) -> list[Path]:
 def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator[Path]:
     matching = _matching(name)
     if not matching:
-        hint = did_you_mean(name, [STDLIB, "random:64"])
+        hint = did_you_mean(name, [STDLIB, STDLIB_PAIRS, "random:64"])
         near = "" if hint or glob.has_magic(name) else f" (there is no such file or folder in {Path.cwd()})"
         part = "" if name == whole_name else f", and neither does {name} in it"
         fix = "give a folder, a file, a glob, stdlib or random:ROWS; several as [a, b]"
@@ -194,3 +202,47 @@ def _standard_library(place: str) -> list[Path]:
     if not paths:
         raise InputError(f"{place}: stdlib: no .py files in {root}\n  fix   give a folder of text files")
     return paths
+
+
+def _pairs_of_standard_library(place: str, progress: Progress | None) -> Path:
+    """The file of `pairs` of the interpreter's library, which is written once."""
+    path = cache_folder("data") / f"stdlib-pairs-{platform.python_version()}.jsonl"
+    if not path.exists():
+        if progress:
+            progress("reading the functions of the standard library", 0, 0)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(path, "".join(f"{json.dumps(pair)}\n" for pair in pairs(_standard_library(place))))
+        except OSError as error:
+            raise unwritable(path, error.strerror) from error
+    return path
+
+
+def pairs(paths: Sequence[Path]) -> list[dict[str, str | int]]:
+    """For each function with a docstring its `code` without it, a `docstring`, and whether it is `matched`: 1 or 0.
+
+    Half of the functions, chosen by lot, have the docstring of another one. The docstring is its first paragraph.
+    """
+    functions = [pair for path in paths for pair in _functions(path.read_text(encoding="utf-8", errors="replace"))]
+    random.Random(0).shuffle(functions)
+    others, own = functions[: len(functions) // 2], functions[len(functions) // 2 :]
+    found = [(code, docstring, 1) for code, docstring in own]
+    found += [(others[i][0], others[i - 1][1], 0) for i in range(len(others))]
+    return [{"code": code, "docstring": docstring, "matched": matched} for code, docstring, matched in found]
+
+
+def _functions(text: str) -> Iterator[tuple[str, str]]:
+    """The code of each function that has a docstring, without it, and the first paragraph of the docstring."""
+    lines = text.splitlines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in the library's texts
+        try:
+            nodes = [*ast.walk(ast.parse(text))]
+        except (SyntaxError, ValueError):  # a template, or a text in another encoding
+            return
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (docstring := ast.get_docstring(node)):
+            first, after = node.body[0], lines[node.body[0].end_lineno : node.end_lineno]
+            code = textwrap.dedent("\n".join([*lines[node.lineno - 1 : first.lineno - 1], *after]))
+            if code:
+                yield code, docstring.split("\n\n")[0]

@@ -84,12 +84,15 @@ def whole(path: Path, field: str) -> bytes:
     return (b"" if format_of(path) == _PLAIN else b"\n").join(texts(path, field))
 
 
-def records(path: Path) -> Iterator[readers.Row]:
-    """The records of a file, each with its place. Raises InputError as `texts` does."""
+def records(path: Path, columns: Sequence[str] = ()) -> Iterator[readers.Row]:
+    """The records of a file, each with its place. Raises InputError as `texts` does.
+
+    columns: those that are looked for; records may have others.
+    """
     kind = format_of(path)
     assert kind and kind.records
     with _reading(path):
-        yield from kind.records(path, ())
+        yield from kind.records(path, columns)
 
 
 def oddity(path: Path) -> str:

@@ -15,9 +15,11 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, packing, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, labelled, packing, sources, tokenizer, trained
+from gspmd_lm.data.masks import Masks
 from gspmd_lm.errors import InputError
 
+Rows = packing.Rows | labelled.LabelledRows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -34,7 +36,7 @@ class Loader:
     With `shares`, rows are drawn from several parts, and each part has epochs of its own.
     """
 
-    rows: packing.Rows | packing.Joined
+    rows: Rows | packing.Joined
     batch: int
     seed: int
     repeat: bool
@@ -43,6 +45,8 @@ class Loader:
     fingerprint: str  # equal only for equal rows; it must be equal in every process
     shares: tuple[int, ...] = ()  # how many of BLOCK rows each part of packing.Joined gets
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
+    classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
+    masks: Masks | None = None  # they are put among the tokens of rows
 
     @property
     def epochs_per_step(self) -> float:
@@ -84,23 +88,27 @@ class Loader:
         raise AssertionError("the shares add up to BLOCK")
 
     def rows_at(self, step: int, batch_rows: slice | Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """A part of a step's batch: int32 tokens, targets, segment_ids and positions [rows, seq], and row [rows].
+        """A part of a step's batch: the arrays that `read` of the rows gives, and int32 row [rows].
 
-        `row` is the row's number in the global batch. See packing.Rows.read for the others.
+        `row` is the row's number in the global batch.
         """
         numbers = np.arange(self.batch, dtype=np.int32)[batch_rows]
-        return self.rows.read(self.indices_at(step, numbers)) | {"row": numbers}
+        arrays = self.rows.read(self.indices_at(step, numbers))
+        if self.masks:
+            arrays = self.masks.put(arrays, step * self.batch + numbers.astype(np.int64))
+        return arrays | {"row": numbers}
 
     def batches(
         self, start_step: int, shardings: Mapping[str, jax.sharding.Sharding], stop_step: int | None = None
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
         """Pairs of a step and its arrays, from `start_step` to before `stop_step`, read ahead by a thread.
 
-        `shardings` names the wanted arrays, which are [batch, seq], or [batch] for `row`. Each process reads only the
-        rows that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that
-        leaves early must close the generator. An error in the thread is raised here.
+        `shardings` names the wanted arrays, whose first axis is the rows of the batch. Each process reads only the rows
+        that its own devices hold. Without `repeat` the pairs end after one epoch at the latest. A caller that leaves
+        early must close the generator. An error in the thread is raised here.
         """
-        shapes = {name: (self.batch,) if name == "row" else (self.batch, self.rows.seq) for name in shardings}
+        empty = self.rows_at(0, slice(0))
+        shapes = {name: (self.batch, *empty[name].shape[1:]) for name in shardings}
         local_rows = _local_rows(shardings, shapes)
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
@@ -123,33 +131,52 @@ def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
     return iter(reads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
 
 
-def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
+def open_loaders(
+    config: Config, progress: sources.Progress | None = None, masked: bool = False
+) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
     A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows once, in an
-    order that does not depend on the seed. Raises InputError if the source, the tokenizer or their sizes do not fit.
+    order that does not depend on the seed. masked: the targets are not the next tokens but masked ones, of which
+    evaluation always has the same. Raises InputError if the source, the tokenizer or their sizes do not fit.
     """
     data = config.data
+    if config.objective != "causal":
+        raise InputError(
+            f"objective: {config.objective}: sources of data give rows for objective: causal alone\n"
+            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
+        )
+    if masked and (data.conversations or data.fields):
+        key = "fields" if data.fields else "messages_field"
+        raise InputError(
+            f"data.{key}: masked tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
+        )
     count = sources.random_rows(data.source)
-    if count is not None:
-        return _open_random(config, count)
-    source, tokens, made = _source(config, progress)
+    if count is not None and not data.fields:
+        return _open_random(config, count, masked)
+    source, tokens, made = _source(config, progress, masked)
+    all_masks = None
+    if masked and isinstance(tokens, tokenizer.Tokenizer):
+        all_masks = Masks(tokens.mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
     cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
-    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[packing.Rows, int, int]:
-        """The rows of a split, how many targets they have, and how many conversations were cut."""
+    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int, int]:
+        """The rows of a split, how many targets they have, and how many conversations or labelled texts were cut."""
         targets, cut = len(split.stream) - split.ends, 0
         if isinstance(tokens, chat.Chat):
             rows, cut = packing.conversations(split.stream, data.seq)
+        elif isinstance(tokens, labelled.Labelled):
+            rows = labelled.rows(split.stream, data.seq, numbers=data.label_kind == "number")
+            targets, cut = len(rows), rows.cut
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
             targets = len(rows) * data.seq
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end)
-        # Conversations and held-out documents may fill less than a row. A text for training may not.
-        if not len(rows) or (training and not source.conversation and len(split.stream) <= data.seq):
+        # Records and held-out documents may fill less than a row. A text for training may not.
+        if not len(rows) or (training and not source.of_record and len(split.stream) <= data.seq):
             use, other = (
                 ("training", "") if training else ("evaluation", ", or change data.held_out (0 holds none out)")
             )
@@ -161,17 +188,24 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
 
     def loader_of(use: str, splits: Sequence[cache.CachedSplit], parts: Sequence[sources.SourcePart]) -> Loader:
         training = use == "training"
+        seed = data.seed if training else 0
         key = "data.source" if training or not source.held_out else "data.held_out"
         counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
         shares = _shares(parts) if len(parts) > 1 else ()
         rows = packing.Joined([rows for rows, _, _ in counted]) if shares else counted[0][0]
         targets, cut = sum(one[1] for one in counted), sum(one[2] for one in counted)
-        about = f"{len(rows):,} rows, {sum(len(split.stream) for split in splits):,} tokens"
+        size = sum(len(split.stream) for split in splits)
+        about, more = f"{len(rows):,} rows, ", []
         if isinstance(tokens, chat.Chat):
-            about += f", {targets:,} of them the assistant's" + (
-                f", {cut:,} conversations cut into rows" if cut else ""
-            )
-        lines = [f"{use}: {about} ({origin})"]
+            about += f"{size:,} tokens, {targets:,} of them the assistant's"
+            about += f", {cut:,} conversations cut into rows" * (cut > 0)
+        elif isinstance(tokens, labelled.Labelled):
+            about += f"{size - labelled.LABEL_WORDS * len(rows):,} tokens"
+            about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
+            more = [tokens.about_classes()] if training and tokens.classes else []
+        else:
+            about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them masked" * masked
+        lines = [f"{use}: {about} ({origin})", *more]
         for part, share, (part_rows, _, _) in zip(parts, shares, counted, strict=False):
             times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
             lines.append(
@@ -185,13 +219,17 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         return Loader(
             rows=rows,
             batch=data.batch,
-            seed=data.seed if training else 0,
+            seed=seed,
             repeat=training,
             tokens_per_epoch=targets,
             description="\n".join(lines),
-            fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}" + (f"-{shares}" if shares else ""),
+            fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}"
+            + (f"-{shares}" if shares else "")
+            + (f"-masked {data.masked_share}" if masked else ""),
             shares=shares,
             tokenizer=made,
+            classes=tokens.classes if isinstance(tokens, labelled.Labelled) else (),
+            masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
         )
 
     train = loader_of("training", cached.train, source.parts)
@@ -201,26 +239,32 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
 
 
 def _source(
-    config: Config, progress: sources.Progress | None
-) -> tuple[sources.DocumentSource, tokenizer.Tokenizer | chat.Chat, Path | None]:
+    config: Config, progress: sources.Progress | None, masked: bool
+) -> tuple[sources.DocumentSource, cache.Encoder, Path | None]:
     """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
     data = config.data
     size = tokenizer.trained_size(data.tokenizer)
-    if size and not data.conversations:
+    source = path = None
+    if data.conversations:
+        tokens = chat.Chat(data.tokenizer)
+    elif data.fields:
+        tokens = labelled.Labelled(data, tokenizer.load_tokenizer(data.tokenizer))
+    elif size:
         source = sources.open_source(data, progress)
-        path = trained.tokenizer_of_source(source, size, progress)
-        tokens = tokenizer.load_tokenizer(str(path))
+        path = trained.tokenizer_of_source(source, size, progress, masked)
+        tokens = tokenizer.load_tokenizer(str(path), framed=masked)
     else:
-        path = None
-        tokens = chat.Chat(data.tokenizer) if data.conversations else tokenizer.load_tokenizer(data.tokenizer)
-        source = None
+        tokens = tokenizer.load_tokenizer(data.tokenizer, framed=masked)
     if tokens.vocab_size > config.model.vocab:
         raise InputError(
             f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab="
             f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
             "  fix   --set model.vocab=0, which means the tokenizer's size"
         )
-    source = source or sources.open_source(data, progress, tokens.document if isinstance(tokens, chat.Chat) else None)
+    of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled) else None
+    source = source or sources.open_source(data, progress, of_record)
+    if isinstance(tokens, labelled.Labelled):
+        tokens.learn_classes(source, progress)
     return source, tokens, path
 
 
@@ -240,8 +284,8 @@ def _shares(parts: Sequence[sources.SourcePart]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
-    """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training."""
+def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Loader | None]:
+    """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training. 0 is the mask."""
     data, vocab = config.data, config.model.vocab
     if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
         raise InputError(
@@ -250,15 +294,17 @@ def _open_random(config: Config, count: int) -> tuple[Loader, Loader | None]:
         )
 
     def split_loader(training: bool) -> Loader:
-        use = "training" if training else "evaluation"
+        use, seed = ("training", data.seed) if training else ("evaluation", 0)
         return Loader(
             rows=packing.random(count, data.seq, vocab, (data.seed % 2**63, int(not training))),
             batch=data.batch,
-            seed=data.seed if training else 0,
+            seed=seed,
             repeat=training,
             tokens_per_epoch=count * data.seq,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",
-            fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}",
+            fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}"
+            + (f"-masked {data.masked_share}" if masked else ""),
+            masks=Masks(0, vocab, (), data.masked_share, seed) if masked else None,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

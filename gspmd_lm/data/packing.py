@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -80,9 +81,9 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joined:
-    """The rows of several `Rows`, one after another."""
+    """The rows of several parts, one after another."""
 
-    parts: Sequence[Rows]
+    parts: Sequence[Any]  # each has len(), seq and read(), as Rows does
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -92,9 +93,10 @@ class Joined:
         return self.parts[0].seq
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """As `Rows.read`."""
+        """As `read` of the parts."""
         indices = np.asarray(indices)
-        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in FIELDS}
+        empty = self.parts[0].read([]).items()
+        fields = {name: np.zeros((len(indices), *array.shape[1:]), array.dtype) for name, array in empty}
         first = 0
         for number, part in enumerate(self.parts):
             inside = (indices >= first) & (indices < first + len(part)) | ((indices == -1) & (number == 0))

@@ -136,18 +136,22 @@ def json_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows below the header. The header's separator is the one that makes a column of what is looked for."""
+    """The rows below the header. The header's separator is the one that makes a column of what is looked for.
+
+    In a .tsv file, quotes are text like any other: a field holds neither tabs nor line ends.
+    """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default refuses texts of 131 kB
     with opened(path) as raw, io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as file:
-        first = file.readline()
-        separators = ["\t", ","] if ".tsv" in path.suffixes else [",", ";", "\t", "|"]
+        first, tabs = file.readline(), ".tsv" in map(str.lower, path.suffixes)
+        separators = ["\t"] if tabs else [",", ";", "\t", "|"]
+        quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
 
         def split(by: str) -> list[str]:
-            return next(csv.reader([first], delimiter=by), [])
+            return next(csv.reader([first], delimiter=by, quoting=quoting), [])
 
         by = next((one for one in separators if set(columns) <= set(split(one))), max(separators, key=first.count))
         header = split(by)
-        rows = csv.reader(file, delimiter=by, strict=True)
+        rows = csv.reader(file, delimiter=by, quoting=quoting, strict=True)
         while True:
             place = f"{path}:{rows.line_num + 2}"
             try:
@@ -157,9 +161,10 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             if row is None:
                 return
             if row and len(row) != len(header):
+                quotes = "take tabs out of texts" if tabs else 'put "quotes" around texts that hold separators'
                 raise InputError(
                     f"{place}: {len(row)} fields, but the header has {len(header)}\n"
-                    '  fix   put "quotes" around texts that hold separators, or leave the file out'
+                    f"  fix   {quotes}, or leave the file out"
                 )
             if row:
                 yield place, dict(zip(header, row, strict=True))
@@ -267,8 +272,8 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
 def table_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a Parquet or Arrow file, each with its place."""
     number = 0
-    with _table(path) as (_, batches):
-        for batch in batches(None):
+    with _table(path) as (schema, batches):
+        for batch in batches(list(columns) if columns and set(columns) <= set(schema.names) else None):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", record

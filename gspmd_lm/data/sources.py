@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,24 +15,24 @@ from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
 # (a record, its place such as file:line, the field of the conversation) -> a document
-Conversation = Callable[[dict[str, Any], str, str], bytes]
+OfRecord = Callable[[dict[str, Any], str, str], bytes]
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, and the field of its texts or conversations."""
+    """A file of a source, and the field of its texts or conversations, or the fields of labelled texts as JSON."""
 
     path: Path
     field: str
     size_bytes: int
     sha256: str
 
-    def facts(self, conversations: bool) -> str:
+    def facts(self, of_records: bool) -> str:
         """What the documents of the file follow from; a field only if the file has fields."""
         kind = formats.format_of(self.path)
         assert kind
-        of = f"messages {self.field} " if conversations else f"{self.field} " if kind.records else ""
+        of = f"messages {self.field} " if of_records else f"{self.field} " if kind.records else ""
         return f"{of}{kind.name} {self.sha256}\n"
 
 
@@ -57,7 +58,8 @@ class DocumentSource:
     parts: tuple[SourcePart, ...]  # to train on
     held_out: SourcePart | None  # for evaluation, if it has files of its own
     fingerprint: str
-    conversation: Conversation | None = None  # makes a document of each record; None: files hold texts
+    of_record: OfRecord | None = None  # makes a document of each record; None: files hold texts
+    columns: tuple[str, ...] = ()  # of labelled texts
 
     @property
     def every(self) -> tuple[SourcePart, ...]:
@@ -99,38 +101,38 @@ class DocumentSource:
             before_bytes += file.size_bytes
 
     def _of(self, file: SourceFile) -> Iterator[bytes]:
-        if self.conversation is None:
+        if self.of_record is None:
             yield from formats.texts(file.path, file.field)
         else:
-            for place, record in formats.records(file.path):
-                yield self.conversation(record, place, file.field)
+            for place, record in formats.records(file.path, self.columns):
+                yield self.of_record(record, place, file.field)
 
 
-def open_source(
-    data: Data, progress: Progress | None = None, conversation: Conversation | None = None
-) -> DocumentSource:
+def open_source(data: Data, progress: Progress | None = None, of_record: OfRecord | None = None) -> DocumentSource:
     """The source that `data.source` and `data.held_out` name, its files found, checked and hashed.
 
-    With `conversation`, each record of the files is turned into a document by it. Raises InputError if a name matches
+    With `of_record`, each record of the files is turned into a document by it. Raises InputError if a name matches
     nothing, nothing is left to read, or a file cannot be read.
     """
+    columns = (*data.fields, data.label) if data.fields else ()
     for one in (*data.sources, *data.held_out_sources):
         if random_rows(one.path) is not None:
-            raise InputError(f"data.source: {one.path} has no documents\n  fix   give stdlib or a folder of texts")
+            what, fix = ("labels", "files of records") if columns else ("documents", "stdlib or a folder of texts")
+            raise InputError(f"data.source: {one.path} has no {what}\n  fix   give {fix}")
     notes = corpus.FileNotes()
-    held_out = _files_of(data.held_out_sources, "data.held_out", notes, progress)
+    held_out = _files_of(data.held_out_sources, "data.held_out", columns, notes, progress)
     kept_out = {path.resolve() for path, _ in held_out}
     groups = [(one,) for one in data.sources] if data.sources[0].weight else [data.sources]
     files_of_groups = []
     for group in groups:
-        paths = _files_of(group, "data.source", notes, progress)
+        paths = _files_of(group, "data.source", columns, notes, progress)
         for path in [path for path in paths if path[0].resolve() in kept_out]:
             paths.remove(path)
             notes.skipped("held out", path[0])
         files_of_groups.append(paths)
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
-    if conversation:
-        _check_conversations(data, [path for path, _ in every])
+    if of_record:
+        _check_records(data, [path for path, _ in every])
     hashed = iter(_hash(every, notes, progress))
     parts = []
     for group, paths in zip([*groups, data.held_out_sources], [*files_of_groups, held_out], strict=True):
@@ -145,7 +147,7 @@ def open_source(
     for part in [*parts, held_out_part]:
         total.update(f"part of {len(part.files)}\n".encode())
         for file in part.files:
-            total.update(file.facts(conversation is not None).encode())
+            total.update(file.facts(of_record is not None).encode())
     size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
     count = sum(len(part.files) for part in [*parts, held_out_part])
     name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
@@ -153,12 +155,13 @@ def open_source(
         f"{name}: {count:,} file{'s' * (count > 1)}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
     )
     return DocumentSource(
-        description.replace("stdlib:", "the standard library's"),
+        description.replace("stdlib: ", "the standard library's "),
         str(notes),
         tuple(parts),
         held_out_part if held_out_part.files else None,
         total.hexdigest(),
-        conversation,
+        of_record,
+        columns,
     )
 
 
@@ -173,23 +176,30 @@ def random_rows(source: object) -> int | None:
 
 
 def _files_of(
-    sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
+    sources: Sequence[config_data.Source],
+    place: str,
+    columns: tuple[str, ...],
+    notes: corpus.FileNotes,
+    progress: Progress | None,
 ) -> list[tuple[Path, str]]:
     """The files of sources and the field of each. A file that two sources name is read as the first of them says."""
     fields: dict[Path, str] = {}
     for one in sources:
+        field = json.dumps(columns) if columns else one.messages_field or one.text_field
         for path in corpus.files([one.path], place, notes, progress):
-            fields.setdefault(path, one.messages_field or one.text_field)
+            fields.setdefault(path, field)
     return list(fields.items())
 
 
-def _check_conversations(data: Data, paths: Sequence[Path]) -> None:
+def _check_records(data: Data, paths: Sequence[Path]) -> None:
     others = [path for path in paths if not ((kind := formats.format_of(path)) and kind.records)]
     if others:
-        field = data.sources[0].messages_field
+        key, value = (
+            ("fields", list(data.fields)) if data.fields else ("messages_field", data.sources[0].messages_field)
+        )
         raise InputError(
-            f"data.source: {corpus.listed(others)}: no records, which data.messages_field={field} needs\n"
-            "  fix   name .jsonl, .json, .parquet or .arrow files, or for text leave data.messages_field out"
+            f"data.source: {corpus.listed(others)}: no records, which data.{key}={value} needs\n"
+            f"  fix   name .jsonl, .json, .csv, .tsv, .parquet or .arrow files, or for text leave data.{key} out"
         )
 
 

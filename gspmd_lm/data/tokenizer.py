@@ -19,7 +19,10 @@ FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order if no tokenizer_config.json beside the file names an eos_token.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
+MASK = "<mask>"
+_MASK_NAMES = ("[MASK]", MASK)  # likewise for mask_token
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
+NO_CHARACTER = re.compile("[\ud800-\udfff]")  # such bytes, and halves of escaped characters
 
 
 class Bytes:
@@ -27,6 +30,8 @@ class Bytes:
 
     vocab_size = 257  # the largest id plus one
     end = 256  # the id that closes a document
+    mask = 0  # the id in the place of a token that is to be guessed: a byte that texts do not have
+    special_ids = (mask, end)  # ids that are never to be guessed
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
     replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
 
@@ -47,11 +52,21 @@ class Bytes:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
 
+    def template(self) -> tokenizers.Tokenizer:
+        """A tokenizer of texts and pairs of texts. `end` follows each text, and a second text is of type 1."""
+        made = tokenizers.Tokenizer(tokenizers.models.BPE({name: byte for byte, name in enumerate(_byte_names())}, []))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.post_processor = _ends(self.end)
+        return made
+
 
 class HuggingFace:
-    """A tokenizer.json. Special tokens that are spelled out in a document are encoded as ordinary text."""
+    """A tokenizer.json. Special tokens that are spelled out in a document are encoded as ordinary text.
 
-    def __init__(self, path: Path):
+    A `framed` one puts the special tokens of the file's template around a document, such as [CLS] and [SEP].
+    """
+
+    def __init__(self, path: Path, framed: bool = False):
         """Reads a file. Raises InputError if it is not a readable tokenizer.json or has no end-of-text token."""
         try:
             raw = path.read_text(encoding="utf-8")
@@ -71,8 +86,15 @@ class HuggingFace:
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
-        self.end = self._find_end(path)
-        self.fingerprint = f"{sha256}-{self.end}"
+        self.special_ids = tuple(self.special.values())
+        self.path = path
+        self.end = self._find_end()
+        self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
+        self._after: list[int] = []
+        if framed:
+            self._before, self._after = self._find_frame()
+            *self._after, self.end = self._after or [self.end]
+        self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
         self.replaced_bytes = 0
         self._byte_ids = self._find_byte_ids(raw)
 
@@ -90,7 +112,27 @@ class HuggingFace:
             except UnicodeDecodeError:
                 ids.append(self._encode_mixed(document))
         encoded = iter(self._encode_texts(texts))
-        return [next(encoded) if item is None else item for item in ids]
+        every = [next(encoded) if item is None else item for item in ids]
+        if self._before or self._after:
+            before, after = np.asarray(self._before, np.int32), np.asarray(self._after, np.int32)
+            return [np.concatenate([before, item, after]) for item in every]
+        return every
+
+    def template(self) -> tokenizers.Tokenizer:
+        """A tokenizer of texts and pairs of texts, with the special tokens and the types of the file's template.
+
+        If the template adds no tokens, `end` follows each text, and a second text is of type 1.
+        """
+        made = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        made.encode_special_tokens = True
+        if not made.num_special_tokens_to_add(is_pair=True):
+            made.post_processor = _ends(self.end)
+        return made
+
+    @property
+    def mask(self) -> int:
+        """The id in the place of a token that is to be guessed. Raises InputError if there is none."""
+        return self._named("mask_token", _MASK_NAMES, "mask token", MASK)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
@@ -135,31 +177,50 @@ class HuggingFace:
 
     def _find_byte_ids(self, raw: str) -> np.ndarray | None:
         """The ids of the 256 single bytes in a byte-level or byte-fallback vocabulary; None for another one."""
-        if '"ByteLevel"' in raw:
-            # GPT-2's alphabet: printable bytes stand for themselves, and characters from 256 on for the other bytes.
-            printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-            others = iter(range(256, 512))
-            names = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-        else:
-            names = [f"<0x{byte:02X}>" for byte in range(256)]
+        names = _byte_names() if '"ByteLevel"' in raw else [f"<0x{byte:02X}>" for byte in range(256)]
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
-    def _find_end(self, path: Path) -> int:
-        names = list(_END_NAMES)
-        if named := text_of_token(read_object(path.with_name("tokenizer_config.json")).get("eos_token")):
+    def _find_end(self) -> int:
+        return self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
+
+    def _find_frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the file's template puts before a text, and after it."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
+
+    def _named(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
+        """The id of the special token that tokenizer_config.json has under `key`, or else of the first of `names`."""
+        if named := text_of_token(read_object(self.path.with_name("tokenizer_config.json")).get(key)):
             names = [str(named), *names]
         for name in names:
             if name in self.special:
                 return self.special[name]
         raise InputError(
-            f"data.tokenizer: {path}: has no end-of-text token (special tokens: {', '.join(self.special) or 'none'})\n"
-            f"  fix   add a special token named {END_OF_TEXT} to its added_tokens, or name one of its special tokens\n"
-            '        as "eos_token" in a tokenizer_config.json beside it'
+            f"data.tokenizer: {self.path}: has no {what} (special tokens: {', '.join(self.special) or 'none'})\n"
+            f"  fix   add a special token named {usual} to its added_tokens, or name one of its special tokens\n"
+            f'        as "{key}" in a tokenizer_config.json beside it'
         )
 
 
 Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+
+
+def _byte_names() -> list[str]:
+    """GPT-2's names of the 256 bytes: printable ones stand for themselves, characters from 256 on for the others."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _ends(end: int) -> tokenizers.processors.TemplateProcessing:
+    """A template with the token `end` after each text."""
+    return tokenizers.processors.TemplateProcessing(
+        single=["$A", "end"],
+        pair=["$A", "end", "$B:1", "end:1"],
+        special_tokens=[{"id": "end", "ids": [end], "tokens": ["end"]}],
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -173,10 +234,10 @@ def _parsed(path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, int]:
     return tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes, or the path of a tokenizer.json or of its folder.
 
-    Raises InputError if there is none.
+    framed: see HuggingFace. Raises InputError if there is none.
     """
     if name == "bytes":
         return Bytes()
@@ -185,7 +246,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer={name} is trained by the run that uses it\n"
             "  fix   name the run with --workdir, or set data.tokenizer to its tokenizer.json"
         )
-    return HuggingFace(tokenizer_path(name))
+    return HuggingFace(tokenizer_path(name), framed)
 
 
 def tokenizer_path(name: str) -> Path:

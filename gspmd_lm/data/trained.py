@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import filelock
@@ -15,7 +15,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data import sources
 from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
-from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, Tokenizer, load_tokenizer, trained_size
+from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import layout
 
@@ -39,6 +39,11 @@ def with_vocab_size(config: Config) -> Config:
         raise InputError(
             f"data.tokenizer={data.tokenizer} has no chat template, which conversations need\n"
             "  fix   set data.tokenizer to the folder of a model's tokenizer.json and tokenizer_config.json"
+        )
+    if size and data.fields:
+        raise InputError(
+            f"data.tokenizer={data.tokenizer} is trained on texts, and data.fields says that there are records\n"
+            "  fix   set data.tokenizer to a tokenizer.json, or to bytes"
         )
     if size and config.train.init_from:
         raise InputError(
@@ -89,20 +94,24 @@ def with_trained_tokenizer(config: Config, progress: Progress | None = None) -> 
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
-def tokenizer_of_source(source: DocumentSource, size: int, progress: Progress | None = None) -> Path:
+def tokenizer_of_source(
+    source: DocumentSource, size: int, progress: Progress | None = None, masked: bool = False
+) -> Path:
     """The file of a tokenizer of at most `size` tokens that is trained on a source, now or by an earlier run.
 
-    One of several processes trains it, and the others wait for it. The same source gives the same tokenizer.
-    Raises InputError if the source cannot be read or the file cannot be written.
+    masked: one of the tokens is a mask. One of several processes trains the tokenizer, and the others wait for it. The
+    same source gives the same tokenizer. Raises InputError if the source cannot be read or the file cannot be written.
     """
-    key = hashlib.sha256(f"{source.fingerprint} {size} {tokenizers.__version__}".encode()).hexdigest()[:24]
+    special = (END_OF_TEXT, MASK) if masked else (END_OF_TEXT,)
+    facts = f"{source.fingerprint} {size} {tokenizers.__version__}" + " masked" * masked
+    key = hashlib.sha256(facts.encode()).hexdigest()[:24]
     path = cache_folder("tokenizers") / key / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
             if not path.exists() or files.damage(path.parent, (FILE,)):
                 path.unlink(missing_ok=True)
-                train_tokenizer(_sample(source, progress), size, path)
+                train_tokenizer(_sample(source, progress), size, path, special)
                 files.seal(path.parent, (FILE,))
     except OSError as error:
         raise unwritable(path.parent, error.strerror) from error
@@ -115,26 +124,30 @@ def _sample(source: DocumentSource, progress: Progress | None) -> Iterator[bytes
     return itertools.islice(source.walk(source.parts, "training the tokenizer", progress), every - 1, None, every)
 
 
-def train_tokenizer(documents: Iterable[bytes], vocab_size: int, path: str | Path) -> Tokenizer:
+def train_tokenizer(
+    documents: Iterable[bytes], vocab_size: int, path: str | Path, special: Sequence[str] = (END_OF_TEXT,)
+) -> Tokenizer:
     """A byte-level BPE tokenizer of at most `vocab_size` tokens, trained on the documents and saved as `path`.
 
-    A small source may give fewer tokens. Raises InputError if `path` exists, or if `vocab_size` is below 257: there are
-    256 bytes and an end token.
+    special: its special tokens, an end token among them. A small source may give fewer tokens. Raises InputError if
+    `path` exists, or if `vocab_size` is too small for 256 bytes and the special tokens.
     """
     path = Path(path).expanduser()
     if path.exists():
         raise InputError(f"{path}: exists already\n  fix   remove it, or choose another name")
-    if vocab_size < 257:
+    least = 256 + len(special)
+    if vocab_size < least:
+        names = " and ".join(special)
         raise InputError(
-            f"a vocabulary of {vocab_size} is too small for a byte-level tokenizer (256 bytes and {END_OF_TEXT})\n"
-            "  fix   set model.vocab to 257 or more"
+            f"a vocabulary of {vocab_size} is too small for a byte-level tokenizer (256 bytes and {names})\n"
+            f"  fix   set model.vocab to {least} or more"
         )
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

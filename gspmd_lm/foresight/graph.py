@@ -17,7 +17,8 @@ from jax.extend import core
 
 from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
 from gspmd_lm.sharding.op_names import OpName, parse
-from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, kept_dots, marked
+from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
+from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 _SAME_VALUES = (

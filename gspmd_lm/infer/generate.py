@@ -83,7 +83,7 @@ def programs_for(
         raise InputError(f"batch={batch}: must be at least 1\n  fix   --batch=8")
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
-    sizes = programs.sizes(rules, asked, longest, new_tokens, platform)
+    sizes = programs.sizes(rules, asked, longest, new_tokens, platform, config.model.encoder)
     arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
     notes = [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
@@ -101,25 +101,30 @@ def programs_for(
 def check_prompts(
     config: Config, prompts: Sequence[Sequence[int]], new_tokens: int, places: Sequence[str] = ()
 ) -> None:
-    """Raises InputError that lists every prompt that is empty or, with its answer, longer than the model's context."""
-    context = config.model.context
+    """Raises InputError that lists every prompt that is empty or, with its answer, longer than the model's context.
+
+    Prompts that an encoder reads have a context of their own.
+    """
+    encoder, context = config.model.of_encoder, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     if new_tokens < 1:
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
+    if encoder and new_tokens > context:
+        raise InputError(f"{new_tokens:,} new tokens are more than model.context={context:,}\n  fix   ask for fewer")
     if not prompts:
         raise InputError("there is no prompt\n  fix   give a prompt, or a file with prompts")
     wrong = [f"{place}: empty" for place, prompt in zip(places, prompts, strict=True) if not len(prompt)]
     fixes = ["give at least one token to go on from"] * bool(wrong)
+    beside, name = (0, "the encoder's context") if encoder else (new_tokens, "model.context")
+    context = encoder.context if encoder else context
     long = [(place, len(prompt)) for place, prompt in zip(places, prompts, strict=True)
-            if len(prompt) + new_tokens > context]  # fmt: skip
-    wrong += [
-        f"{place}: {length:,} tokens and {new_tokens:,} new ones are more than model.context={context:,}"
-        for place, length in long
-    ]
+            if len(prompt) + beside > context]  # fmt: skip
+    and_new = f" and {new_tokens:,} new ones" if beside else ""
+    wrong += [f"{place}: {length:,} tokens{and_new} are more than {name}={context:,}" for place, length in long]
     if long:
         room = context - max(length for _, length in long)
-        less = f", or ask for {room:,} new ones" if room > 0 else ""
-        fixes.append(f"shorten the prompt to {max(context - new_tokens, 0):,} tokens{less}")
+        less = f", or ask for {room:,} new ones" if beside and room > 0 else ""
+        fixes.append(f"shorten the prompt to {max(context - beside, 0):,} tokens{less}")
     if wrong:
         raise InputError("\n".join([*wrong, *(f"  fix   {fix}" for fix in fixes)]))
 
@@ -161,12 +166,17 @@ class Generator:
         sampling = sampling or Sampling()
         sizes = self.programs.sizes
         longest = max(map(len, prompts))
-        assert longest <= sizes.prompt and sizes.prompt + new_tokens - 1 <= sizes.slots, (longest, new_tokens, sizes)
+        assert sizes.hold(longest, new_tokens), (longest, new_tokens, sizes)
+        follows = self.programs.model.encoder is None  # a text goes on from its prompt
         ends = frozenset((self.tokenizer.end,) if ends is None else ends)
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
-            texts = [_Completion(first_number + first + i, self.tokenizer, prompt, stops, ends, new_tokens)
-                     for i, prompt in enumerate(batch)]  # fmt: skip
+            texts = [
+                _Completion(
+                    first_number + first + i, self.tokenizer, prompt if follows else (), stops, ends, new_tokens
+                )
+                for i, prompt in enumerate(batch)
+            ]
             for choice in self._choices(batch, first_number + first, new_tokens, sampling, texts):
                 tokens, gaps = np.asarray(choice.tokens_B), np.asarray(choice.gap_B)
                 for text, token, gap in zip(texts, tokens.tolist(), gaps.tolist(), strict=False):
@@ -214,10 +224,10 @@ class Generator:
     def _placed(self, batch: Sequence[Sequence[int]], number: int) -> Prompts:
         """The prompts on the devices. Each row that pads the batch holds one token of padding."""
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
-        tokens_BT = np.zeros((sizes.rows, sizes.prompt), np.int32)
-        start_B = np.full(sizes.rows, sizes.prompt - 1, np.int32)
+        tokens_BT = np.zeros((sizes.rows, sizes.given), np.int32)
+        start_B = np.full(sizes.rows, sizes.given - 1, np.int32)
         for row, prompt in enumerate(batch):
-            start_B[row] = sizes.prompt - len(prompt)
+            start_B[row] = sizes.given - len(prompt)
             tokens_BT[row, start_B[row] :] = prompt
         numbers_B = number + np.arange(sizes.rows, dtype=np.int32)
         host = Prompts(tokens_BT, start_B, numbers_B)

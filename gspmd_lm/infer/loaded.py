@@ -111,8 +111,7 @@ class Model:
         generation.check_prompts(self.config, ids, new_tokens, [f"prompt {n}" for n in range(1, len(ids) + 1)])
         if last is not None:
             sizes = last.programs.sizes
-            enough = max(map(len, ids)) <= sizes.prompt and sizes.prompt + new_tokens - 1 <= sizes.slots
-            if enough and sizes.rows >= min(len(ids), ROWS):
+            if sizes.hold(max(map(len, ids)), new_tokens) and sizes.rows >= min(len(ids), ROWS):
                 return last
         built, notes = generation.programs_for(
             self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.data.batches import Batches
+from gspmd_lm.data.batches import Batches, checked
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
@@ -36,12 +36,12 @@ class TaskModel:
         task = self.task
         rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
         shardings = {name: like.sharding for name, like in self._built.batch_of(task.rows).items()}
-        totals: dict[str, float] = {}
+        totals: dict[str, Any] = {}
         for _, batch in rows.batches(0, shardings):
             lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
             program = self._program("evaluation", batch, lower)
             for name, total in jax.device_get(program(self.params, batch)).items():
-                totals[name] = totals.get(name, 0.0) + float(total)
+                totals[name] = totals.get(name, 0.0) + np.float64(total)
         return task.scored(totals)
 
     def generate(
@@ -83,21 +83,11 @@ class TaskModel:
 
     def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
         """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""
-        inputs, arrays = self.task.batch(1), {name: np.asarray(array) for name, array in batch.items()}
-        shapes_of = {name: f"{array.dtype}{list(array.shape[1:])}" for name, array in arrays.items()}
-        wanted = {name: f"{like.dtype}{list(like.shape[1:])}" for name, like in inputs.items()}
-        wrong = [
-            f"  {name}: {shape} per row, and the task's inputs say {wanted.get(name, 'nothing')}"
-            for name, shape in shapes_of.items()
-            if shape != wanted.get(name)
-        ]
-        counts = {len(array) for array in arrays.values() if array.ndim}
-        if len(counts) != 1 or 0 in counts:
-            wrong.append(f"  the arrays have {sorted(counts) or 'no'} rows")
-        if wrong:
-            fix = "  fix   give arrays of the task's inputs that begin() reads, with one number of rows"
-            raise InputError("\n".join(["generate: batch", *wrong, fix]))
-        (rows,) = counts
+        rows = max((len(array) for array in batch.values() if np.ndim(array)), default=0)
+        if not rows:
+            raise InputError("generate: the batch has no rows\n  fix   give the task's inputs that begin() reads")
+        inputs = {name: like for name, like in self.task.batch(rows).items() if name in batch}
+        arrays = checked(batch, inputs, "generate: batch")
         splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
         more = -rows % math.lcm(*map(self.rules.num_shards, splits))
         return {name: np.concatenate([array, np.repeat(array[-1:], more, 0)]) for name, array in arrays.items()}, rows

@@ -17,8 +17,8 @@ from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import ShardedProgram, placed
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled, split_sequence
-from gspmd_lm.model.transformer import extend, init
+from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled, split_sequence
+from gspmd_lm.model.transformer import SOURCE, extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
@@ -34,8 +34,18 @@ class Sizes:
     """The sizes that are fixed when the programs are built."""
 
     rows: int  # of a batch, padding included
-    prompt: int  # slots of the longest prompt
+    prompt: int  # slots of the longest prompt; 1, for the start token, if an encoder reads the prompts
     slots: int  # of the cache
+    source: int = 0  # tokens of the longest prompt that an encoder reads
+
+    @property
+    def given(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.source or self.prompt
+
+    def hold(self, longest: int, new: int) -> bool:
+        """Whether there is room for prompts of up to `longest` tokens, and `new` tokens more."""
+        return longest <= self.given and self.prompt + new - 1 <= self.slots
 
 
 class Prompts(NamedTuple):
@@ -56,14 +66,17 @@ class DecodeState(NamedTuple):
     number_B: Any
 
 
-def sizes(rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu") -> Sizes:
+def sizes(
+    rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu", encoder: configs.Encoder | None = None
+) -> Sizes:
     """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up for mesh axes to divide.
 
-    The last new token needs no slot: nothing attends to it.
+    The last new token needs no slot: nothing attends to it. An encoder, if there is one, reads the prompts.
     """
 
-    rows, prompt = rounded_up(rules, rows, prompt, platform)
-    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")))
+    rows, given = rounded_up(rules, rows, prompt, platform)
+    prompt, source = (1, given) if encoder else (given, 0)
+    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")), source)
 
 
 def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = False) -> tuple[int, int]:
@@ -108,41 +121,57 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
 def attention_pass(sizes: Sizes) -> Pass:
     """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
-    return Pass(sizes.prompt, padded=True)
+    return Pass(sizes.given, padded=True)
 
 
 def whole_context(config: Config) -> Sizes:
     """The sizes for `data.batch` rows whose cache holds `data.seq` tokens and is filled by prompts of that length."""
-    return Sizes(config.data.batch, config.data.seq, config.data.seq)
+    data, source = config.data, config.source_seq
+    return Sizes(data.batch, 1 if source else data.seq, data.seq, source)
 
 
 def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int) -> tuple[jax.Array, Cache]:
-    """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts."""
+    """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts.
+
+    If an encoder reads the prompts, the logits are those after the start token, which the cache holds.
+    """
     B, T = prompts.tokens_BT.shape
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
-    batch = {
+    given = {
         "tokens": prompts.tokens_BT,
         "positions": jnp.maximum(ahead_BT, 0),
         "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a segment of its own
-        "row": prompts.number_B,
-        "slot": jnp.zeros((), jnp.int32),
-        "start": prompts.start_B,
     }
-    x_BTD, table, bias, cache = extend(cfg, params, batch, empty_cache(cfg, B, slots))
+    if cfg.encoder:
+        start_B1 = jnp.full((B, 1), cfg.encoder.start_token, jnp.int32)
+        given = {f"{SOURCE}{name}": x for name, x in given.items()}
+        given |= {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
+    of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B)}
+    x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, slots, T))
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
 def decode(cfg: configs.ModelConfig, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:
     """The logits after `state.tokens_B`, [B, V], and the cache with these tokens added."""
+    start_B = _begins(cfg, state.start_B)
     batch = {
         "tokens": state.tokens_B[:, None],
-        "positions": (state.slot - state.start_B)[:, None],
+        "positions": (state.slot - start_B)[:, None],
         "row": state.number_B,
         "slot": state.slot,
-        "start": state.start_B,
+        "start": start_B,
     }
+    if state.cache.memory:
+        of_source_S = jnp.arange(state.cache.memory.k_LBSKH.shape[2])
+        batch["memory_segment_ids"] = (of_source_S >= state.start_B[:, None]).astype(jnp.int32)
+        batch["segment_ids"] = jnp.ones_like(batch["tokens"])
     x_B1D, table, bias, cache = extend(cfg, params, batch, state.cache)
     return logits(x_B1D, table, bias, cfg)[:, 0], cache
+
+
+def _begins(cfg: configs.ModelConfig, start_B: jax.Array) -> jax.Array:
+    """The slot where each row's text begins, from that of its prompt: 0 if an encoder reads the prompts."""
+    return jnp.zeros_like(start_B) if cfg.encoder else start_B
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +255,7 @@ class GenerationPrograms(Forward):
     def abstract_prompts(self) -> Prompts:
         """The shapes and shardings of a batch of prompts."""
         rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
-        shape = self.sizes.rows, self.sizes.prompt
+        shape = self.sizes.rows, self.sizes.given
         tokens = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
         return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
 
@@ -292,14 +321,14 @@ class GenerationPrograms(Forward):
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
-        choice = self._choose(logits_BV, settings, prompts.number_B, slot - prompts.start_B)
+        choice = self._choose(logits_BV, settings, prompts.number_B, slot - _begins(self.model, prompts.start_B))
         return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
 
     def _decode(self, params: Any, state: DecodeState, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = decode(self.model, params, state)
         slot = state.slot + 1
-        choice = self._choose(logits_BV, settings, state.number_B, slot - state.start_B)
+        choice = self._choose(logits_BV, settings, state.number_B, slot - _begins(self.model, state.start_B))
         return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
 
     def _choose(
@@ -321,7 +350,7 @@ def build_programs(
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
-    tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.prompt), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.given), jnp.int32)
     prompts = Prompts(tokens, state.start_B, state.number_B)
     return {
         "prefill": record(
@@ -339,15 +368,16 @@ def parameters(model: configs.ModelConfig) -> Arrays:
 def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
-    Raises ShardingError that lists everything that does not fit.
+    Raises ShardingError that lists everything that does not fit, InputError for a model that writes no text.
     """
+    check_causal(config, or_seq2seq=True)
     arrays = parameters(config.model)
     more = [*layer_problems(config, rules, platform, attention_pass(sizes)), *no_pipeline(rules)]
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
 def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes) -> DecodeState:
-    cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots))
+    cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots, sizes.source))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
 

@@ -21,7 +21,7 @@ from gspmd_lm.infer.programs import Forward, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled
+from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
@@ -139,8 +139,10 @@ def build_scoring(
 ) -> tuple[Scoring, list[Problem]]:
     """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
 
-    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit.
+    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit, InputError for a
+    model that does not predict the next token.
     """
+    check_causal(config)
     rows, seq = rounded_up(rules, rows, seq, platform, zigzag=True)
     cfg = config.model
     arrays = parameters(cfg)

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention."""
+"""Grouped-query attention: of tokens to those of their row, or to what another stack made."""
 
 import dataclasses
 
@@ -12,13 +12,19 @@ from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
-from gspmd_lm.sharding.annotate import Adapted, like, shard
-from gspmd_lm.sharding.matmuls import project, unreduced_matmul
+from gspmd_lm.sharding.annotate import Adapted, like, shard, use
+from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
+
+MEMORY = "memory: batch seq embed"
 
 
 class Attention(nn.Module):
-    """Self-attention; it stays within a segment."""
+    """Attention within a segment: to tokens, or to what another stack made if `cfg.reads` says how wide that is.
+
+    What another stack made stands in the batch as memory [B, S, M], with memory_segment_ids [B, S]. Without it, its
+    keys and values are those of the cache.
+    """
 
     cfg: config.ModelConfig
 
@@ -27,13 +33,17 @@ class Attention(nn.Module):
         D, N, K, H = cfg.embed, cfg.head_rows, cfg.kv_head_rows, cfg.head_dim
         wq = matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg)
         kv_names = "" if cfg.shared_kv_layers else "kv"  # a layer that shares keys and values makes none
-        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (D, K, H), cfg) for name in kv_names]
+        w_keys = [matrix(self, f"w{name}", "embed kv_heads head_dim", (cfg.reads or D, K, H), cfg) for name in kv_names]
         wo = matrix(self, "wo", "heads head_dim embed", (N, H, D), cfg)
         self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
             self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in kv_names]
-        self.sinks = bias(self, "sinks", "heads", (N,), cfg) if cfg.attention_sinks else None
+        self.of_heads, relative = None, cfg.relative_positions
+        if cfg.attention_sinks:
+            self.of_heads = bias(self, "sinks", "heads", (N,), cfg)
+        elif relative and not relative.shared:
+            self.of_heads = use(matrix(self, "relative_bias", "ranges heads", (relative.ranges, N), cfg))
         self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
@@ -62,16 +72,22 @@ class Attention(nn.Module):
         With a cache, k and v of the layer, counted from 0, are written to it. A single token per row is the next one:
         it attends to the tokens in the cache. Several tokens are the first ones: they attend to each other. A layer
         that shares keys and values writes none. It reads those that an earlier layer kept, which are in the batch.
+        The cache of a memory is one of its own, which is written where the batch has the memory.
         """
         cfg, kind = self.cfg, "sliding" if self.cfg.sliding_window else "full"
-        own_kv = not cfg.shared_kv_layers
+        own_kv = not cfg.shared_kv_layers and (not cfg.reads or "memory" in batch)
         q = project(x_BTD, self.wq)
-        k, v = (project(x_BTD, w) for w in self.w_keys) if own_kv else (batch[f"shared_{name}_{kind}"] for name in "kv")
+        if own_kv:
+            k, v = self._keys(x_BTD, batch)
+        elif cache and cfg.reads:
+            k, v = cache.of(layer)
+        else:
+            k, v = (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
             k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own_kv else (k, v)
-        K = keys_spec("k")
-        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, keys_spec("v"))
+        K, V = (keys_spec(name, of_memory=cfg.reads > 0) for name in "kv")
+        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH) if own_kv else k_BSKH
         if self.value_norm and own_kv:
@@ -88,14 +104,21 @@ class Attention(nn.Module):
         if kept is not None:
             kept = kept | {kind: (k_BSKH, v_BSKH)}
         if cache and own_kv:
-            cache = cache.written(k_BSKH, v_BSKH, batch["slot"], layer)
+            cache = cache.written(k_BSKH, v_BSKH, 0 if cfg.reads else batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, self.sinks)
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
         return to_residual(out_BTNH, self.wo, self.bo, cfg), cache, kept
+
+    def _keys(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> list[jax.Array]:
+        """Keys and values, of the tokens themselves or of what another stack made."""
+        if not self.cfg.reads:
+            return [project(x_BTD, w) for w in self.w_keys]
+        with gathered(batch["memory"], MEMORY, MEMORY) as in_BSM:
+            return [project(in_BSM, w) for w in self.w_keys]
 
 
 def to_residual(out_BTNH: jax.Array, wo: Adapted, bo: jax.Array | None, cfg: config.ModelConfig) -> Unreduced:

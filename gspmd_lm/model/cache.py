@@ -1,5 +1,6 @@
 """What layers keep of the tokens so far, while text is generated, and keys that layers keep for later ones."""
 
+import dataclasses
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -54,14 +55,21 @@ class Cache(NamedTuple, Generic[Leaf]):
     the numbers that all heads share, [L, B, S, 1, kv_rank + rope_dim].
 
     L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
+
+    Layers that read what another stack made keep its keys and values as well, in a cache of their own.
     """
 
     k_LBSKH: Leaf
     v_LBSKH: Leaf | None = None
     linear: LinearState[Leaf] | None = None
+    memory: "Cache[Leaf] | None" = None
 
     def written(
-        self: "Cache[jax.Array]", k_BTKH: jax.Array, v_BTKH: jax.Array | None, slot: jax.Array, layer: jax.Array | int
+        self: "Cache[jax.Array]",
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
+        slot: jax.Array | int,
+        layer: jax.Array | int,
     ) -> "Cache[jax.Array]":
         """The cache with T tokens per row, from `slot` on."""
         at = (layer, 0, slot, 0, 0)
@@ -84,11 +92,12 @@ class Cache(NamedTuple, Generic[Leaf]):
     @property
     def specs(self) -> "Cache[str]":
         """How these arrays are named."""
-        return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None)
+        memory = self.memory and self.memory.specs
+        return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None, memory)
 
 
-def empty_cache(cfg: config.ModelConfig, rows: int, slots: int) -> Cache[jax.Array]:
-    """An empty cache for `rows` rows of up to `slots` tokens."""
+def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0) -> Cache[jax.Array]:
+    """An empty cache for `rows` rows of up to `slots` tokens, and for sources of up to `source` tokens."""
     linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
     kv_layers = cfg.layers - linear - cfg.shared_kv_layers
     sizes, latent = (cfg.kv_head_rows, cfg.head_dim), cfg.latent_attention
@@ -96,7 +105,8 @@ def empty_cache(cfg: config.ModelConfig, rows: int, slots: int) -> Cache[jax.Arr
         sizes = 1, latent.kv_rank + cfg.rope_dim
     zeros = jnp.zeros((kv_layers, rows, slots, *sizes), jnp.dtype(cfg.compute_dtype))
     k, v = shard(zeros, CACHE), None if latent else shard(zeros, CACHE)
-    return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None)
+    memory = empty_cache(dataclasses.replace(cfg, encoder=None), rows, source) if cfg.encoder else None
+    return Cache(k, v, _empty_states(cfg, linear, rows) if linear else None, memory)
 
 
 def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearState[jax.Array]:

@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
             shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own_BTNH.shape[:3], cfg.rope_dim))
             k, v = (keys_spec(name).replace("kv_heads", "heads") for name in "kv")
             k_BTNH = shard(jnp.concatenate([shared_BTNP, own_BTNH], -1), k)
-            out_BTNH = attend(q_BTNH, k_BTNH, shard(v_BTNH, v), batch, cfg, self.sinks)
+            out_BTNH = attend(q_BTNH, k_BTNH, shard(v_BTNH, v), batch, cfg, batch.get("relative_RN", self.sinks))
         return to_residual(out_BTNH, self.wo, self.bo, cfg), cache, kept
 
     def _queries(self, x_BTD: jax.Array) -> jax.Array:
@@ -108,5 +108,6 @@ class LatentAttention(nn.Module):
         q_B1NZ = jnp.einsum("BTNH,ZNH->BTNZ", own_B1NH, whole(self.wk_up))
         q_B1NG = jnp.concatenate([q_B1NZ, shared_B1NP], -1)
         # The shared keys are summed up along, as values, and cut off: without them, the cache would have to be copied.
-        sum_B1NG = attend_to_cache(q_B1NG, stored_BS1G, stored_BS1G, batch["slot"], batch["start"], cfg, self.sinks)
+        own_RN = batch.get("relative_RN", self.sinks)
+        sum_B1NG = attend_to_cache(q_B1NG, stored_BS1G, stored_BS1G, batch["slot"], batch["start"], cfg, own_RN)
         return jnp.einsum("BTNZ,ZNH->BTNH", sum_B1NG[..., :rank], whole(self.wv_up))

@@ -41,7 +41,8 @@ def attention_lacks(
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
         num_shards = rules.num_shards(over)
-        local_seq = seq // num_shards // (2 if zigzag_supported(seq, num_shards, rules.context) else 1)
+        zigzag = zigzag_supported(seq, num_shards, rules.context, config.model.mask)
+        local_seq = seq // num_shards // (2 if zigzag else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
         for kind in config.model.layer_kinds
@@ -148,7 +149,8 @@ def _faster(rules: Rules, config: Config, on: Processor, asked: Pass) -> Iterato
 
 def _instead(kernel: str, reason: str, config: Config, rules: Rules, asked: Pass) -> str:
     """The flag with which `kernel` can do what a pass asks; '' where the model itself asks for it."""
-    if reason.startswith("data.packing") and not config.data.messages_field:  # conversations are always kept apart
+    stream = config.objective == "causal" and not config.data.messages_field  # all else is always kept apart
+    if reason.startswith("data.packing") and stream:
         able = not attention_lacks(kernel, config, rules, asked._replace(segments=False))
         return "--set data.packing=stream" if able else ""
     if reason.startswith("context"):
@@ -205,7 +207,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
             wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                   f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
-    elif zigzag and seq % (2 * num_shards) and seq % num_shards == 0:
+    elif zigzag and model.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
@@ -219,6 +221,8 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
             f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
             "attention_sinks: true": model.attention_sinks,
+            "mask: full": model.mask == "full",
+            "relative_positions": model.relative_positions,
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
@@ -228,6 +232,18 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
+
+
+def check_causal(config: Config, or_seq2seq: bool = False) -> None:
+    """Raises InputError for a model that does not predict the next token, for programs that generate or score.
+
+    or_seq2seq: a model that does so given a source will do, too.
+    """
+    if config.objective not in ("causal", *["seq2seq"] * or_seq2seq):
+        raise InputError(
+            f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
+            "the next token\n  fix   use a config of objective: causal"
+        )
 
 
 def no_pipeline(rules: Rules) -> list[Problem]:
@@ -265,6 +281,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.balance == "batch":
         wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
               "--set model.balance=row or bias")  # fmt: skip
+    if pipeline.gather == "step":
+        problems += _gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
     turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
     parts = stages * pipeline.repeats
@@ -298,6 +316,21 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     return problems
 
 
+def _gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
+    """The problems of stages that gather their weights once in a step."""
+    problems, fix = [], "--set rules.pipeline.gather=turn"
+    for key in ("experts", "matmul_dtype"):
+        if value := getattr(model, key):
+            message = f"pipeline: gather: step: layers with model.{key}={value} gather their weights in each turn"
+            problems.append(Problem(message, place, fix))
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)} - {*rules.stages}
+    for row in rules.rows:
+        if row.table == "rules" and row.axis not in ("batch", "seq", "kv_seq") and tokens & {*row.mesh_axes}:
+            message = f"pipeline: gather: step: {', '.join(row.mesh_axes)} splits tokens, and {row.axis} of weights"
+            problems.append(Problem(message, f"{place}\n        {row.place}", fix))
+    return problems
+
+
 def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     """The problems that a config and layers that compute their rows in parts do not fit each other in training."""
     parts, model = rules.interleave, config.model
@@ -319,15 +352,15 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
 
 
 def _beyond_one_stream(model: ModelConfig) -> list[str]:
-    """The keys of a config by which a layer is given, or passes on, more than one residual stream."""
+    """The keys of a config by which a layer is given, or passes on, more than one residual stream of its rows."""
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
-             "shared_kv_layers": model.shared_kv_layers > 0}  # fmt: skip
+             "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
+             "relative_positions": bool(model.relative_positions and model.relative_positions.shared)}  # fmt: skip
     return [key for key, is_set in asked.items() if is_set]
 
 
 def _pipeline_row(rules: Rules) -> str:
-    sizes = dataclasses.asdict(rules.pipeline) if rules.pipeline else {}
-    return rules.place("pipeline", {key: size for key, size in sizes.items() if size > 1 or key == "microbatches"})
+    return rules.place("pipeline", rules.pipeline.plain if rules.pipeline else {})
 
 
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:

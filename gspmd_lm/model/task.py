@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError
@@ -42,11 +43,6 @@ class Generation(NamedTuple):
     end: int | None = None  # the token that ends a text
 
 
-def everything(params: Any) -> tuple[Any, Any]:
-    """({}, params): all parameters are trained."""
-    return {}, params
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its loss and its optimizer, and the names of their arrays. The functions see one device and all rows.
@@ -57,9 +53,11 @@ class Task:
     name: str
     inputs: Mapping[str, Input]
     # A random key -> parameters: those of a linen module, or nnx.state(model, nnx.Param), annotated with logical axes.
+    # Or all variables of a model with state, such as batch statistics, of which `params` or nnx.Param are trained.
     init: Callable[[jax.Array], Any]
     # (parameters, batch, key or None) -> a NamedTuple of float32 sums over the batch, one of them `loss`; or the loss
-    # of each row. A parameter is placed for use where a module of flax reads it.
+    # of each row. A parameter is placed for use where a module of flax reads it. With state, a pair: that, and the
+    # variables that the step changes.
     sums: Callable[[Any, Batch, jax.Array | None], Any]
     # A tree of placement.Named, shaped like what is trained -> the optimizer. Axes and paths may decide who decays.
     optimizer: Callable[[Any], Any]
@@ -68,8 +66,8 @@ class Task:
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
     scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
-    partition: Callable[[Any], tuple[Any, Any]] = everything  # into what training leaves and what it changes
-    # (what training leaves, sums) -> the same parameters after the step, for those that change by another rule.
+    partition: Callable[[Any], tuple[Any, Any]] = of_flax.parted  # into what gradients leave and what they change
+    # (what gradients leave, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
     generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
     random: bool = False  # whether training gives `sums` a key, another one in each step
@@ -140,18 +138,40 @@ class Task:
         """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
         return of_flax.boxed(self._drawn(key))
 
-    def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> Any:
-        """The sums over a batch, a NamedTuple. Raises InputError where `sums` gives something else."""
-        sums = self._called(self.sums, params, _rows(batch), batch, key)
+    def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+        """The sums over a batch, a NamedTuple, and the new state, nested dicts. Raises InputError where `sums` gives
+        something else.
+        """
+        made: Any = self._called(self.sums, params, _rows(batch), batch, key)
+        sums: Any
+        sums, changed = made if type(made) is tuple and len(made) == 2 else (made, {})
+        state = self._checked(params, of_flax.state(changed))
         if getattr(sums, "shape", None) == (_rows(batch),):
-            return Losses(sums.sum(dtype=jnp.float32))
+            return Losses(sums.sum(dtype=jnp.float32)), state
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
             raise InputError(
                 f"task {self.name}: sums() must return a NamedTuple with a scalar field named loss, or the loss of "
                 "each row\n"
                 "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
             )
-        return sums
+        return sums, state
+
+    def _checked(self, params: Any, state: Any) -> Any:
+        """The new state. Raises InputError for an array that is not one of what gradients leave."""
+        before, after = (_described(tree) for tree in (self.partition(params)[0], state))
+        wrong = [f"  {path}: {new}, and init gives {before.get(path, 'none that gradients leave')}"
+                 for path, new in after.items() if new != before.get(path)]  # fmt: skip
+        if wrong:
+            fix = "have init return all variables: model.init(...), or nnx.state(model, (nnx.Param, nnx.BatchStat))"
+            raise InputError("\n".join([f"task {self.name}: sums() returned new state", *wrong, f"  fix   {fix}"]))
+        return state
+
+    @functools.cached_property
+    def changed(self) -> frozenset[str]:
+        """The paths of the arrays that each step leaves new, besides what gradients change."""
+        if not jax.tree.leaves(self.partition(self.weights.params)[0]):
+            return frozenset()  # without tracing the model
+        return frozenset(_described(jax.eval_shape(self.summed, self.weights.params, self.batch(self.rows), None)[1]))
 
     def begun(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """The logits of the first token of each row, float32 [B, V], and the state of generation. The model must say
@@ -215,7 +235,13 @@ class Task:
         """What evaluation adds up over batches."""
         if self.evaluate:
             return self._called(self.evaluate, params, _rows(batch), batch)
-        return self.summed(params, batch, None)._asdict() | {"count": self.counted(batch)}
+        sums, state = self.summed(params, batch, None)
+        if state:
+            raise InputError(
+                f"task {self.name}: sums() changes the model's state, and nothing says how it is evaluated\n"
+                "  fix   Task(..., evaluate=totals): (parameters, batch) -> a dict of sums, with loss and count"
+            )
+        return sums._asdict() | {"count": self.counted(batch)}
 
     def scored(self, totals: Mapping[str, float]) -> dict[str, float]:
         """What evaluation logs, from its totals; `eval_loss` decides what is best."""
@@ -229,6 +255,12 @@ class Task:
         if self.metrics:
             return self.metrics(sums, count, step)
         return {name: total / count for name, total in sums._asdict().items()} | {"count": count}
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """The path of each array of nested dicts, and its dtype and shape."""
+    flat: dict[Any, Any] = flatten_dict(tree)
+    return {".".join(path): f"{x.dtype}{list(x.shape)}" for path, x in flat.items()}
 
 
 def _rows(batch: Batch) -> int:

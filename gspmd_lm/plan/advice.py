@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
-from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
@@ -111,16 +110,17 @@ def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
     tried: list[tuple[str, str, Any]] = [
         ("data", "batch", config.data.batch // 2), ("data", "seq", config.data.seq // 2),
         ("model", "weight_dtype", "bfloat16"), ("optimizer", "name", "adafactor"),
+        ("optimizer", "mu_dtype", "bfloat16"),
     ]  # fmt: skip
     before, savings = nearest.estimate.peak_bytes, []
     for section, key, value in tried:
         if not value:  # half of a single row, or token
             continue
-        changed = {section: dataclasses.replace(getattr(config, section), **{key: value})}
         try:
+            changed = {section: dataclasses.replace(getattr(config, section), **{key: value})}
             estimator = Estimator(dataclasses.replace(config, **changed), plan.target)
             after = estimator.estimate(nearest.rules).peak_bytes
-        except InputError:  # the layout does not divide the smaller batch, or the optimizer needs another rule
+        except ValueError:  # the layout does not divide the smaller batch, or another setting does not allow it
             continue
         if after < before:
             savings.append((f"{section}.{key}={value}", before - after))
@@ -150,14 +150,11 @@ def with_fixes(
 
 def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> str:
     assert target.chip, "simulated devices have no limit"
-    if rules.pipeline:
-        microbatches = 2 * rules.pipeline.microbatches
-        return f"--set rules.remat=block --set rules.pipeline.microbatches={microbatches}; pipelines are not estimated"
-    fitting = []
+    fitting, key, before = [], "pipeline.microbatches" if rules.pipeline else "microbatches", _microbatches(rules)
     # What the compiler says of this layout corrects the estimates of those that are like it.
     correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
     for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
-        changed = dataclasses.replace(rules, remat=remat, microbatches=times * rules.microbatches)
+        changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
             peak_bytes = correction * estimate.peak_bytes
@@ -165,10 +162,21 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
         return (
-            "no rules.remat and no rules.microbatches is estimated to fit under this mesh; "
+            f"no rules.remat and no rules.{key} is estimated to fit under this mesh; "
             f"plan --target={target.text} looks for another layout"
         )
     _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
     flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []
-    flags += [f"--set rules.microbatches={changed.microbatches}"] if changed.microbatches != rules.microbatches else []
+    flags += [f"--set rules.{key}={_microbatches(changed)}"] if _microbatches(changed) != before else []
     return f"{' '.join(flags)}, which is estimated to fit with {human_bytes(round(peak_bytes))}"
+
+
+def _microbatches(rules: Rules) -> int:
+    """How many microbatches go through the stages of a pipeline; without one, those of a step."""
+    return rules.pipeline.microbatches if rules.pipeline else rules.microbatches
+
+
+def _with_microbatches(rules: Rules, count: int) -> Rules:
+    if rules.pipeline is None:
+        return dataclasses.replace(rules, microbatches=count)
+    return dataclasses.replace(rules, pipeline=dataclasses.replace(rules.pipeline, microbatches=count))

@@ -69,9 +69,10 @@ class Candidate:
         """What makes a layout like another."""
         tables = "weights" in self.raw, "optimizer" in self.raw
         mesh = dict(self.rules.mesh)
-        shares = tuple(mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "context", "expert"))
+        shares = tuple(mesh.get(name, 1) for name in ("stage", "data", "fsdp", "tensor", "context", "expert"))
         between = len(self.raw.get("rules", {}))
-        return (*shares, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
+        pipeline = json.dumps(self.raw.get("pipeline"))
+        return (*shares, pipeline, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
                 json.dumps(self.raw.get("remat", "none"), sort_keys=True), self.rules.microbatches)  # fmt: skip
 
     @property

@@ -46,13 +46,15 @@ class DecoderTransfers(Transfers):
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
         self.residual = graph.gathered_from(self.block_input) or self.block_input
         self.add_layers()
-        for matmul in graph.matmuls:
+        if self.part.of_stages:
+            self.add_stages(self.residual)
+        for matmul in self.matmuls:
             if self.is_head(matmul):
                 self.add_loss(matmul)
-        for path in graph.looked_up:
+        for path in filter(self.part.has, graph.looked_up):
             if path not in graph.used or path in graph.multiplied:
                 self.add_look_up(self.weights[path])
-        for path in set(graph.used) - graph.multiplied:
+        for path in set(self.used) - graph.multiplied:
             self.add_small(self.weights[path])
 
     # The layers
@@ -63,7 +65,7 @@ class DecoderTransfers(Transfers):
 
     def add_layers(self) -> None:
         """Adds what the matmuls of all layers move. matmuls.py says how they read and write the stream."""
-        matmuls = [matmul for matmul in self.graph.matmuls if not self.is_head(matmul)]
+        matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
         adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
@@ -86,7 +88,12 @@ class DecoderTransfers(Transfers):
         for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
             weight, used = self.weights[path], self.graph.used[path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
-            for _ in range(2 if weight.trained or used.trip_count > 1 else 1):
+            passes = 2 if weight.trained or used.trip_count > 1 else 1
+            if self.part.gathers_once or self.part.gathers_ahead:
+                whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
+                self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
+                passes = 0 if self.part.gathers_once else passes - 1
+            for _ in range(passes):
                 self.gather(weight, used.itemsize)
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
@@ -216,9 +223,12 @@ class DecoderTransfers(Transfers):
                 **{axis: stream[axis] for axis in stream_axes},
                 **{axis: inner[axis] for axis in inner_axes},
             }
-            self.transfer(
-                gradient_bytes, local_gradient, weight.gradient, mesh_axes(stream, "batch", "seq"), times, "gradients"
-            )
+            token_axes = mesh_axes(stream, "batch", "seq")
+            if self.part.gathers_once:
+                whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
+                self.add_once(whole, "gradients", self.part.step_rules.microbatches)
+            else:
+                self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):

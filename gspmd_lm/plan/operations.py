@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.sharding.placement import KEPT_WITH_DOTS
+from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.rules import Remat
 
 NamedNodes = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
@@ -97,13 +97,18 @@ class SavedActivations:
 
 
 class OpGraph:
-    """The ops of one forward pass of a microbatch. `fused`: attention is a kernel of its own."""
+    """The ops of one forward pass of a microbatch; with a `stack`, those within that stack of layers or outside of it.
 
-    def __init__(self, graph: DataflowGraph, trained: Collection[str], fused: bool):
+    fused: attention is a kernel of its own.
+    """
+
+    def __init__(
+        self, graph: DataflowGraph, trained: Collection[str], fused: bool, stack: str = "", within: bool = False
+    ):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
         self.saved_activations = functools.cache(self._saved_activations)
-        self.graph = graph
+        self.graph, self._stack, self._within = graph, stack, within
         self.attention_ops = self._attention_ops() if fused else []
         self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
         self.matmuls = {matmul.node: matmul for matmul in graph.matmuls}
@@ -111,13 +116,21 @@ class OpGraph:
         # What a frozen weight is multiplied with has no use in the backward pass.
         frozen = (matmul.node.residuals for matmul in graph.matmuls if matmul.path not in trained)
         self.unused_residuals = {kept for kept in frozen if kept is not None and rules[kept] == 1}
-        self.blocks = {matmul.node.name.modules[0] for matmul in graph.matmuls if matmul.node.name.modules}
+        self.blocks = {
+            matmul.node.name.modules[0]
+            for matmul in graph.matmuls
+            if matmul.node.name.modules and self._covers(matmul.node)
+        }
         self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
 
     @functools.cached_property
     def trip_counts(self) -> list[int]:
         """The trip count of each loop that has matmuls."""
-        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in self.matmuls}.values())
+        matmuls = filter(self._covers, self.matmuls)
+        return sorted({(node.name.modules[:1], node.trip_count): node.trip_count for node in matmuls}.values())
+
+    def _covers(self, node: Node) -> bool:
+        return not self._stack or (node.name.modules[:1] == (self._stack,)) == self._within
 
     # Where arrays live
 
@@ -140,7 +153,7 @@ class OpGraph:
     # What there is to do
 
     def _matmul_ops(self, trained: Collection[str]) -> Iterable[Op]:
-        for node in self.graph.nodes:
+        for node in filter(self._covers, self.graph.nodes):
             if node.primitive not in _MATMULS or node in self.inside_attention:
                 continue
             matmul, kind = self.matmuls.get(node), "matmul"
@@ -166,7 +179,7 @@ class OpGraph:
 
         elementwise = [
             node
-            for node in self.graph.nodes
+            for node in filter(self._covers, self.graph.nodes)
             if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention
         ]
         for node in elementwise:
@@ -210,7 +223,7 @@ class OpGraph:
 
     def _attention_ops(self) -> list[AttentionOp]:
         ops = []
-        for out in self.graph.activations:
+        for out in filter(self._covers, self.graph.activations):
             if out.array != _OUT:
                 continue
             waiting, inside, operands = list(out.inputs), set[Node](), list[Node]()

@@ -90,9 +90,17 @@ class Overlap:
         for kind, axes, times, in_loop, size_bytes in _combined(transfers):
             link = network.link(groups[axes])
             whole_bytes = size_bytes / sent_bytes("all-gather", 1, len(groups[axes][0]))
-            seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
+            if kind in ("stages", "waiting"):
+                seconds = times * network.time_s("collective-permute", size_bytes, _neighbours(groups[axes]))
+            else:
+                seconds = times * network.time_s("all-gather", whole_bytes, groups[axes])
             total_s += seconds
-            if kind in ("activations", "keys"):
+            # A turn ends with the rows of stages, and the next one begins with what they bring. What is sent between
+            # hosts or slices does not hide behind a loop, such as that over the layers of a turn.
+            if kind == "stages" or (kind == "waiting" and link in ("network", "dcn")):
+                exposed[axes] += seconds
+                continue
+            if kind in ("activations", "keys", "waiting"):
                 _add(sent_s[3], least_exposed_s[3], axes, seconds, activation_share if kind == "activations" else 0.0)
             elif not in_loop:
                 exposed[axes] += OUTSIDE_EXPOSED[platform] * seconds
@@ -175,6 +183,11 @@ def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterabl
     return links
 
 
+def _neighbours(groups: Groups) -> Groups:
+    """The pairs of devices of which the first one sends to the second, which is the next of its group."""
+    return tuple(pair for group in groups for pair in zip(group, (*group[1:], group[0]), strict=True))
+
+
 def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str, seconds: float, share: float) -> None:
     sent_s[axes] += seconds
     least_exposed_s[axes] += share * seconds
@@ -187,7 +200,7 @@ def _combined(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str
     """
     total_bytes: dict[tuple[str, str, int, bool], float] = collections.defaultdict(float)
     for transfer in transfers:
-        if transfer.kind in ("activations", "keys"):
+        if transfer.kind in ("activations", "keys", "stages", "waiting"):
             yield transfer.kind, transfer.axes, transfer.times_per_step, transfer.in_loop, transfer.bytes
         else:
             total_bytes[transfer.kind, transfer.axes, transfer.times_per_step, transfer.in_loop] += transfer.bytes

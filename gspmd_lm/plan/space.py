@@ -8,6 +8,7 @@ What can be split is asked of the model: of its arrays and its traced step. Thre
             write to, its axis that no weight has, too (arXiv 2205.05198)
   groups    the axis of matrices of which each row meets one, such as experts, over expert (arXiv 2006.16668)
   sequence  the axis of what blocks read that is neither rows nor of a weight, over context, where it is long
+  layers    the stack that a pipeline cuts, over stage (arXiv 1811.06965)
 
 Nothing here changes what is computed.
 """
@@ -26,8 +27,8 @@ from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_choice
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan import remats
-from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.plan import pipelines, remats
+from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
@@ -107,10 +108,7 @@ class Space:
             if number and time.monotonic() > until_s:
                 self.left_out = len(layouts) - number
                 return
-            for microbatches in self._microbatches(layout["mesh"]):
-                raw = {**layout}
-                if microbatches > 1:
-                    raw["microbatches"] = microbatches
+            for raw in self._in_microbatches(layout):
                 rules = self.rules(raw)
                 if self.traces.problems(rules, self.target.platform):
                     self.refused += 1
@@ -118,6 +116,8 @@ class Space:
                 for remat in (
                     remats.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
                 ):
+                    if remat.offload and rules.pipeline:
+                        continue
                     named = raw | _plain(remat)
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
@@ -139,26 +139,34 @@ class Space:
     def _layouts(self) -> Iterator[dict[str, Any]]:
         """Mesh, dcn and the three tables."""
         devices, roles = self.target.devices, self.roles
-        for tensor, context, expert in itertools.product(_divisors(devices), self._contexts, self._experts):
-            inner = tensor * context * expert
+        for stage, tensor, context, expert in itertools.product(
+            pipelines.stage_counts(self.task, self.target), _divisors(devices), self._contexts, self._experts
+        ):
+            inner = stage * tensor * context * expert
+            if stage > 1 and context > 1:
+                continue
             hidden = [axis for axis in roles.hidden if roles.divides(axis, tensor)]
             if (tensor > 1 and (tensor > MOST_TENSOR or not hidden)) or devices % inner:
                 continue
             for data in _divisors(devices // inner):
                 fsdp = devices // inner // data
-                if self.task.rows % (data * fsdp * expert):
+                if self.task.rows % (stage * data * fsdp * expert):
                     continue
-                sizes = {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}
+                # Devices with equal weights take turns for nothing, unless they are in different slices or hosts.
+                if stage > 1 and data not in (1, max(1, self._outer // stage)):
+                    continue
+                sizes = {"stage": stage, "data": data, "fsdp": fsdp, "context": context, "expert": expert}
+                sizes["tensor"] = tensor
                 mesh = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
                 between = [row for row in roles.between if roles.divides(row, tensor)] if context == 1 else []
                 for dcn, split, state, form in itertools.product(
-                    self._across(mesh),
+                    pipelines.across(self.target, self._outer, mesh) if stage > 1 else self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
-                    self._states(data, fsdp, context),
+                    self._states(data, fsdp, context) if stage == 1 else self._of_stages(fsdp),
                     CONTEXTS if context > 1 else ("",),
                 ):
                     rules: dict[str, Any] = {}
-                    if over := [name for name in ("data", "fsdp", "expert") if name in mesh]:
+                    if over := [name for name in ("stage", "data", "fsdp", "expert") if name in mesh]:
                         rules[roles.rows] = over[0] if len(over) == 1 else over
                     rules |= dict.fromkeys(roles.sequence, "context") if context > 1 else {}
                     rules |= dict.fromkeys(roles.groups, "expert") if expert > 1 else {}
@@ -198,10 +206,21 @@ class Space:
         over = ["fsdp", "data"] if fsdp > 1 else "data"
         return [weights, {**weights, "optimizer": {axis: over for axis in finer}}]
 
+    def _of_stages(self, fsdp: int) -> list[dict[str, Any]]:
+        """The table of weights in stages, in each of which they are whole or split over fsdp."""
+        return [
+            {"weights": {self.task.names.stages: "stage", **state.get("weights", {})}}
+            for state in self._states(1, fsdp, 1)
+        ]
+
+    @property
+    def _outer(self) -> int:
+        """How many slices, or hosts of GPUs, there are."""
+        return self.target.topology[0] if self.target.platform == "gpu" else self.target.slices
+
     def _across(self, mesh: Mapping[str, int]) -> list[dict[str, int]]:
         """Which parts of a mesh cross slices or hosts: data, fsdp or both, never tensor while others can."""
-        gpu = self.target.platform == "gpu"
-        count = self.target.topology[0] if gpu else self.target.slices
+        gpu, count = self.target.platform == "gpu", self._outer
         if count == 1:
             return [{}]
         splits = []
@@ -214,6 +233,25 @@ class Space:
             implied = {name: n for name, n in (("data", natural), ("fsdp", count // natural)) if n > 1}
             splits = [{} if dcn == implied else dcn for dcn in splits]
         return splits
+
+    def _in_microbatches(self, layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A layout with each number of microbatches; of one with stages, the pipelines that are worth trying."""
+        if "stage" not in layout["mesh"]:
+            for microbatches in self._microbatches(layout["mesh"]):
+                yield {**layout, **({"microbatches": microbatches} if microbatches > 1 else {})}
+            return
+        assert self.target.chip
+
+        def estimate(pipeline: dict[str, Any]) -> Estimate | None:
+            rules = self.rules({**layout, "pipeline": pipeline, "remat": "block"})
+            if self.traces.problems(rules, self.target.platform):
+                self.refused += 1
+                return None
+            return self.estimator.estimate(rules)
+
+        limit_bytes = self.target.chip.usable_hbm_bytes
+        for pipeline in pipelines.worth_trying(self.task, layout["mesh"], estimate, limit_bytes):
+            yield {**layout, "pipeline": pipeline}
 
     def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
         rows = self.task.rows // math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
@@ -257,6 +295,10 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts += [f"{verb} {' '.join(names)}" for verb, names in remat.items()]
     if (microbatches := raw.get("microbatches", 1)) > 1:
         parts.append(f"{microbatches} microbatches")
+    if pipeline := raw.get("pipeline"):
+        parts.append(f"{pipeline['microbatches']} microbatches in stages")
+        parts += [f"{pipeline['repeats']} repeats"] if "repeats" in pipeline else []
+        parts += [f"gathered once a {pipeline['gather']}"] if "gather" in pipeline else []
     if "unroll" in raw:
         parts.append(f"unroll {raw['unroll']}")
     count = sum(map(len, raw.get("compiler_options", {}).values()))

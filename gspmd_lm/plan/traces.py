@@ -21,13 +21,17 @@ class ForwardTrace:
     graph: DataflowGraph
     trained: frozenset[str]
     number: int
-    _op_graphs: dict[bool, OpGraph] = dataclasses.field(default_factory=dict)
+    _op_graphs: dict[tuple[bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
 
-    def op_graph(self, fused: bool) -> OpGraph:
-        """Its ops. `fused`: attention is a kernel of its own."""
-        if fused not in self._op_graphs:
-            self._op_graphs[fused] = OpGraph(self.graph, self.trained, fused)
-        return self._op_graphs[fused]
+    def op_graph(self, fused: bool, stack: str = "", within: bool = False) -> OpGraph:
+        """Its ops, with a `stack` those within that stack of layers or those outside of it.
+
+        fused: attention is a kernel of its own.
+        """
+        key = fused, stack, within
+        if key not in self._op_graphs:
+            self._op_graphs[key] = OpGraph(self.graph, self.trained, *key)
+        return self._op_graphs[key]
 
 
 class TraceCache:
@@ -70,8 +74,7 @@ class TraceCache:
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
         recorder = self._recorder_under(trace, rules)
         problems = placement.problems(rules, params, recorder, optimizer)
-        if self.task.config:
-            problems += state.config_problems(self.task.config, rules, platform)
+        problems += state.task_problems(self.task, rules, platform)
         return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:

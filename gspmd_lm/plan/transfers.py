@@ -19,9 +19,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node
+from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.hardware.network import sent_bytes
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.plan.parts import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
@@ -70,11 +70,11 @@ class Parameter:
 class Transfers(abc.ABC):
     """What one device sends in a step: `all` transfers, and `bytes_by_axes`, their sums by mesh axes."""
 
-    def __init__(self, rules: Rules, arrays: Arrays, graph: DataflowGraph):
-        self.rules, self.graph, self.microbatches = rules, graph, rules.microbatches
+    def __init__(self, part: Part, arrays: Arrays):
+        self.part, self.rules, self.graph = part, part.rules, part.graph
+        rules, self.microbatches = part.rules, part.rules.microbatches
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
-        # Mesh axes over which gradients are summed once, after the last microbatch.
-        self.reduced_last = {*rules.replicas} if self.microbatches > 1 else set()
+        self.reduced_last = {*part.reduced_last}
         self.all: list[EstimatedTransfer] = []
         self.weights: dict[str, Parameter] = {}
         trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
@@ -84,7 +84,11 @@ class Transfers(abc.ABC):
             shardings = (dict(zip(leaf.axes, spec, strict=True)) for spec in specs)
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), like.dtype.itemsize
             self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, *shardings, trained=leaf.path in trained)
+        self.matmuls = [matmul for matmul in self.graph.matmuls if part.has(matmul.path)]
+        self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
         self.add_model()
+        if part.of_stages:
+            return
         reduced_last, self.reduced_last = self.reduced_last, set()
         for weight in self.weights.values():
             if not weight.trained:
@@ -93,6 +97,16 @@ class Transfers(abc.ABC):
             self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
             # The update runs in the sharding of the optimizer's state; its result goes to that of stored weights.
             self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
+
+    def in_turns(self, transfer: EstimatedTransfer) -> EstimatedTransfer:
+        """What stages send in their turns, of which each is one of several parts of the layers.
+
+        `transfer` is what a microbatch would send in all layers. If a loop sends it, it is a part for each layer.
+        """
+        runs, turns = self.part.runs / self.microbatches, self.part.turns
+        if transfer.in_loop:
+            return transfer._replace(times_per_step=round(transfer.times_per_step * runs))
+        return transfer._replace(times_per_step=turns, bytes=transfer.bytes * self.part.runs / turns)
 
     @functools.cached_property
     def bytes_by_axes(self) -> dict[str, float]:
@@ -105,6 +119,24 @@ class Transfers(abc.ABC):
     @abc.abstractmethod
     def add_model(self) -> None:
         """Adds all that the program does before its weights are updated."""
+
+    def add_stages(self, residual: Node) -> None:
+        """Adds what stages send to each other: see sharding/pipeline.py."""
+        step, stages = self.part.step_rules, self.part.step_rules.stages
+        assert step.pipeline
+        over, count, repeats = self.axes_key(stages), step.num_shards(stages), step.pipeline.repeats
+        row_bytes = residual.bytes / self.rules.num_shards(mesh_axes(self.sharding(residual)))
+        # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
+        # last turn is followed by an exchange of those that wait.
+        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
+        waiting = 2 * (self.part.turns + step.microbatches)
+        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+        sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
+        for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
+            if repeats > 1 and self.part.has(weight.path):
+                for sharding in (weight.storage, weight.gradient)[: 1 + weight.trained]:
+                    local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
+                    self.add_once({over: sent_parts * local_bytes}, "weights", step.microbatches)
 
     def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
@@ -128,11 +160,19 @@ class Transfers(abc.ABC):
             self.add(volume, self.microbatches * times, in_loop=times > 1)
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
-        self.all += [
+        transfers = [
             EstimatedTransfer(kind, axes, size_bytes, times_per_step, in_loop)
             for axes, size_bytes in volume.items()
             if size_bytes
         ]
+        self.all += map(self.in_turns, transfers) if self.part.of_stages else transfers
+
+    def add_once(self, volume: Volume, kind: str, times: int) -> None:
+        """Adds what stages send of an array of all layers outside of their turns, so many times in a step."""
+        step = self.part.step_rules
+        for axes, size_bytes in volume.items():
+            size_bytes /= step.num_shards(step.stages)
+            self.all.append(EstimatedTransfer(kind, axes, size_bytes, times, False))
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
         """What `transfer` adds in one microbatch."""

@@ -38,6 +38,15 @@ def several() -> bool:
     return "jax" in sys.modules and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def count() -> int:
+    """How many processes the run has, once they are joined. Starts nothing, and imports no further part of jax."""
+    if "jax" not in sys.modules or not jax.distributed.is_initialized():
+        return 1
+    from jax._src import distributed  # jax.process_count starts its devices
+
+    return int(distributed.global_state.num_processes or 1)
+
+
 def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
     """The JSON value that the first process passed, on every process. The values of the others are ignored.
 

@@ -35,9 +35,10 @@ class Weight:
     scanned: bool = False  # it belongs to a layer of the scan
     used: bool = False
     matmul_dtype: str = ""  # of its products: int8 or fp8; "": the compute dtype
+    shared: tuple[jax.Array, ...] = ()  # for all its matmuls, the array in use and zeros whose gradient is the weight's
 
     def holding(self, array: Any) -> "Weight":
-        return dataclasses.replace(self, array=array)
+        return dataclasses.replace(self, array=array, shared=())
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +67,7 @@ class Stages(NamedTuple):
     split: Split  # of the layers
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
+    gather: str  # when weights are gathered: step or turn
 
 
 class Spec(NamedTuple):
@@ -290,11 +292,7 @@ def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
     return place.per_device(function, inputs, outputs) if place else function
 
 
-# The words. The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that
-# is not yet made is an array of partial sums (partial_sums.py). JAX's explicit axes, whose types know unreduced sums,
-# would take less code. But with them jax 0.10.2 and 0.12.0 refuse 8 of 22 placements of a decoder's parts that a rules
-# file may ask for, such as any split of the token table, unless the model says at the operation where its result lives.
-# The 22 are those of benchmarks/explicit_axes.py.
+# The words
 
 
 def parameter(
@@ -314,7 +312,9 @@ def parameter(
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
-    return Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
+    array, *shared = array if isinstance(array, tuple) else (array,)  # see `pipeline.gathered_once`
+    weight = Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
+    return dataclasses.replace(weight, shared=tuple(shared))
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:

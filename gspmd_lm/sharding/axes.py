@@ -26,8 +26,11 @@ AXES = {
     "rank": ("R", "rank of an adapter, or of the product beside attention"),
     "streams": ("M", "residual streams"),
     "coefficients": ("U", "how much streams enter each other"),
-    "stream_width": ("O", "model width, where a matrix goes from stream to stream"),
+    "stream_width": ("O", "model width, as the other side of a matrix from and to that width"),
     "layer_embed": ("Y", "width of a token's embedding for one layer"),
+    "types": ("-", "rows of a table of token types"),
+    "ranges": ("-", "ranges of distances from query to key"),
+    "classes": ("X", "classes of texts"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -50,6 +53,14 @@ WEIGHTS = {
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",
     "unembedding_bias": "its bias",
+    "type_embedding": "table of token types",
+    "head_transform": "matrix that stands before the logits",
+    "head_transform_bias": "its bias",
+    "pooler": "matrix of a text's first token, before its classes are scored",
+    "pooler_bias": "its bias",
+    "classifier": "matrix that scores classes",
+    "classifier_bias": "its bias",
+    "relative_bias": "each head's bias of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
@@ -137,13 +148,16 @@ ACTIVATIONS = {
     "routing": "the logits of a router",
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
+    "memory": "what another stack made, as the blocks of this one read it",
+    "transformed": "output of head_transform or of pooler",
+    "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
 }
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank")
+_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores")
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,

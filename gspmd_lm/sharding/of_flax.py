@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import names
 from gspmd_lm.sharding.annotate import Spec, Split, Weight, placement, use
 from gspmd_lm.sharding.placement import Named
+
+PARAMS = "params"  # the collection of variables that is trained
 
 
 class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
@@ -28,13 +31,7 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
     axes: tuple[str, ...] = struct.field(pytree_node=False)
 
     def unbox(self) -> jax.Array:
-        dtype, layer = self.value.dtype, _layer.get()
-        if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
-            dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
-        weight = Weight(self.value, self.path, self.axes, dtype)
-        if layer:
-            layer.weights[self.value.shape] = weight
-        return use(weight)
+        return _read(self.value, self.path, self.axes)
 
     def replace_boxed(self, val: Any) -> "Box":
         return self.replace(value=val)
@@ -57,37 +54,72 @@ def reading(rows: int = 0) -> Iterator[None]:
     Those of NNX with axes are made although no mesh is set.
     """
     eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
-    with (
-        eagerly(False) if eagerly else contextlib.nullcontext(),
-        nn.intercept_methods(functools.partial(_within_layer, rows)),
-    ):
-        yield
+    if _nnx():
+        _intercept_layers_of_nnx()
+    token = _rows.set(rows)
+    try:
+        with eagerly(False) if eagerly else contextlib.nullcontext(), nn.intercept_methods(_of_linen):
+            yield
+    finally:
+        _rows.reset(token)
 
 
-def boxed(params: Any) -> Any:
+def boxed(variables: Any) -> Any:
     """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
 
-    Those of a linen module are such dicts; the state of an NNX module becomes one. Raises InputError for a state with
-    variables that are no parameters.
+    A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
+    module becomes one of both. What is no parameter need not have axes, and is then not split. Raises InputError for
+    the keys of NNX that draw random numbers.
     """
-    if not _is_state(params):
-        return params
-    tree: dict[str, Any] = {}
-    for path, variable in _nnx().to_flat_state(params):
-        name = ".".join(map(str, path))
-        if not isinstance(variable, _nnx().Param):
+    tree = _of_nnx(variables) if _is_state(variables) else variables
+    state, trained = parted(tree)
+    return jax.tree.map(_with_axes, state, is_leaf=meta.is_axis_metadata) | trained if state else trained
+
+
+def parted(variables: Any) -> tuple[Any, Any]:
+    """What gradients do not change of nested dicts of arrays, and what they do: of collections, it is `params`."""
+    if not isinstance(variables, Mapping) or PARAMS not in variables:
+        return {}, variables
+    return {name: variables[name] for name in variables if name != PARAMS}, {PARAMS: variables[PARAMS]}
+
+
+def state(changed: Any) -> Any:
+    """The arrays of collections that a function of the model has changed, as nested dicts."""
+    if _is_state(changed):
+        return unflatten_dict({keys: variable.get_raw_value() for keys, variable in _variables(changed)})
+    return jax.tree.map(lambda x: x.value if meta.is_axis_metadata(x) else x, changed, is_leaf=meta.is_axis_metadata)
+
+
+def _of_nnx(variables: Any) -> Any:
+    """The variables of NNX as nested dicts. Those with axes are in boxes."""
+    arrays = {}
+    for keys, variable in _variables(variables):
+        if isinstance(variable, _nnx().RngState):
             raise InputError(
-                f"{name} is a {type(variable).__name__}, and only parameters are trained\n"
-                "  fix   have init return nnx.state(model, nnx.Param); what a step changes otherwise is not supported"
+                f"{'.'.join(keys[1:])} draws random numbers, and no step has those of the step before\n"
+                "  fix   have init return nnx.state(model, (nnx.Param, nnx.BatchStat)), and draw with the key of sums()"
             )
-        *modules, last = map(str, path)
-        within = tree
-        for module in modules:
-            within = within.setdefault(module, {})
-        axes = variable.get_metadata("out_sharding", None)
-        value = variable.get_raw_value()
-        within[last] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
-    return tree
+        axes, value = variable.get_metadata("out_sharding", None), variable.get_raw_value()
+        arrays[keys] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+    return unflatten_dict(arrays)
+
+
+def _variables(state: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """The variables of NNX, with the keys of each in nested dicts. Unless all are parameters, the first key is the
+    collection, with the name that a linen module would give it.
+    """
+    nnx, flat = _nnx(), _nnx().to_flat_state(state)
+    several = not all(isinstance(variable, nnx.Param) for _, variable in flat)
+
+    def collection(variable: Any) -> str:
+        kind = nnx.Param if isinstance(variable, nnx.Param) else type(variable)
+        return nnx.variable_name_from_type(kind, allow_register=True)
+
+    return [((collection(variable),) * several + tuple(map(str, path)), variable) for path, variable in flat]
+
+
+def _with_axes(x: Any) -> Any:
+    return x if meta.is_axis_metadata(x) else nn.LogicallyPartitioned(x, (None,) * x.ndim)
 
 
 def named(boxes: Any) -> Any:
@@ -108,13 +140,11 @@ def readable(like: Any, params: Any) -> Any:
     )  # fmt: skip
     if not _is_state(like):
         return boxes
-    flat = []
-    for path, variable in _nnx().to_flat_state(like):
-        box = boxes
-        for key in path:
-            box = box[str(key)]
-        variable = variable.replace(box.value)
-        variable.set_metadata(on_get_value=_Read(box.path))
+    flat: list[Any] = []
+    of_keys: dict[Any, Any] = flatten_dict(boxes)
+    for (path, _), (keys, variable) in zip(_nnx().to_flat_state(like), _variables(like), strict=True):
+        variable = variable.replace(of_keys[keys].value)
+        variable.set_metadata(on_get_value=_Read(of_keys[keys].path))
         flat.append((path, variable))
     return _nnx().from_flat_state(flat)
 
@@ -132,10 +162,22 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        return use(Weight(value, self.path, names.named(variable.get_metadata("out_sharding", ())), value.dtype))
+        axes = variable.get_metadata("out_sharding", None) or (None,) * value.ndim
+        return _read(value, self.path, names.named(axes))
 
 
-# The layers of linen.
+def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter that a module reads, placed for use."""
+    dtype, layer = value.dtype, _layer.get()
+    if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
+        dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
+    weight = Weight(value, path, axes, dtype)
+    if layer:
+        layer.weights[value.shape] = weight
+    return use(weight)
+
+
+# The layers of flax.
 
 
 @dataclasses.dataclass
@@ -147,37 +189,66 @@ class _Layer:
 
 
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
-_PRODUCTS = (nn.Dense, nn.DenseGeneral)
-_CASTING = (*_PRODUCTS, nn.Embed, nn.Conv, nn.Einsum)
+_rows: ContextVar[int] = ContextVar("rows", default=0)  # of the batch that modules are called with
+_PRODUCTS = "Dense", "DenseGeneral", "Linear", "LinearGeneral"
+_CASTING = (*_PRODUCTS, "Embed", "Conv", "Einsum")
 
 
-def _within_layer(rows: int, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext):
-    """What a method of a module gives; the products of a layer are those of `_product`."""
-    module: Any = context.module
-    if type(module) not in _CASTING or placement() is None:
+def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """What a method of a module of linen gives."""
+    kind = type(context.module)
+    known = kind is getattr(nn, kind.__name__, None) and kind.__name__ in _CASTING
+    return _within_layer(context.module, call, *args, **kwargs) if known else call(*args, **kwargs)
+
+
+@functools.cache
+def _intercept_layers_of_nnx() -> None:
+    """Has `_within_layer` called where a layer of NNX is, which has no interceptors."""
+    for name in _CASTING:
+        if kind := getattr(_nnx(), name, None):
+            kind.__call__ = _of_nnx_layer(kind, kind.__call__)
+
+
+def _of_nnx_layer(kind: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = type(self) is kind
+        return _within_layer(self, call, self, *args, **kwargs) if known else call(self, *args, **kwargs)
+
+    return called
+
+
+def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method of a layer gives; its products are those of `_product`."""
+    if placement() is None:
         return call(*args, **kwargs)
     layer = _Layer(module.dtype)
-    token = _layer.set(layer)
-    replaced = type(module) in _PRODUCTS and module.dot_general is None and module.dot_general_cls is None
+    token, before = _layer.set(layer), getattr(module, "dot_general", None)
+    usual = before in (None, jax.lax.dot_general) and getattr(module, "dot_general_cls", None) is None
+    replaced = type(module).__name__ in _PRODUCTS and usual
     try:
         if replaced:
-            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer, rows))
+            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer))
         return call(*args, **kwargs)
     finally:
         _layer.reset(token)
         if replaced:
-            object.__setattr__(module, "dot_general", None)
+            object.__setattr__(module, "dot_general", before)
 
 
-def _dot_general(layer: _Layer, rows: int, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None):
+def _dot_general(
+    layer: _Layer, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None,
+    preferred_element_type: Any = None, out_sharding: Any = None,
+) -> jax.Array:  # fmt: skip
     """`jax.lax.dot_general` of an input whose first dimension is that of the rows, with a parameter of the layer."""
-    place, weight = placement(), layer.weights.get(w.shape)
+    place, weight, rows = placement(), layer.weights.get(w.shape), _rows.get()
     assert place is not None, "else the product is not replaced"
     (summed, _), (batch, _) = dimensions
-    over = place.split("", place.vocabulary.rows)
-    if weight is None or batch or 0 in summed or x.shape[0] != rows or rows % max(over.num_shards, 1) or not over.over:
-        return jax.lax.dot_general(x, w, dimensions, precision)
-    return _product(Spec(weight.path, weight.axes, "optimizer"), over, (dimensions, precision), x, w)
+    over, how = place.split("", place.vocabulary.rows), (dimensions, precision, preferred_element_type)
+    of_rows = x.shape[0] == rows and 0 not in summed and not batch and rows % max(over.num_shards, 1) == 0
+    if weight is None or not of_rows or not over.over or out_sharding is not None:
+        return jax.lax.dot_general(x, w, *how, out_sharding=out_sharding)
+    return _product(Spec(weight.path, weight.axes, "optimizer"), over, how, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -20,9 +20,22 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
+from gspmd_lm.sharding.annotate import (
+    Placement,
+    Spec,
+    Split,
+    Stages,
+    Weight,
+    per_device,
+    placed_by,
+    placement,
+    remat,
+    split,
+    use,
+)
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.partial_sums import Sum, gradient_slot, tokens_of
 from gspmd_lm.sharding.permutes import permuted
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
@@ -49,7 +62,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     """
     place = placement()
     assert place and place.stages
-    over, M, R = place.stages
+    over, M, R, gather = place.stages
+    once = gather == "step"
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
     outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
     sizes = {"r": place.over(outer).num_shards, "S": S, "J": M // S}
@@ -58,10 +72,15 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         """[S, J, rows, ...]: no row moves where stages split the batch."""
         return rearrange(x, "(r S b J) ... -> S J (r b) ...", **sizes)
 
-    weights = jax.tree.map(
-        lambda box: box.replace(value=_of_stages(over, R, Spec(box.path, box.axes), box.value)),
-        weights, is_leaf=lambda leaf: isinstance(leaf, Box),
-    )  # fmt: skip
+    with placed_by(place.of_a_stage):
+        tokens = tokens_of(x_BTD, "BTD").sum
+
+    def of_stages(box: Box) -> Box:
+        w = _of_stages(over, R, Spec(box.path, box.axes), box.value)
+        is_matrix = len(box.axes) > 2
+        return box.replace(value=gathered_once(over, tokens, box, x_BTD.dtype, w) if once and is_matrix else w)
+
+    weights = jax.tree.map(of_stages, weights, is_leaf=_is_box)
     of_rows = jax.tree.map(lambda x: by_stage(x).reshape(M, -1, *x.shape[1:]), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
     x, sums, rows = run(weights, by_stage(x_BTD), of_rows)
@@ -75,7 +94,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
     """
-    over, M, R = stages
+    over, M, R, gather = stages
     S, J = over.num_shards, M // over.num_shards
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -93,11 +112,13 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         row_arrays = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
+        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=_is_box)
         return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
-    if R > 1 and policy:
-        # Else the weights of a round would be kept, for each turn. Layers keep their inputs, as without this.
+    if policy and (R > 1 or gather == "turn"):
+        # Else the weights of a round would be kept, for each turn, or those that the first turn gathers, for all turns.
+        # Layers keep their inputs, as without this.
         inputs = jax.checkpoint_policies.save_only_these_names("layer_input")
         kept = lambda *given, **named: inputs(*given, **named) or policy(*given, **named)  # noqa: E731
         computed = jax.checkpoint(computed, policy=kept, prevent_cse=False)
@@ -182,6 +203,32 @@ def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 # Weights
+
+
+def gathered_once(over: Split, tokens: Sum, box: Box, dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
+    """A weight of all stages, [S, R, k, ...], with what its matmuls share in all turns: see `Weight.shared`.
+
+    tokens: the sum over tokens within a stage. Its partial sums are added up over all turns in float32.
+    """
+    axes = (box.axes[0], "", "", *box.axes[1:])
+    in_use = jax.lax.stop_gradient(use(Weight(w, box.path, axes, dtype)))
+    slot = gradient_slot(Weight(w, box.path, axes, jnp.dtype("float32")).holding(None), tokens, w)
+    if tokens.over.num_shards > 1:
+        place = over.over, (), (), tokens.over.over, *(split(box.path, axis).over for axis in box.axes[1:])
+        slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, 3))[0]
+    return w, in_use, slot
+
+
+def _added_up_in_float32(box: Box) -> Box:
+    """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
+    if not isinstance(box.value, tuple):
+        return box
+    w, in_use, slot = box.value
+    return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, Box)
 
 
 def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.quantised import SCALED
+from gspmd_lm.sharding.remat_policy import policy
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
 # On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then
@@ -43,6 +43,7 @@ class MeshPlacement:
     rules: Rules
     mesh: Mesh
     replicas: str = ""  # see `Settings`
+    mapped: int = 0  # dimensions of all arrays that a function does not see: within a stage, that of the stages
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -55,7 +56,7 @@ class MeshPlacement:
     @functools.cached_property
     def settings(self) -> Settings:
         """What the rules choose for this mesh."""
-        platform, remat, chosen = self.platform, policy(self.rules), self.rules.unroll
+        platform, remat, chosen = self.platform, policy(self.rules, self.mapped), self.rules.unroll
         alone = platform == "cpu" and self.mesh.size == 1 and remat is None
         short = UNROLLED_TURNS if alone and chosen is None else sys.maxsize if chosen == "all" else 0
         return Settings(
@@ -90,11 +91,11 @@ class MeshPlacement:
     @property
     def stages(self) -> Stages | None:
         over, pipeline = self.rules.stages, self.rules.pipeline
-        return Stages(self.over(over), pipeline.microbatches, pipeline.repeats) if pipeline and over else None
+        return Stages(self.over(over), *dataclasses.astuple(pipeline)) if pipeline and over else None
 
     @property
     def of_a_stage(self) -> "MeshPlacement":
-        return dataclasses.replace(self, rules=self.rules.of_a_stage)
+        return dataclasses.replace(self, rules=self.rules.of_a_stage, mapped=1)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         with scope(spec.table, spec.array):
@@ -189,34 +190,6 @@ class MeshPlacement:
 
         into, out = tuple(map(spec, inputs)), spec(outputs) if isinstance(outputs, str) else tuple(map(spec, outputs))
         return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
-
-
-KEPT_WITH_DOTS = "residual", SCALED  # the names of what `remat: dots` keeps besides
-
-
-def kept_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Whether `remat: dots` keeps the result of an operation. Of operands of 8 bits, it keeps what is scaled and cast:
-    the result itself may be int32."""
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return bool(dots(primitive, *operands, **params)) and operands[0].dtype.itemsize > 1
-
-
-def policy(rules: Rules) -> Callable[..., Any] | None:
-    """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed."""
-    policies, chosen = jax.checkpoint_policies, rules.remat
-    if chosen.policy == "none":
-        return None
-    if chosen.policy == "block":
-        return policies.nothing_saveable
-    if chosen.policy == "dots":
-        # The partial sums of a matmul have a batch dimension, so they are not kept. Their sum is, as `residual`.
-        return policies.save_from_both_policies(kept_dots, policies.save_only_these_names(*KEPT_WITH_DOTS))
-    return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(chosen.save),
-        names_which_can_be_offloaded=list(chosen.offload),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from gspmd_lm.units import human_bytes
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
+GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
 # platform, see `kernels.attention.unsupported`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
@@ -82,10 +83,17 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How many microbatches go through the stages of a pipeline, and how often."""
+    """How many microbatches go through the stages of a pipeline, and how often, and when stages gather weights."""
 
     microbatches: int
     repeats: int = 1
+    gather: str = GATHERS[0]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As a rules file says it, without what it need not say."""
+        given = {"microbatches": self.microbatches, "repeats": self.repeats, "gather": self.gather}
+        return {key: value for key, value in given.items() if value not in (1, GATHERS[0]) or key == "microbatches"}
 
 
 @dataclasses.dataclass(frozen=True)

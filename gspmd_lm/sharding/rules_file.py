@@ -12,6 +12,7 @@ from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.rules import (
     CONTEXTS,
+    GATHERS,
     KERNELS,
     MESH_AXES,
     TABLES,
@@ -233,14 +234,18 @@ class _Reader:
     def pipeline(self, value: Any) -> Pipeline | None:
         if not self.mapping("pipeline", value):
             return None
-        sizes = {"microbatches": None, "repeats": 1, **self.mapping("pipeline", value)}
+        values = {"microbatches": None, "repeats": 1, "gather": GATHERS[0], **self.mapping("pipeline", value)}
         # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
-            self.known(key, ("microbatches", "repeats"), "pipeline: unknown key", f"pipeline.{key}", size)
-            and self.size(size, f"pipeline: {key}", f"pipeline.{key}")
-            for key, size in sizes.items()
+            self.known(key, ("microbatches", "repeats", "gather"), "pipeline: unknown key", f"pipeline.{key}", one)
+            and (
+                self.known(one, GATHERS, "pipeline: weights are gathered once in a", f"pipeline.{key}", one)
+                if key == "gather"
+                else self.size(one, f"pipeline: {key}", f"pipeline.{key}")
+            )
+            for key, one in values.items()
         ]
-        return Pipeline(**sizes) if all(good) else None
+        return Pipeline(**values) if all(good) else None
 
     def unroll(self, value: Any) -> int | Literal["all"] | None:
         good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")

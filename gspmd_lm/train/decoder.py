@@ -1,8 +1,8 @@
-"""The decoder as a task: the functions of a config that the step is made of."""
+"""A config as a task: the functions that the step is made of. What is predicted, `config.objective`, is asked here."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.moe import balanced
 from gspmd_lm.model.task import Batch, Input, Task
-from gspmd_lm.model.transformer import decode_routed, init
+from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
-from gspmd_lm.train import optimizer
+from gspmd_lm.train import classes, optimizer
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
 initial = jax.jit(init, static_argnums=0)
@@ -31,17 +31,18 @@ def task(config: Config | Task) -> Task:
     if isinstance(config, Task):
         return config
     model, data = config.model, config.data
+    predicted = _CLASSES if config.objective == "classes" else _TOKENS
     decoder = Task(
         name=config.name,
         vocabulary=DECODER,
         inputs=inputs(config),
         init=functools.partial(initial, model),
-        sums=functools.partial(_sums, model),
+        sums=functools.partial(predicted.sums, model),
         optimizer=functools.partial(_optimizer, config),
-        count=_targets,
-        evaluate=functools.partial(_evaluate, model),
-        metrics=functools.partial(_metrics, config),
-        scores=_scores,
+        count=predicted.count,
+        evaluate=functools.partial(predicted.evaluate, model),
+        metrics=functools.partial(_metrics, config, predicted.means),
+        scores=predicted.scores,
         partition=functools.partial(lora.partition, cfg=model),
         moved=functools.partial(_moved, model) if model.balance_bias and not model.lora else None,
         random=bool(model.dropout),
@@ -49,7 +50,7 @@ def task(config: Config | Task) -> Task:
         matmul_precision=model.matmul_precision,
         compute_dtype=model.compute_dtype,
         float32=("logits",),
-        tokens=data.batch * data.seq,
+        tokens=data.batch * (data.seq + config.source_seq),
         train=config.train,
     )
     object.__setattr__(decoder, "config", config)
@@ -57,11 +58,23 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The int32 arrays of a batch, with segment_ids only if documents are kept apart."""
-    data = config.data
-    names = ["tokens", "targets", "positions"] + ["segment_ids"] * (data.packing == "documents")
+    """The int32 arrays of a batch.
+
+    tokens, positions [B, T]: positions count from 0 in each text.
+    targets [B, T]: the token to predict at a place, -1 for none. labels [B], in their place if the objective is
+    classes: the class of the row's text, -1 for none.
+    segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the model
+    has any. row [B]: the number of the row in the batch.
+    """
+    data, classes = config.data, config.objective == "classes"
+    names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
+    names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
-    return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
+    if config.model.encoder:
+        sources = [f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids")]
+        arrays |= {name: Input((data.batch, config.source_seq), "int32", "tokens: batch seq") for name in sources}
+    of_rows = ["labels", "row"] if classes else ["row"]
+    return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in of_rows}
 
 
 def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
@@ -69,7 +82,7 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
 
 
 def _sums(model: ModelConfig, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    batch = zigzag_sharded(dict(batch))
+    batch = zigzag_sharded(dict(batch), model.mask)
     x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
     sums = losses(x_BTD, table, bias, batch["targets"], model)
     if routed is None:
@@ -103,13 +116,32 @@ def _scores(totals: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _metrics(config: Config, sums: Sums, targets: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+def _means(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
     means = {
         "loss": sums.loss / targets,
         "cross_entropy": sums.cross_entropy / targets,
         "accuracy": sums.correct / targets,
+        "target_tokens": targets,
     }
-    if config.model.experts:
+    if not isinstance(sums.load_LC, tuple):
         means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
+    return means
+
+
+def _metrics(config: Config, means: Any, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
     rate = optimizer.schedule(config.optimizer, config.train.steps)
-    return means | {"learning_rate": jnp.asarray(rate(step), jnp.float32), "target_tokens": targets}
+    return means(sums, count) | {"learning_rate": jnp.asarray(rate(step), jnp.float32)}
+
+
+class _Predicted(NamedTuple):
+    """What is computed of a prediction: the fields of `Task` that depend on the objective."""
+
+    sums: Any
+    count: Any
+    evaluate: Any
+    means: Any
+    scores: Any
+
+
+_TOKENS = _Predicted(_sums, _targets, _evaluate, _means, _scores)
+_CLASSES = _Predicted(classes.sums, classes.labels, classes.evaluate, classes.means, classes.scores)

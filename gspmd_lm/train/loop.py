@@ -1,6 +1,5 @@
 """A run: restores or starts, trains step by step, logs, evaluates, saves and stops cleanly."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -89,6 +88,7 @@ class Run:
         """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
+        history.check_classes(self.workdir, train_rows.classes)
         return train_rows, held_out_rows
 
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:
@@ -121,7 +121,7 @@ class Run:
             self.say(self.rows[0].description)
             params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
         values = self.held_out_metrics(params, chosen.step)
-        self.say(f"{values['eval_tokens']:,.0f} tokens were scored")
+        self.say(progress.scored(values))
         return values
 
     def checkpoints(self) -> Any:
@@ -172,10 +172,8 @@ class Run:
         _, held_out_rows = self.rows
         assert held_out_rows is not None
         program = self.programs.ready(self.programs.evaluate())
-        totals: collections.Counter[str] = collections.Counter()
-        for _, batch in held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches):
-            totals.update({name: float(value) for name, value in program(params, batch).items()})
-        values = self.step.task.scored(totals)
+        batches = held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches)
+        values = self.step.task.scored(metrics.added(program(params, batch) for _, batch in batches))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
@@ -183,7 +181,8 @@ class Run:
         if self.machine.is_main:
             history.write_description(
                 self.workdir, described(self.config or self.step.task), self.step.rules.text, self.rows[0].tokenizer,
-                mesh=dict(self.step.rules.mesh), rows=self.rows[0].description, device=self.machine.device_kind,
+                self.rows[0].classes, mesh=dict(self.step.rules.mesh), rows=self.rows[0].description,
+                device=self.machine.device_kind,
             )  # fmt: skip
 
 

@@ -1,15 +1,17 @@
 """The numbers of a run: what its steps give, and what the clock adds to them."""
 
 import contextlib
+import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
-from gspmd_lm.sharding.shapes import Arrays
+from gspmd_lm.sharding.shapes import Arrays, pairs
 
 
 def flops_per_token(
@@ -22,7 +24,12 @@ def flops_per_token(
     each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
     norms and biases too.
     """
-    looked_up = 0 if model.tied_embeddings else model.vocab_rows * model.embed
+    looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * model.embed
+    looked_up += model.token_types * model.embed
+    if relative := model.relative_positions:
+        looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
+    if model.classes:  # one token of a row is scored
+        looked_up += model.embed * (model.embed + model.classes)
     if model.positions == "learned":
         looked_up += model.context * model.embed
     looked_up += model.vocab_rows * model.layers * model.layer_embed
@@ -49,8 +56,30 @@ def _numbers(model: ModelConfig, last: bool) -> int:
 
 def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
-    active, trained = (arrays.active_count(config.model, trained) for trained in (False, True))
-    return flops_per_token(config.model, active, config.data.seq, trained) * config.data.batch * config.data.seq
+    model, data = config.model, config.data
+    active, trained = (arrays.active_count(model, trained) for trained in (False, True))
+    if not (encoder := model.of_encoder):
+        return flops_per_token(model, active, data.seq, trained) * data.batch * data.seq
+    of_source = _read_by_sources(arrays.named_params, arrays.params)
+    of_source_trained = _read_by_sources(arrays.named_trained, arrays.trained)
+    of_text = flops_per_token(model, active - of_source, data.seq, trained - of_source_trained)
+    no_table = dataclasses.replace(encoder, tied_embeddings=True)  # it is among the parameters of texts
+    sources = flops_per_token(no_table, of_source, config.source_seq, of_source_trained)
+    crossed = cross_attention_flops(model, config.source_seq)
+    return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
+
+
+def _read_by_sources(named: Any, abstract: Any) -> int:
+    """How many parameters compute a token of a source: those of the encoder, and of keys of what it made."""
+    leaves = [(leaf.path.split("."), like.size) for leaf, like in pairs(named, abstract)]
+    return sum(
+        size for path, size in leaves if path[0] == "encoder" or (path[-2:-1] == ["cross"] and path[-1][1] in "kv")
+    )
+
+
+def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
+    """What `attention_flops` counts of one token that attends to a source of so many tokens."""
+    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * model.layers
 
 
 def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
@@ -60,6 +89,9 @@ def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
 
 def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
     """The keys that a token sees in one layer."""
+    if layer.mask == "full":
+        whole, rest = divmod(seq, layer.attention_chunk or seq)
+        return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq
     if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
         return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
     if layer.attention_chunk:
@@ -69,6 +101,15 @@ def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
         return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
     keys = min(layer.sliding_window or seq, seq)
     return float(keys if last else keys - keys * (keys - 1) / (2 * seq))
+
+
+def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+    """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
+    sums: dict[str, Any] = {}
+    for of_batch in totals:
+        for name, total in jax.device_get(of_batch).items():
+            sums[name] = sums.get(name, 0.0) + np.float64(total)
+    return sums
 
 
 class Meter:

@@ -65,11 +65,11 @@ def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.Grad
 
 
 def _adam(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.mu_dtype)
 
 
 def _lion(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    return optax.scale_by_lion(cfg.b1, cfg.b2)
+    return optax.scale_by_lion(cfg.b1, cfg.b2, cfg.mu_dtype)
 
 
 def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
@@ -84,7 +84,8 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
 
     numbers = jax.tree.map(dimensions, axes, is_leaf=_is_axes)
     muon = contrib.muon(
-        1.0, beta=cfg.b1, adam_b1=cfg.b1, adam_b2=cfg.b2, eps=cfg.eps, muon_weight_dimension_numbers=numbers,
+        1.0, beta=cfg.b1, adam_b1=cfg.b1, adam_b2=cfg.b2, eps=cfg.eps, mu_dtype=cfg.mu_dtype,
+        muon_weight_dimension_numbers=numbers,
         consistent_rms=0.2,  # update sizes like Adam's, so that one learning rate serves both (arXiv 2502.16982)
     )  # fmt: skip
     return optax.chain(muon, optax.scale(-1.0))  # it was scaled by a learning rate of 1, which negates

@@ -83,6 +83,9 @@ class Shown:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
+COUNTS = ("eval_tokens", "eval_labels")  # of what an evaluation has scored
+
+
 def heading(stop: int, mfu: bool) -> str:
     """The names of the columns of `line`, which have MFU only where it is known."""
     return " " * len(_step(stop, stop, 0.0)) + "".join(f"{name:>{width}}" for name, width, _, _ in _columns(mfu))
@@ -97,8 +100,14 @@ def line(step: int, stop: int, values: Mapping[str, float], mfu: bool) -> str:
 def scores(values: Mapping[str, float]) -> str:
     """What an evaluation found: 'loss 2.3456, perplexity 10.44, accuracy 0.532'."""
     digits = {"loss": 4, "perplexity": 2}
-    names = {name.removeprefix("eval_"): value for name, value in values.items() if name != "eval_tokens"}
+    names = {name.removeprefix("eval_"): value for name, value in values.items() if name not in COUNTS}
     return ", ".join(f"{name} {value:.{digits.get(name, 3)}f}" for name, value in names.items())
+
+
+def scored(values: Mapping[str, float]) -> str:
+    """How much an evaluation has scored: '1,024 tokens were scored'."""
+    name = next(name for name in COUNTS if name in values)
+    return f"{values[name]:,.0f} {name.removeprefix('eval_')} were scored"
 
 
 def sample(prompt: str, text: str) -> str:

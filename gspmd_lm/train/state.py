@@ -65,7 +65,7 @@ def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Ru
         # A model may multiply its inputs with weights without placing them first.
         floats = [name for name, x in batch.items() if jnp.issubdtype(x.dtype, jnp.floating)]
         batch = batch | {name: mark(batch[name], specs[name]) for name in floats}
-        return task.summed(params, batch, None).loss
+        return task.summed(params, batch, None)[0].loss
 
     batch = task.batch(max(task.rows // microbatches, 1))
     recorder = record(rules, forward, arrays.params, batch)
@@ -97,8 +97,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
                 f"use a divisor of {task.names.settings.get(first.axes[0], task.rows)}",
             )
         )
-    if task.config:
-        more += config_problems(task.config, rules, platform)
+    more += task_problems(task, rules, platform)
     named = recorded(task, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen |= {"unroll": str(rules.unroll or "none"), "pipeline": "stages" if rules.pipeline else "none"}
@@ -153,11 +152,29 @@ def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     return supported.settled(rules, cfg, on, attention_pass(cfg)) if cfg else rules
 
 
-def config_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
-    """What of a config does not fit rules, besides its arrays: attention, experts, and how these are balanced."""
+def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
+    """What of a task does not fit rules, besides its arrays: attention, experts, and how these are balanced; state."""
+    config = task.config
+    if config is None:
+        return _state_problems(task, rules)
     problems = layer_problems(config, rules, platform, attention_pass(config))
     problems += [*pipeline_problems(config, rules), *interleave_problems(config, rules)]
     return [*problems, *_balance_problems(config, rules)]
+
+
+def _state_problems(task: Task, rules: Rules) -> list[Problem]:
+    """What rules have against the state of a model of one's own, and the arrays of it that never change."""
+    left, problems = [task.partition(tree)[0] for tree in (task.weights.named_params, task.weights.params)], []
+    if task.changed and rules.microbatches > 1:
+        message = f"{min(task.changed)}: each step leaves it new from the whole batch, which no microbatch has"
+        place = rules.place("microbatches", rules.microbatches)
+        problems.append(Problem(message, place, "set microbatches to 1"))
+    for leaf, _ in model_shapes.pairs(*left):
+        if leaf.path not in task.changed:
+            message = f"{leaf.path}: neither gradients nor sums() change it, so it stays as init gave it"
+            fix = "return the variables that a step changes too: return losses, changed"
+            problems.append(Problem(message, f"task {task.name}: sums", fix, warning=True))
+    return problems
 
 
 def _balance_problems(config: Config, rules: Rules) -> list[Problem]:

@@ -112,7 +112,7 @@ class Step(TaskProgram):
         with scope("of", LOSS):
             count = jnp.maximum(self.task.counted(batch), 1)
         frozen, trained = self.task.partition(state.params)
-        sums, gradients = self._gradients(state, frozen, trained, batch, count)
+        (sums, changed), gradients = self._gradients(state, frozen, trained, batch, count)
         with scope("of", "gradient_norm"):
             norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -121,7 +121,7 @@ class Step(TaskProgram):
         with scope("of", "update"):
             updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
             new_params = optax.apply_updates(params, updates)
-            moved = self.task.moved(frozen, sums) if self.task.moved else frozen
+            moved = self.task.moved(frozen, sums) if self.task.moved else lora.joined(frozen, changed)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = State(
@@ -143,16 +143,17 @@ class Step(TaskProgram):
         }
 
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
-        """The sums, and the gradients of loss / count with respect to the trained parameters.
+        """The sums with the new state, and the gradients of loss / count with respect to the trained parameters.
 
-        Both are accumulated in float32 over the rules' microbatches. Where devices hold replicas of all weights, each
-        replica adds up the gradients of its own rows. Replicas are summed once, after the last microbatch.
+        Sums and gradients are accumulated in float32 over the rules' microbatches. Where devices hold replicas of all
+        weights, each replica adds up the gradients of its own rows. Replicas are summed once, after the last
+        microbatch.
         """
         key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
-            sums = self.task.summed(lora.joined(frozen, trained), batch, key)
-            return sums.loss / count, sums
+            sums, changed = self.task.summed(lora.joined(frozen, trained), batch, key)
+            return sums.loss / count, (sums, changed)
 
         def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
             with self.traced(placement):

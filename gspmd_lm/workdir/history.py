@@ -13,7 +13,7 @@ from etils import epath
 from gspmd_lm import files, versions
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.errors import InputError
-from gspmd_lm.files import json_object
+from gspmd_lm.files import json_object, json_value
 from gspmd_lm.workdir import layout, log
 
 LAST = 10  # speeds are medians over so many of the last logged rows
@@ -24,6 +24,7 @@ def write_description(
     config: Mapping[str, Any],
     rules: str,
     tokenizer: Path | None,
+    classes: Sequence[str],
     *,
     mesh: Mapping[str, int],
     rows: str,
@@ -31,11 +32,14 @@ def write_description(
 ) -> None:
     """Writes what is enough to repeat a run: config and rules as resolved, versions, and a tokenizer that it trained.
 
-    rules: the text of the rules file. rows: what the run is trained on. device: the kind of its devices.
+    classes: the labels of its data, written if there are any. rules: the text of the rules file. rows: what the run is
+    trained on. device: the kind of its devices.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         files.replace(workdir / layout.TOKENIZER, tokenizer.read_bytes())
+    if classes:
+        files.replace(workdir / layout.CLASSES, json.dumps(classes) + "\n")
     files.replace(workdir / layout.CONFIG, core_yaml.dump(config))
     files.replace(workdir / layout.RULES, rules)
     packages = ("gspmd_lm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "libtpu")
@@ -49,6 +53,16 @@ def write_description(
         "versions": versions.installed(packages) | {"device": device},
     }
     files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
+
+
+def check_classes(workdir: epath.Path, classes: Sequence[str]) -> None:
+    """Raises InputError if a run keeps other classes than those of its data now, whose numbers would mean others."""
+    path = workdir / layout.CLASSES
+    if classes and path.exists() and (kept := json_value(paths.read_text(path), path)) != [*classes]:
+        raise InputError(
+            f"{path}: the run was trained with the classes {kept}, and the training data now has {[*classes]}\n"
+            "  fix   restore the data, or use another --workdir"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

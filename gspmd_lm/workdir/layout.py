@@ -12,6 +12,7 @@ ABOUT = "versions.json"  # the command, the versions and the machine
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"  # one that the run trained
+CLASSES = "classes.json"  # the labels of its data; the place of one is its number
 PAGE = "plot.html"  # of a single run
 LOCK, HOLDER = "lock", "lock.json"  # the file that the system locks, and the name of its holder
 IMPORTED = "hugging_face"  # a folder: the files that came with imported weights

@@ -31,6 +31,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     raw = {
         "name": "x",
         "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {},
+                      "relative_positions": {},
                   "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
                   "latent_attention": {"kv_rank": 8, "v_head_dim": 4}, "rope_dim": 4},
         "data": {},

@@ -19,6 +19,10 @@ _LATENT = _EXPERTS | {
     "moe_intermediate_size": 24, "n_shared_experts": 2,
 }  # fmt: skip
 _MSCALES = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 4.0, "beta_slow": 1.0}
+_T5 = {
+    "vocab_size": 96, "d_model": 32, "d_kv": 6, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 8,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "n_positions": 96,
+}  # fmt: skip
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -226,4 +230,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "opt-350m": ("opt", _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
     "opt-no-last-norm": ("opt", _WIDTHS | {"ffn_dim": 64, "_remove_final_layer_norm": True}),
+    "t5": ("t5", _T5),
+    "t5-v1.1": ("t5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("mt5", _T5 | {"tie_word_embeddings": False}),
+    "bart": ("bart", {
+        "vocab_size": 96, "d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 16,
+        "decoder_attention_heads": 8, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
+        "scale_embedding": True,
+    }),
 }  # fmt: skip

@@ -35,13 +35,17 @@ GOLDEN = Path(__file__).parent / "golden"
 SEQ, NEW_TOKENS, SAMPLES = 16, 64, 32
 FLOAT32 = "e_score_correction_bias"  # what transformers keeps in float32
 UNDER_ANOTHER_TYPE = {"kimi_k2": "deepseek_v3"}  # a type that transformers does not have -> that of the same class
+SEQ2SEQ = ("t5", "mt5", "bart")  # families with an encoder, of whose text each document has a source
 NOT_IN_TRANSFORMERS = ("chatglm",)  # families whose reference is an implementation of our own
 MOST_ROUNDING = 4e-5  # that the last bit of the weights may change in a logit
 LEAST_GAP = 5e-3  # between the best two logits of a greedy step, so that rounding decides nothing
+LEAST_GAP_SEQ2SEQ = 5e-4  # of an encoder-decoder, whose logits are smaller
 # Rows of the batch: the lengths of its documents, side by side; or what is left free before or after one.
 PACKED = ((9, 7), (5, 11))
 PADDED = ((5, 0), (0, 4))
 PROMPTS = (5, 9)
+SOURCES, SOURCE_SEQ = ((6, 4), (3, 8), (7,), (12,)), 12  # the lengths of the sources of the documents of each row
+FEWEST_TOKENS = 6  # different ones that an encoder-decoder writes: one that repeats itself shows nothing
 
 FIRST = list(CASES)[: list(CASES).index("granite")]
 # Cases that are much like others: `pytest -m slow` has all of the first ones, and the longer tests of the second ones.
@@ -77,7 +81,8 @@ class Golden:
 
     @property
     def batch(self) -> dict[str, np.ndarray]:
-        return batch(self.about["config"]["vocab_size"])
+        config = self.about["config"]
+        return batch(config["vocab_size"]) | (sources(config["vocab_size"]) if config["model_type"] in SEQ2SEQ else {})
 
     def folder(self, folder: Path, dtype: str = "float32") -> Path:
         """`folder` with the config and the weights of the model, in a dtype."""
@@ -97,6 +102,10 @@ def weight(name: str, shape: tuple[int, ...], salt: int, kind: str = "") -> np.n
     """float32 values that depend on nothing else: scales about one, biases small, no matrix that does not matter."""
     rng = _rng(name, *shape, salt)
     drawn = rng.standard_normal(shape, np.float32)
+    if len(shape) > 1 and kind in SEQ2SEQ:  # such that each token, each place and the source decide what is written
+        other = {"shared.weight": 0.5, "model.shared.weight": 0.3, "final_logits_bias": 0.3}
+        table = other.get(name, 2.0 if "embed" in name else 0.0)
+        return drawn * np.float32(table or (0.5 if "out_proj" in name else 1.5) * min(shape) ** -0.5)
     if len(shape) > 1:
         table = "embed" in name or "wte" in name or "wpe" in name
         return drawn * np.float32(0.3 if table else 1.2 * min(shape) ** -0.5)
@@ -142,6 +151,19 @@ def batch(vocab: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "positions": positions, "segment_ids": segments, "targets": targets}
 
 
+@functools.cache
+def sources(vocab: int) -> dict[str, np.ndarray]:
+    """The sources of the documents of `batch`, int32 [rows, SOURCE_SEQ], with padding behind them."""
+    tokens = _rng("source", vocab).integers(3, vocab, (len(SOURCES), SOURCE_SEQ)).astype(np.int32)
+    positions, segments = np.zeros_like(tokens), np.zeros_like(tokens)
+    for row, lengths in enumerate(SOURCES):
+        for segment, (start, length) in enumerate(zip((0, *lengths), lengths, strict=False)):
+            positions[row, start : start + length] = np.arange(length)
+            segments[row, start : start + length] = segment + 1
+    found = {"tokens": np.where(segments == 0, 0, tokens), "positions": positions, "segment_ids": segments}
+    return {f"source_{name}": array for name, array in found.items()}
+
+
 def prompts(vocab: int) -> list[list[int]]:
     """Prompts of different lengths."""
     return [_rng("prompt", length, vocab).integers(3, vocab, length).tolist() for length in PROMPTS]
@@ -164,10 +186,13 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
         parameters = chatglm.ChatGLM(config).named_parameters()
         weights = {tensor: weight(tensor, tuple(array.shape), salt, kind) for tensor, array in sorted(parameters)}
         return loaded(save(folder, config, weights))[0], config, weights
-    empty = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **fields))
+    empty = _class(kind).from_config(transformers.AutoConfig.for_model(kind, **fields))
     empty.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    shapes = {tensor: where.shape for tensor, where in sorted(safetensors.stored_tensors(folder).items())}
+    shapes = {tensor: where.shape for tensor, where in safetensors.stored_tensors(folder).items()}
+    if kind in SEQ2SEQ and fields.get("tie_word_embeddings") is False:  # transformers 5 leaves it to the files
+        config["tie_word_embeddings"], shapes["lm_head.weight"] = False, shapes["shared.weight"]
+    shapes = dict(sorted(shapes.items()))
     weights = {tensor: weight(tensor, shape, salt, kind) for tensor, shape in shapes.items()}
     return loaded(save(folder, config, weights))[0], config, weights
 
@@ -175,7 +200,6 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
 def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of a folder as transformers loads it, or as tests/convert/chatglm.py does, and what was amiss."""
     import torch
-    import transformers
 
     from tests.convert import chatglm
 
@@ -183,8 +207,16 @@ def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
     if config["model_type"] in NOT_IN_TRANSFORMERS:
         return chatglm.load(folder, config), {}
     how: dict[str, Any] = {"attn_implementation": attention(config), "dtype": torch.float32}
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    of_kind = _class(config["model_type"])
+    model, report = of_kind.from_pretrained(folder, output_loading_info=True, **how)
     return model.eval(), report
+
+
+def _class(kind: str) -> Any:
+    """The class of transformers that makes models of a family."""
+    import transformers
+
+    return transformers.AutoModelForSeq2SeqLM if kind in SEQ2SEQ else transformers.AutoModelForCausalLM
 
 
 def attention(config: Mapping[str, Any]) -> str:
@@ -202,6 +234,8 @@ def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.nda
     import torch
 
     rows = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch(vocab).items()}
+    if model.config.is_encoder_decoder:
+        return _of_pairs(model, vocab, rows)
     placed = "position_ids" in inspect.signature(model.forward).parameters
     logits = torch.zeros((*rows["tokens"].shape, vocab))
     for row in range(len(PACKED)):
@@ -217,10 +251,33 @@ def forward(model: Any, vocab: int) -> tuple[np.ndarray, float, dict[str, np.nda
     else:
         found = model(rows["tokens"][padded], attention_mask=mask, **extra).logits
         logits[padded] = torch.where(mask[..., None] > 0, found, 0)
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), ignore_index=-1)
+    return _with_gradients(model, logits, rows["targets"])
+
+
+def _of_pairs(model: Any, vocab: int, rows: Mapping[str, Any]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """`forward` of texts that are made from sources, each pair alone."""
+    import torch
+
+    if getattr(model, "final_logits_bias", None) is not None:  # no parameter of transformers, but one of ours
+        model.final_logits_bias.requires_grad_(True)
+    given = {name: torch.from_numpy(array.astype(np.int64)) for name, array in sources(vocab).items()}
+    logits = torch.zeros((*rows["tokens"].shape, vocab))
+    for row, lengths in enumerate(SOURCES):
+        for segment in range(1, len(lengths) + 1):
+            at, of_source = rows["segment_ids"][row] == segment, given["source_segment_ids"][row] == segment
+            source, text = given["source_tokens"][row, of_source], rows["tokens"][row, at]
+            logits[row, at] = model(input_ids=source[None], decoder_input_ids=text[None]).logits[0]
+    return _with_gradients(model, logits, rows["targets"])
+
+
+def _with_gradients(model: Any, logits: Any, targets: Any) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    import torch
+
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     model.zero_grad()
     loss.backward()
     gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    gradients |= {name: buffer.grad.numpy() for name, buffer in model.named_buffers() if buffer.grad is not None}
     return logits.detach().numpy(), loss.item(), gradients
 
 
@@ -228,14 +285,18 @@ def generate(model: Any, vocab: int) -> tuple[list[list[int]], list[float]]:
     """The tokens that greedy decoding adds to each prompt, and the smallest gap of its steps."""
     import torch
 
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    seq2seq = model.config.is_encoder_decoder
+    if seq2seq:
+        start = getattr(model.config, "decoder_start_token_id", None)
+        model.generation_config.decoder_start_token_id = model.config.pad_token_id if start is None else start
     tokens, gaps = [], []
     for prompt in prompts(vocab):
         out = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt)), dtype=torch.long), do_sample=False,
             max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        tokens.append(out.sequences[0, len(prompt) :].tolist())
+        tokens.append(out.sequences[0, 1 if seq2seq else len(prompt) :].tolist())
         best = torch.cat(out.logits).topk(2).values
         gaps.append(float((best[:, 0] - best[:, 1]).min()))
     return tokens, gaps
@@ -252,7 +313,10 @@ def compute(name: str) -> Golden:
         vocab = config["vocab_size"]
         tokens, gaps = generate(model, vocab)
         logits, loss, gradients = forward(model, vocab)
-        if min(gaps) >= LEAST_GAP and np.abs(logits - _rounded_otherwise(model, vocab)).max() <= MOST_ROUNDING:
+        least = LEAST_GAP
+        if config["model_type"] in SEQ2SEQ:
+            least = LEAST_GAP_SEQ2SEQ if min(len({*text}) for text in tokens) >= FEWEST_TOKENS else np.inf
+        if min(gaps) >= least and np.abs(logits - _rounded_otherwise(model, vocab)).max() <= MOST_ROUNDING:
             break
     else:
         raise RuntimeError(f"{name}: no weights for which rounding decides nothing")
@@ -292,7 +356,10 @@ def on_disk(
         (value, gradient)
         for name, parameter in model.named_parameters()
         for value, gradient in zip(_parts(parameter.detach().numpy()), _parts(gradients[name]), strict=True)
-    ] + [(buffer.numpy(), np.zeros_like(buffer.numpy())) for _, buffer in model.named_buffers()]
+    ] + [
+        (buffer.detach().numpy(), gradients.get(name, np.zeros(buffer.shape, np.float32)))
+        for name, buffer in model.named_buffers()
+    ]
     return {
         tensor: next(gradient for value, gradient in parts if np.array_equal(value, array))
         for tensor, array in weights.items()

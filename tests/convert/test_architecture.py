@@ -146,6 +146,7 @@ def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not()
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "4096"}, "hidden_size: '4096' must be a number above zero"),
         ({"hidden_size": 4096.5}, "model.embed: must be a whole number"),
+        ({"num_hidden_layers": 2001}, "num_hidden_layers: 2001 is above 2,000, which no model reaches"),
         ({"rope_theta": -1}, "rope_theta: -1 must be a number above zero"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 must be a number above zero"),
         ({"num_key_value_heads": 5}, "heads=32 is not a multiple of kv_heads=5"),

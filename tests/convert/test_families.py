@@ -24,6 +24,7 @@ MORE_PADDED = {
 # Models that an earlier family of the table has too; only the names or the layout of its tensors differ.
 SAME_AS = {
     "glm4-moe-lite": "deepseek_v3",
+    "mt5": "t5",
     "ernie": "llama",
     "chatglm": "glm",
     "starcoder-all-heads": "gpt2",

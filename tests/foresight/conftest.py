@@ -53,12 +53,15 @@ def request_of():
 
 @pytest.fixture(scope="session")
 def in_bfloat16(request_of):
-    """A function that makes the Request of a target in bfloat16, whose program several tests look at."""
+    """A function that makes the Request of a target in bfloat16, whose program several tests look at.
+
+    A device has a single row, as with long sequences or many microbatches.
+    """
 
     def make(target):
         config = request_of("fsdp2_tp4").config
         model = dataclasses.replace(config.model, compute_dtype="bfloat16")
-        data = dataclasses.replace(config.data, packing="stream")
+        data = dataclasses.replace(config.data, packing="stream", batch=2)
         return request_of("fsdp2_tp4", target, dataclasses.replace(config, model=model, data=data))
 
     return make

@@ -331,11 +331,11 @@ def test_what_a_loop_in_a_loop_carries_is_followed_to_where_it_is_computed():
     assert chain[-1].opcode == "parameter"
 
 
-def test_a_tpu_gives_each_device_only_its_piece_of_a_single_row(request_of, cache):
-    """Where a device has one row, as with long sequences or many microbatches, as where it has several."""
-    request = request_of("fsdp2_tp4", "v5e:2x4")
-    data = dataclasses.replace(request.config.data, batch=2)
+@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow)], ids=["a single row", "several rows"])
+def test_a_tpu_gives_each_device_only_its_piece_of_its_rows(in_bfloat16, cache, rows):
+    request = in_bfloat16("v5e:2x4")
+    data = dataclasses.replace(request.config.data, batch=2 * rows)
     request = dataclasses.replace(request, config=dataclasses.replace(request.config, data=data))
     (program,) = programs([request], cache=str(cache))
-    assert re.search(r"\[1,16,64\]\S* (fusion|reduce-scatter)\(", program.text)
-    assert not re.search(r"\[1,64,64\]\S* all-reduce\(", program.text)
+    assert re.search(rf"\[{rows},16,64\]\S* (fusion|reduce-scatter)\(", program.text)
+    assert not re.search(rf"\[{rows},64,64\]\S* all-reduce\(", program.text)

@@ -43,9 +43,12 @@ def llama():
 
 @pytest.fixture(scope="module")
 def floor_of(llama, built, read):
-    """A function that gives the floor of Llama 3 8B under rules that may be changed. Each step is traced only once."""
+    """A function that gives the floor of Llama 3 8B under rules that may be changed.
+
+    Each step is traced only once, and the forward pass once for each number of rows.
+    """
     config, arrays = llama
-    traced = {}
+    traced, graphs = {}, {}
 
     def found(rules, chip=None, rows=(), **changes):
         loaded = rules_file.load(rules) if isinstance(rules, str) else rules
@@ -56,8 +59,11 @@ def floor_of(llama, built, read):
         check(step.rules.problems)
         key = repr(step.rules.facts())
         if key not in traced:
-            traced[key] = graph(config, step.rules, arrays), read(step)
-        return of_training(step.task, step.rules, arrays, chip, *traced[key])
+            traced[key] = read(step)
+        rows = step.rules.microbatches
+        if rows not in graphs:
+            graphs[rows] = graph(config, step.rules, arrays)
+        return of_training(step.task, step.rules, arrays, chip, graphs[rows], traced[key])
 
     return found
 
@@ -66,7 +72,10 @@ def test_tensor_parallelism_is_megatrons_count(floor_of):
     all_reduce = 2 * 7 / 8
     of_layers = 4 * L * all_reduce * ACTIVATION_BYTES
     outside = 2 * all_reduce * ACTIVATION_BYTES + 3 * all_reduce * 4 * TOKENS  # embedding, loss; its [B, T] sums
-    assert floor_of("tp8").communication_by_axis == {"tensor": pytest.approx(of_layers + outside)}
+    found = floor_of("tp8")
+    assert found.communication_by_axis == {"tensor": pytest.approx(of_layers + outside)}
+    wider = of_layers + 2 * all_reduce * ACTIVATION_BYTES  # the sums of [B, T] are float32 already
+    assert found.float32_bytes == pytest.approx(found.communication_bytes + wider)
     recomputed = L * all_reduce * ACTIVATION_BYTES  # what attention adds to the residual stream
     assert floor_of("tp8", remat=Remat("block")).communication_bytes == pytest.approx(of_layers + outside + recomputed)
     assert floor_of("tp8", remat=Remat("dots")).communication_bytes == pytest.approx(of_layers + outside)
@@ -216,23 +225,28 @@ def test_what_must_be_multiplied(llama):
 @pytest.mark.parametrize(
     ("rules", "changes", "model"),
     [
-        ("fsdp8", {"microbatches": 2}, {}),
-        pytest.param("dp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
         ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
+        pytest.param("fsdp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("dp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
         pytest.param("dp2_tp4", {}, {"block": "parallel"}, marks=pytest.mark.slow),
         ("cp8", {"remat": Remat("block")}, {}),
         pytest.param("cp8_ulysses", {"remat": Remat("block")}, {}, marks=pytest.mark.slow),
         pytest.param("cp8_ring", {}, {}, marks=pytest.mark.slow),
         pytest.param("expert4", {}, {"experts": 8, "experts_per_token": 2}, marks=pytest.mark.slow),
-        ("fsdp2_tp4", {}, {"block": "parallel", "tied_embeddings": True, "qk_norm": True}),
-        ("fsdp2_tp4", {"remat": Remat("none")}, LATENT),
+        ("fsdp2_tp4", {},
+         {"block": "parallel", "tied_embeddings": True, "qk_norm": True,
+          "lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
+        pytest.param(
+            "fsdp2_tp4", {}, {"block": "parallel", "tied_embeddings": True, "qk_norm": True}, marks=pytest.mark.slow
+        ),
+        ("fsdp2_tp4", {"remat": Remat("none"), "microbatches": 2}, LATENT),
         pytest.param("tp8", {}, LATENT, marks=pytest.mark.slow),
         pytest.param("fsdp8", {"remat": Remat("block")}, LATENT, marks=pytest.mark.slow),
         pytest.param("cp8", {}, LATENT, marks=pytest.mark.slow),
         pytest.param(
             "fsdp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wo", "w_down"))}, marks=pytest.mark.slow
         ),
-        ("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}),
+        pytest.param("tp8", {}, {"lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))}, marks=pytest.mark.slow),
         pytest.param(
             "fsdp2_tp4",
             {"remat": Remat("none")},
@@ -243,7 +257,7 @@ def test_what_must_be_multiplied(llama):
             "fsdp8", {}, {"experts": 8, "experts_per_token": 2, "mlp_bias": True, "lora": MLPS}, marks=pytest.mark.slow
         ),
     ],
-)
+)  # fmt: skip
 def test_compiled_programs_move_no_less_and_little_more(small, built, read, rules, changes, model):
     """On CPU in float32: XLA widens bfloat16 there. What they move more are scalars and the gradients of norms.
 

@@ -7,7 +7,7 @@ from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.hlo.replica_groups import groups, parse
+from gspmd_lm.foresight.hlo.collective_op import groups, parse_groups
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])
@@ -88,7 +88,7 @@ def test_shapes():
     ],
 )  # fmt: skip
 def test_groups_in_every_syntax(text, expected):
-    assert parse(text, 8) == expected
+    assert parse_groups(text, 8) == expected
 
 
 def test_groups_of_instructions_with_commas_behind_them():
@@ -101,7 +101,7 @@ def test_groups_of_instructions_with_commas_behind_them():
     assert groups(gather, 8) == ((0, 4), (1, 5), (2, 6), (3, 7)) and gather.attributes["dimensions"] == "{0}"
     assert groups(permute, 8) == ((0, 1), (1, 0))
     with pytest.raises(InputError, match=r"replica_groups=<all>"):
-        parse("<all>", 8)
+        parse_groups("<all>", 8)
 
 
 LOOP = """%body (s: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {{

@@ -14,7 +14,7 @@ from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan import estimate
+from gspmd_lm.plan import estimate, timed_ops
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state, step
@@ -55,7 +55,7 @@ def test_the_floor_of_a_step():
 
 def test_a_plan_prices_products_by_their_operands(monkeypatch):
     """Those of blocks are twice as fast on v5p."""
-    monkeypatch.setitem(estimate.FUSED_PASSES, "tpu", 0.0)  # products alone
+    monkeypatch.setitem(timed_ops.FUSED_PASSES, "tpu", 0.0)  # products alone
     where = dataclasses.replace(targets.parse("v5p:2x2x2"), chip=dataclasses.replace(V5P, hbm_bytes_per_s=math.inf))
     rules = dataclasses.replace(rules_file.load("fsdp8").fill(8), remat=Remat("dots"))
     usual_s, found_s = (

@@ -8,7 +8,7 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora
+from gspmd_lm.config import Lora, RelativePositions
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
@@ -25,7 +25,8 @@ FAMILIES = {
     "gpt2": {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "mlp_kind": "plain", "dropout": 0.1,
              **BIASES},
     "falcon": {"block": "parallel", "kv_heads": 1, "mlp_kind": "plain"},
-    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", **BIASES},
+    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", "dropout": 0.1,
+             **BIASES},
     "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
                "matmul_precision": "default"},
     "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint",
@@ -38,7 +39,8 @@ FAMILIES = {
                 "shared_kv_layers": 1, "value_norm": True, "tied_embeddings": True, "kv_heads": 4},
     "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
     "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
-                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3},
+                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3,
+                  "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "mixtral_lora": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "mlp_bias": True,
                      "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
@@ -52,17 +54,27 @@ def graph(config, rules):
 
 
 # Those whose settings others of the list have as well.
-HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "mixtral", "lora")
+HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora")
+
+
+_FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned", "embedding_norm": True,
+         "token_types": 2, "pre_norms": False, "sum_norms": True, "final_norm": False, **BIASES}  # fmt: skip
+ENCODERS = {
+    "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
+    "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
+    "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in (*FAMILIES, *ENCODERS)],
 )
 @pytest.mark.parametrize("layout", ["fsdp2_tp4", pytest.param("zero1_8", marks=pytest.mark.slow)])
 def test_every_array_of_every_family_is_known(small, built, read, family, layout):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
-    config, rules = small(**FAMILIES[family]), rules_file.load(layout).fill(8)
+    config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load(layout).fill(8)
     found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
@@ -84,6 +96,8 @@ def test_every_array_of_every_family_is_known(small, built, read, family, layout
     reading = read(built(config, checked))
     assert reading.communication_bytes > 0 and not reading.estimated_because
     assert reading.saved_bytes > 0
+    if config.objective != "causal":
+        return
     for recorded in programs.recorded(config, arrays, programs.whole_context(config), rules).values():
         forward = DataflowGraph.from_recorder(recorded, arrays)
         assert forward.multiplied == found.multiplied and set(forward.looked_up) == set(found.looked_up)

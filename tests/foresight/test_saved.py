@@ -1,5 +1,7 @@
 """What the backward pass waits for, counted by hand, and beside what compiled programs hold."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,24 @@ def loop(body):
         return jax.lax.scan(lambda x, weights: (body(x, *weights), None), x, weights)[0]
 
     return loss
+
+
+def test_what_the_backward_pass_can_make_of_early_values_alone_waits_as_one():
+    """Although three arrays go into it: one of them is made by a later matmul."""
+
+    @jax.custom_vjp
+    def scaled(x, *others):
+        return x
+
+    scaled.defvjp(lambda *values: (values[0], values), lambda values, dy: (dy * math.prod(values), None, None))
+
+    def loss(x, up, beside, square, down):
+        first, second = x @ up, jax.lax.stop_gradient(x @ beside)
+        return scaled(first, second, jax.lax.stop_gradient(first @ square)) @ down
+
+    weights = UP, UP, np.ones((WIDE, WIDE), "f4"), DOWN
+    made = jax.make_jaxpr(lambda up: jax.grad(lambda up: (loss(X, up, *weights[1:]) ** 2).sum())(up))(UP)
+    assert read_step(made).saved_bytes == HIDDEN_BYTES
 
 
 def test_a_loop_keeps_what_it_stacks():

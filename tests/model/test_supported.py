@@ -13,7 +13,7 @@ from gspmd_lm.model.supported import Pass
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import KERNELS, ShardingError
 
-H100, V5P = (target.parse(text).processor for text in ("h100:8", "v5p:2x2x2"))
+H100, A100, V5P = (target.parse(text).processor for text in ("h100:8", "a100:8", "v5p:2x2x2"))
 LLAMA = configs.load("llama3_8b", ["data.batch=8", "data.seq=2048"])
 FSDP = "mesh: {fsdp: 8}\nrules: {batch: fsdp}\nweights: {embed: fsdp}\n"
 CONTEXT = "mesh: {context: 8}\nrules: {seq: context}\n"
@@ -32,6 +32,9 @@ def model(**changes):
     return dataclasses.replace(LLAMA, model=dataclasses.replace(LLAMA.model, **changes))
 
 
+BERT = configs.load("llama3_8b", ["objective=masked", "model.mask=full", "data.packing=documents"])
+
+
 @pytest.mark.parametrize(
     ("text", "on", "config", "kernel", "message"),
     [
@@ -43,6 +46,12 @@ def model(**changes):
         (FSDP, Processor("gpu", "Some New GPU"), LLAMA, "cudnn", "cudnn"),
         (FSDP, H100, model(positions="alibi"), "xla",
          "xla, since cudnn on h100 does not support model.positions: alibi"),
+        (FSDP, V5P, model(relative_positions=configs.RelativePositions()), "xla",
+         "xla, since splash on v5p does not support model.relative_positions"),
+        (FSDP, H100, BERT, "cudnn", "cudnn"),
+        (FSDP, A100, BERT, "xla", "xla, since cudnn on a100 does not support data.packing: documents on compute "
+         "capability 8.0 (only 9.0 and newer)"),
+        (CONTEXT, V5P, BERT, "splash", "splash"),
         (CONTEXT, V5P, LLAMA, "splash", "splash"),
         (CONTEXT, H100, LLAMA, "xla", "xla, since cudnn on h100 does not support context: gather (only ring and "
          "ulysses); fix --set rules.context=ring"),
@@ -53,7 +62,8 @@ def model(**changes):
     ],
 )  # fmt: skip
 def test_the_fastest_kernel_of_a_chip_that_can_is_chosen_and_said(text, on, config, kernel, message):
-    assert choice(text, on, config) == (kernel, message)
+    asked = Pass(2048, segments=config.data.packing == "documents")
+    assert choice(text, on, config, asked) == (kernel, message)
 
 
 def test_what_would_let_a_faster_kernel_is_printed_only_if_it_does(monkeypatch):

@@ -57,5 +57,10 @@ def test_settings_that_would_save_memory_are_named_and_half_of_one_row_is_none_o
     layout = rules_file.from_dict({"mesh": {"data": 1}}, "one").fill(1)
     nearest = types.SimpleNamespace(rules=layout, estimate=estimator.estimate(layout))
     saved = dict(advice.savings(config, types.SimpleNamespace(nearest=nearest, target=target)))
-    assert {"data.seq=64", "model.weight_dtype=bfloat16", "optimizer.name=adafactor"} == saved.keys()
+    assert {
+        "data.seq=64",
+        "model.weight_dtype=bfloat16",
+        "optimizer.name=adafactor",
+        "optimizer.mu_dtype=bfloat16",
+    } == saved.keys()
     assert all(size > 0 for size in saved.values()) and [*saved.values()] == sorted(saved.values(), reverse=True)

@@ -49,3 +49,14 @@ def test_the_known_error_of_prices_is_that_of_what_is_recorded(bench, points):
 def test_where_nothing_was_compiled_no_error_of_prices_is_known():
     assert known_errors.estimate_error(targets.parse("v4:4x4x4")) is None
     assert known_errors.estimate_error(targets.parse("cpu:8")) is None
+
+
+@pytest.mark.parametrize("name", ["8-layers-h100:8", pytest.param("8-layers-h100:2x8", marks=pytest.mark.slow)])
+def test_pipelines_are_estimated_as_well_as_layouts_without(name):
+    bench = plan.Bench(name, "plan_stages")
+    points = [(bench.estimate(row["rules"]), row) for row in bench.rows()]
+    assert sum("pipeline" in row["rules"] for _, row in points) >= 4
+    for estimate, row in points:
+        assert estimate.step_time_s == pytest.approx(row["step_time_s"], rel=0.08), plan.describe(row["rules"])
+        assert estimate.peak_bytes == pytest.approx(row["peak_bytes"], rel=1 / 6), plan.describe(row["rules"])
+    assert plan.spearman(*zip(*((one.step_time_s, row["step_time_s"]) for one, row in points), strict=True)) >= 0.85

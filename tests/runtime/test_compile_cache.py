@@ -26,7 +26,6 @@ print(cache.hits, cache.misses, cache.saved_s >= 0)
     assert output(launch(code, **env))[0] == "0 4 True\n"
     entries = sorted((tmp_path / "compile").glob("*-cache"))
     assert len(entries) == 4
-    assert output(launch(code, **env)) == ("4 0 True\n", "")
     for entry in entries:
         data = bytearray(entry.read_bytes())
         if "double" in entry.name:  # both sizes

@@ -8,13 +8,20 @@ import sys
 import venv
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import gspmd_lm
 from gspmd_lm import cli
 from tests.launched import free_port
 from tests.quick import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import classifier  # noqa: E402
+
 SMALL = [
     "--config=bench_4m",
     *(f"--set={item}" for item in ("model.layers=1", "model.embed=64", "model.mlp=128", "data.batch=8", "data.seq=32")),
@@ -24,9 +31,26 @@ SMALL = [
 ]
 
 
-def start(*flags, **environment):
+THEN_A_TASK = """
+import sys
+from gspmd_lm import cli
+try:
+    cli.main(sys.argv)
+except SystemExit as end:
+    assert not end.code
+sys.path.insert(0, "examples")
+import gspmd_lm, classifier
+from tests.quick import QUICK_FLAGS
+quick = [flag.removeprefix("--set=") for flag in QUICK_FLAGS]
+rules = gspmd_lm.load_rules("examples/rules/plain_fsdp.yaml", classifier.TASK, overrides=quick)
+(workdir,) = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--workdir=")]
+gspmd_lm.train(classifier.TASK, rules, f"{workdir}/task", 2, data=classifier.batch)
+"""
+
+
+def start(*flags, what=("main.py",), **environment):
     return subprocess.Popen(
-        [sys.executable, "main.py", *flags],
+        [sys.executable, *what, *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,7 +94,7 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
     together = [
         start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
-              f"--process_id={i}")
+              f"--process_id={i}", what=("-c", THEN_A_TASK), PYTHONPATH=str(ROOT))
         for i in range(2)
     ]  # fmt: skip
     first, second = (finish(process) for process in together)
@@ -84,6 +108,18 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     # What two processes saved, one goes on with.
     here(*flags[:-1], "--steps=6", f"--workdir={tmp_path}/two")
     assert len(losses(tmp_path / "two")) == 6
+
+    # A model of one's own, which the same two processes trained.
+    step = gspmd_lm.build(classifier.TASK, "none")
+    with gspmd_lm.checkpoints(tmp_path / "two/task", classifier.TASK) as checkpoints:
+        number, state, _ = checkpoints.restore(step.abstract_state)
+    last = losses(tmp_path / "two/task")[-1]
+    program, one = step.compile(step.lower_train()), step.compile(step.lower_init())()
+    for at in range(2):
+        one, metrics = program(one, jax.device_put(classifier.batch(at), step.batch_shardings))
+    assert number == 2 and abs(last - float(metrics["loss"])) < 1e-5
+    averages = [x.params["batch_stats"]["block_1"]["norm"]["mean"] for x in (state, one)]
+    np.testing.assert_allclose(*averages, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_names_of_merged_tensors(op_name, count, expected):
             "backward",
             ((), ("loss",), ("logits.vocab",), ("rules", "residual")),
         ),
+        ("jit(_train)/jvp(of.loss)/reduce_max", "forward", ((), ("loss",), (), ("", ""))),
         ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), ("", ""))),
         ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), ("", ""))),
     ],

@@ -104,6 +104,12 @@ WRONG = {
     "cudnn and gathered keys": Case(
         "mesh: {context: 8}\nrules: {seq: context}\nattention: {gpu: cudnn}\n", ("data.packing=stream",), platform="gpu"
     ),
+    "cudnn and a bias by distance": Case(
+        DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.relative_positions={}"), platform="gpu"
+    ),
+    "a ring and a full mask": Case(
+        "mesh: {context: 8}\nrules: {seq: context}\ncontext: ring\n", ("objective=masked", "model.mask=full")
+    ),
     "splash and a short sequence": Case(DP + "attention: {tpu: splash}\n", ("data.seq=96",), platform="tpu"),
     "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: true}\n"),
     "dcn of no axis": Case(DP + "dcn: {dat: 2}\n"),
@@ -116,6 +122,7 @@ WRONG = {
     "pipeline that is no mapping": Case(PP + "pipeline: 4\n"),
     "unknown key of a pipeline": Case(PP + "pipeline: {microbatch: 4, repeats: 0}\n"),
     "layers that do not divide into stages": Case(PP + "pipeline: {microbatches: 4}\n", ("model.layers=6",)),
+    "a pipeline and a bias by distance": Case(PP + "pipeline: {microbatches: 4}\n", ("model.relative_positions={}",)),
     "layers that do not divide into repeats": Case(PP + "pipeline: {microbatches: 4, repeats: 2}\n"),
     "a pattern cut in half": Case(
         PP + "pipeline: {microbatches: 4}\n",

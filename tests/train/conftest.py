@@ -13,21 +13,28 @@ from gspmd_lm.data import loader
 from gspmd_lm.train import decoder
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
+from tests.courses import begun
 from tests.quick import QUICK
 from tests.train.runs import CPU, TRAIN
 
 
 @pytest.fixture(scope="session")
 def run(small, built):
-    """A function that makes a Run; programs are compiled once per layout and what they compute."""
+    """A function that makes a Run; programs are compiled once per layout and what they compute.
+
+    The initial state is drawn, which compiles nothing.
+    """
     programs = {}
 
     def make(workdir, layout="dp2_tp4", config=None, profile=None):
         config = config or small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
-        key = json.dumps([layout, repr((config.model, config.data, config.optimizer, config.train.steps))])
+        key = json.dumps(
+            [layout, repr((config.model, config.data, config.optimizer, config.train.steps, config.train.init_from))]
+        )
         if key not in programs:
             step = built(config, layout, compiler_options={"cpu": QUICK})
-            programs[key] = step, {}
+            drawn = {} if config.train.init_from else {"initial state": functools.partial(begun, step)}
+            programs[key] = step, drawn
         step, compiled = programs[key]
         step = dataclasses.replace(step, task=decoder.task(config))
         console = Console(file=io.StringIO(), width=1000)

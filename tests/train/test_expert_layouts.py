@@ -82,7 +82,8 @@ def computed(small, built, batch_of):
             def gradients(state, batch):
                 with step.traced():
                     frozen, trained = step.task.partition(state.params)
-                    return step._gradients(state, frozen, trained, batch, step.task.counted(batch))
+                    (sums, _), gradients = step._gradients(state, frozen, trained, batch, step.task.counted(batch))
+                    return sums, gradients
 
             given = begun(step), batch_of(step)
             program = jax.jit(gradients).lower(*given).compile()

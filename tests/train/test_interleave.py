@@ -10,6 +10,7 @@ from benchmarks.collectives import count
 from gspmd_lm import config
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state, step
+from tests.courses import begun
 from tests.quick import QUICK
 
 SIZES = ("model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4", "model.head_dim=8", "model.mlp=64",
@@ -30,7 +31,7 @@ def trained(layout, parts, *sets):
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments, "row": np.arange(16),
              "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (16, 16))}  # fmt: skip
     batch = {name: jax.device_put(batch[name].astype(np.int32), where) for name, where in built.batch_shardings.items()}
-    new, _ = program(built.compile(built.lower_init())(), batch)
+    new, _ = program(begun(built), batch)
     return jax.device_get(new.params), sum(one.ring_bytes for one in count(program.as_text()))
 
 

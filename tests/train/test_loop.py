@@ -360,14 +360,15 @@ def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
-def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch):
+@pytest.mark.parametrize("layout", ["dp2_tp4", pytest.param("tp8", marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch, layout):
     """Also one that goes on elsewhere, and one that was asked to stop just when it would have evaluated."""
     evaluated, checkpoints, last = ending_of(early[0])
     monkeypatch.setattr(Agreement, "due", lambda self, step: {"stop"} if step == last - 4 else set())
     run(tmp_path, config=worsening).train(30)
     monkeypatch.undo()
     assert ending_of(tmp_path)[2] == last - 4 and last - 4 not in ending_of(tmp_path)[0]
-    run(tmp_path, "tp8", worsening).train(last - 1)
+    run(tmp_path, layout, worsening).train(last - 1)
     run(tmp_path, config=worsening).train(30)
     again, kept, at = ending_of(tmp_path)
     assert at == last and again.keys() - {last - 1} == evaluated.keys()  # --steps ended there

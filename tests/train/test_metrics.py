@@ -1,5 +1,6 @@
 """What a run writes down, and what the trackers that it opens take with them."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import LatentAttention
+from gspmd_lm.config import LatentAttention, RelativePositions
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -54,9 +55,23 @@ def test_the_keys_that_tokens_see(small, seq):
     assert keys_seen(model, seq, last=True) == sum(seen[-1])
 
 
+def test_with_a_full_mask_a_token_sees_all_of_its_row_or_chunk(small):
+    settings = small(objective="masked", mask="full", layers=2, layer_pattern=("full", "chunked"), attention_chunk=8)
+    assert keys_seen(settings.model, 20) == 20 + (2 * 8 * 8 + 4 * 4) / 20
+
+
+NEAR = RelativePositions(ranges=8, distance=12)
+BERT = {
+    "objective": "masked", "mask": "full", "positions": "learned", "token_types": 2, "tied_embeddings": True,
+    "mlp_kind": "plain", "head_transform": True, "unembedding_bias": True, "relative_positions": NEAR,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "settings",
     [
+        BERT,
+        {"relative_positions": dataclasses.replace(NEAR, shared=False)},
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},

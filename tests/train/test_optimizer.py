@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from gspmd_lm import config as configs
+from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import optimizer, state
@@ -41,6 +43,34 @@ def test_state_is_named_by_the_parameters_axes(name, small):
         assert ("layers.attention_norm.scale", ("layers", "embed")) in factored  # two dimensions, yet no matrix
     else:
         assert ("layers.attention.wk", ("layers", "embed", "kv_heads", "head_dim")) in factored
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_the_mean_of_gradients_is_kept_in_its_own_type(name, small):
+    """Of all state, only the mean is narrower; what it changes in an update is no more than its rounding."""
+    kept, taken = {}, {}
+    for mu_dtype in (None, "bfloat16"):
+        config = small(optimizer={"name": name, "mu_dtype": mu_dtype, "clip_norm": 0.0})
+        found = state.arrays(config)
+        kept[mu_dtype] = sum(like.size * like.dtype.itemsize for like in jax.tree.leaves(found.optimizer))
+        narrow = [like for like in jax.tree.leaves(found.optimizer) if like.dtype == jnp.bfloat16]
+        weights = sum(like.size for like in jax.tree.leaves(found.params))
+        assert sum(like.size for like in narrow) == (weights if mu_dtype else 0)
+        rule = optimizer.build_optimizer(config.optimizer, 10, found.named_params)
+        draw = np.random.default_rng(0).normal
+        params, gradients = (
+            jax.tree.map(lambda like, draw=draw: jnp.asarray(draw(size=like.shape), "f4"), found.params)
+            for _ in range(2)
+        )
+        taken[mu_dtype] = jax.jit(lambda g, p, rule=rule: rule.update(g, rule.init(p), p)[0])(gradients, params)
+    assert kept[None] - kept["bfloat16"] == 2 * weights
+    far = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(a).max()), *taken.values())
+    assert max(jax.tree.leaves(far)) < 2**-6
+
+
+def test_adafactor_keeps_no_mean():
+    with pytest.raises(InputError, match="adafactor keeps no mean of gradients"):
+        configs.load("tiny", ["optimizer.name=adafactor", "optimizer.mu_dtype=bfloat16"])
 
 
 def test_matrices_are_told_by_their_axes():

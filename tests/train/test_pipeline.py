@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,8 +14,11 @@ from examples import mixer
 from gspmd_lm.config import Lora
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.infer import programs, score
+from gspmd_lm.model.supported import pipeline_problems
+from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding import pipeline, rules_file
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.placement import MeshPlacement
+from gspmd_lm.sharding.rules import GATHERS, ShardingError
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
 from tests import courses
@@ -64,17 +68,24 @@ MODELS = {
     "adapters": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_down"))},
 }  # fmt: skip
 REMATS = ("none", "block", "dots", {"save": ["attention_out"]})
+ALONE = ("dense, then experts", "experts in a pattern")  # whose weights are gathered in each turn
 PRODUCT = [
-    (model, layout, 1 + (i + j) % 2, REMATS[(i + j + i // 2) % 4])
+    (
+        model,
+        layout,
+        1 + (i + j) % 2,
+        REMATS[(i + j + i // 2) % 4],
+        "turn" if model in ALONE else GATHERS[(i + j // 2) % 2],
+    )
     for i, model in enumerate(MODELS)
     for j, layout in enumerate(LAYOUTS)
     if not (layout == RING and "attention_chunk" in MODELS[model])
 ]
 
 
-def rules_of(layout, repeats=1, remat="block"):
+def rules_of(layout, repeats=1, remat="block", gather="turn"):
     raw = LAYOUTS[layout]
-    sizes = raw["pipeline"] | {"repeats": repeats}
+    sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather}
     raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
     return rules_file.from_dict(raw, "here.yaml")
 
@@ -110,14 +121,47 @@ def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(repe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout", "repeats", "remat"), PRODUCT)
-def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repeats, remat, small, course):
+@pytest.mark.parametrize(("model", "layout", "repeats", "remat", "gather"), PRODUCT)
+def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repeats, remat, gather, small, course):
     config = model_of(model, layout, repeats, small)
-    agree(course(config, rules_of(layout, repeats, remat), 1), course(config, "single", 1))
+    agree(course(config, rules_of(layout, repeats, remat, gather), 1), course(config, "single", 1))
 
 
 def test_every_remat_policy_meets_every_layout():
-    assert len({(layout, str(remat)) for _, layout, _, remat in PRODUCT}) == len(LAYOUTS) * len(REMATS)
+    assert len({(layout, str(remat)) for _, layout, _, remat, _ in PRODUCT}) == len(LAYOUTS) * len(REMATS)
+
+
+def test_weights_that_are_gathered_once_give_the_same_gradients(first, small, course):
+    once = course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST, gather="step"), 2)
+    agree(first, once)
+    within = [
+        one.groups
+        for instruction in hlo.parse(once.program.as_text()).operations
+        for one in instruction.collectives
+        if one.kind == "reduce-scatter" and instruction.loops
+    ]
+    # Gradients of matrices are summed over fsdp behind the turns.
+    assert within and not any(len({device // 2 for device in group}) > 1 for groups in within for group in groups)
+
+
+def test_what_cannot_be_gathered_once_is_refused(small):
+    experts = model_of("dense, then experts", "experts", 1, small)
+    for config, layout, said in (
+        (experts, "experts", "layers with model.experts=8 gather their weights in each turn"),
+        (model_of("plain", FIRST, 1, small), FIRST, ""),
+    ):
+        problems = pipeline_problems(config, rules_of(layout, gather="step").fill(8))
+        assert any(said in problem.message for problem in problems) == bool(said)
+
+
+@pytest.mark.parametrize(("remat", "matmuls"), [("dots", 3), ("block", 4)])
+def test_matmuls_of_stages_are_kept_as_those_without_stages(remat, matmuls):
+    place = MeshPlacement(
+        rules_of(FIRST, remat=remat).fill(8), meshes.build(rules_of(FIRST).fill(8), jax.devices()[:8])
+    )
+    stage = jax.checkpoint(jax.vmap(lambda x, w: jnp.sin(x @ w)), policy=place.of_a_stage.setting("remat"))
+    program = jax.make_jaxpr(jax.grad(lambda *given: stage(*given).sum(), (0, 1)))(*[jnp.ones((2, 4, 4))] * 2)
+    assert str(program).count("dot_general[") == matmuls
 
 
 def test_what_stages_compute_without_rows_changes_no_bit(repeated, small, built, batch_of, monkeypatch):

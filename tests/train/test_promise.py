@@ -43,7 +43,9 @@ CASES = [*RUNS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case i
 
 
 def settings(bits):
-    return {name: values[bit] for (name, values), bit in zip(FACTORS.items(), bits, strict=True)}
+    """What a case has. A gate of attention goes with norms of queries and keys, as in Qwen3-Next."""
+    found = {name: values[bit] for (name, values), bit in zip(FACTORS.items(), bits, strict=True)}
+    return found | {"attention_gate": found["qk_norm"]}
 
 
 def test_the_cases_hold_every_pair_of_values():
@@ -93,6 +95,11 @@ FAMILIES = {
         "init_std": 0.1,
     },
 }  # fmt: skip
+# A dense layer with linear attention, then one of experts with latent attention within chunks.
+FAMILIES["linear and latent"] = {
+    **FAMILIES["DeepSeek-V3"], "layer_pattern": ("linear", "chunked"), "attention_chunk": 5,
+    "linear_attention": FAMILIES["Qwen3-Next"]["linear_attention"],
+}  # fmt: skip
 LATENT = {key: FAMILIES["DeepSeek-V3"][key] for key in ("latent_attention", "head_dim", "rope_dim", "init_std")}
 KEPT = [
     Remat("none"), Remat("dots"), Remat("names", ("kv_latent", "q_latent", "attention_out")),
@@ -100,9 +107,13 @@ KEPT = [
 ]  # fmt: skip
 
 
-# By default a family with another kind of layer, and one with several residual streams.
+# By default one with several residual streams, and one with all other kinds of attention and of layers.
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow if name == "Llama 4" else ()) for name in FAMILIES]
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("Gemma 3n", "linear and latent") else pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_a_layout_changes_nothing_of_what_a_family_has(family, small, course):
     config = small(optimizer=UNCLIPPED, **FAMILIES[family])

@@ -8,6 +8,7 @@ import pytest
 
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
+from tests.courses import begun
 
 PEAK, WARMUP, DECAY, CLIP, B1, B2 = 1.0e-2, 5, 0.1, 0.5, 0.9, 0.95
 
@@ -18,7 +19,7 @@ def trained(small, built):
     optimizer = {"learning_rate": PEAK, "warmup_steps": WARMUP, "weight_decay": DECAY, "clip_norm": CLIP}
     config = small(layers=1, z_loss=1e-3, unembedding_bias=True, optimizer=optimizer | {"b1": B1, "b2": B2})
     step = built(config, "single", microbatches=4)
-    return step, step.lower_train().compile(), jax.device_get(step.lower_init().compile()())
+    return step, step.lower_train().compile(), jax.device_get(begun(step))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(small, built, batch
     """32 equal rows: the sum of as many equal gradients is exact in float32, and far off in bfloat16."""
     step = built(small(layers=1, weight_dtype="bfloat16", optimizer={"clip_norm": 0.0}), "single", microbatches=32)
     batch = {name: np.repeat(x[:1], 32, 0) for name, x in jax.device_get(batch_of(step)).items()}
-    state = jax.device_get(step.lower_init().compile()())
+    state = jax.device_get(begun(step))
     after, _ = step.lower_train().compile()(placed(step, state), batch)
     params = jax.tree.map(lambda x: x.astype(np.float32), state.params)
     gradients = jax.jit(jax.grad(lambda params: plain_loss(params, batch, step.config.model)))(params)
@@ -130,7 +131,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(small, built, batch
 
 def test_dropout_differs_from_step_to_step(small, built, batch_of):
     step = built(small(layers=1, dropout=0.5, optimizer={"learning_rate": 1e-30}), "single")  # so small that it is 0
-    program, state = step.lower_train().compile(), jax.device_get(step.lower_init().compile()())
+    program, state = step.lower_train().compile(), jax.device_get(begun(step))
     batch, losses = batch_of(step), []
     for at in (0, 1, 2, 0):
         _, values = program(placed(step, state._replace(step=np.int32(at))), batch)

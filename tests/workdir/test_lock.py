@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import filelock
 import fsspec
@@ -76,6 +75,27 @@ def store(monkeypatch):
 URL = "memory:///run/lock.json"
 
 
+class Clock:
+    """The time of a process that sleeps without waiting."""
+
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    time = monotonic
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(lock, "time", clock)
+    return clock
+
+
 def test_on_a_store_a_living_run_keeps_its_lock(store):
     said = []
     with lock._Beating(URL, said.append):
@@ -105,8 +125,8 @@ def test_on_a_store_a_start_waits_for_the_run_before_it(store):
     assert entered and entered[0] >= left and len(said) == 1
 
 
-def test_on_a_store_a_silent_lock_is_taken_over(store):
-    dead = {"process": 7, "host": "elsewhere", "since": "yesterday", "token": "x", "beat": time.time() - 2}
+def test_on_a_store_a_silent_lock_is_taken_over(store, clock):
+    dead = {"process": 7, "host": "elsewhere", "since": "yesterday", "token": "x", "beat": clock.time() - 2}
     store.pipe_file("/run/lock.json", json.dumps(dead).encode())
     said = []
     with lock._Beating(URL, said.append):
@@ -114,8 +134,8 @@ def test_on_a_store_a_silent_lock_is_taken_over(store):
     assert "the lock of process 7 on elsewhere, since yesterday, is taken over: it was silent" in said[-1]
 
 
-def test_on_a_store_a_silent_lock_is_taken_over_whatever_it_says(store):
-    ahead = {"process": 7, "host": "elsewhere", "since": "tomorrow", "token": "x", "beat": time.time() + 3600}
+def test_on_a_store_a_silent_lock_is_taken_over_whatever_it_says(store, clock):
+    ahead = {"process": 7, "host": "elsewhere", "since": "tomorrow", "token": "x", "beat": clock.time() + 3600}
     for written in (json.dumps(ahead).encode(), b"", b"{\xff", b"[]"):
         store.pipe_file("/run/lock.json", written)
         said = []
@@ -143,24 +163,23 @@ def test_on_a_store_a_run_that_ends_leaves_a_lock_that_is_not_its_own(store, mon
     assert not held.lost and json.loads(store.cat_file("/run/lock.json"))["token"] == "another"
 
 
-def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, monkeypatch):
-    now_s = [0.0]
-
+def test_on_a_store_a_living_run_whose_clock_is_behind_keeps_its_lock(store, clock, monkeypatch):
     def sleep(seconds):
         """Time goes by, and every BEAT_S the holder writes what its own clock says."""
-        before, now_s[0] = now_s[0] // lock.BEAT_S, now_s[0] + seconds
-        if now_s[0] // lock.BEAT_S > before:
+        before = clock.now_s // lock.BEAT_S
+        Clock.sleep(clock, seconds)
+        if clock.now_s // lock.BEAT_S > before:
             beat()
 
     def beat():
-        store.pipe_file("/run/lock.json", json.dumps({"process": 7, "beat": now_s[0] - 100 * lock.STALE_S}).encode())
+        behind_s = clock.now_s - 100 * lock.STALE_S
+        store.pipe_file("/run/lock.json", json.dumps({"process": 7, "beat": behind_s}).encode())
 
-    clock = types.SimpleNamespace(monotonic=lambda: now_s[0], time=lambda: now_s[0], sleep=sleep)
-    monkeypatch.setattr(lock, "time", clock)
+    monkeypatch.setattr(clock, "sleep", sleep)
     beat()
     with pytest.raises(InputError, match=r"process 7 on .* is writing there"), lock._Beating(URL, print):
         pass
-    assert now_s[0] > lock.STALE_S and b'"process": 7' in store.cat_file("/run/lock.json")
+    assert lock.STALE_S < clock.now_s < 2 * lock.STALE_S and b'"process": 7' in store.cat_file("/run/lock.json")
 
 
 def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypatch):

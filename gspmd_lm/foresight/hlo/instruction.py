@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.hlo import collective_op, flops, memory_traffic, values
+from gspmd_lm.foresight.hlo import collective_op, values, work
 from gspmd_lm.foresight.hlo.shape import Shape
 from gspmd_lm.sharding import op_names
 
@@ -175,12 +175,12 @@ class Instruction:
     @functools.cached_property
     def flops(self) -> float:
         """The FLOPs of one run, 2 x multiply-adds of all its matmuls; 0 if it has none."""
-        return flops.of_matmuls(self)
+        return work.matmul_flops(self)
 
     @functools.cached_property
     def moved_bytes(self) -> collections.Counter[str]:
-        """The bytes that one run reads and writes in "hbm", "chip" and "host": see `memory_traffic.py`."""
-        return memory_traffic.moved_bytes(self)
+        """The bytes that one run reads and writes in "hbm", "chip" and "host": see `work.py`."""
+        return work.moved_bytes(self)
 
     @functools.cached_property
     def collectives(self) -> tuple[CollectiveOp, ...]:

@@ -1,6 +1,7 @@
 """The rules of primitives that read or write a part of an array."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,7 +158,7 @@ def slice_(reader: Reader, operation: Operation) -> ArraySharding:
             continue
         if strides[d] == 1 and size >= shards:
             rows = _foreign_rows(aval.shape[d], size, begin, shards)
-            _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d))
+            _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d))
             continue
         dims[d] = ()
         if 2 * size * shards < aval.shape[d] * (shards - 1) + 2 * shards:  # few rows: who has them adds them to zeros
@@ -169,11 +170,21 @@ def slice_(reader: Reader, operation: Operation) -> ArraySharding:
 
 
 def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """An array is cut into several along a dimension, of which a device needs all."""
-    operand, axis = operation.operands[0], operation.params["axis"]
+    """An array is cut into several along a dimension. Where it is split along it, the parts are too, if they can be and
+    are not wanted otherwise: rows move to where they lie in their part.
+    """
+    operand, axis, wanted = operation.operands[0], operation.params["axis"], operation.wanted_dims
+    names, sizes = operand.dims[axis], operation.params.get("sizes", (1,))
+    shards = reader.mesh.shards(names)
+    if 1 < shards <= min(sizes) and (not wanted or wanted[axis] == names):
+        for begin, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            rows = _foreign_rows(operation.inputs[0].shape[axis], size, begin, shards)
+            sent = rows * operand_row_bytes(reader, operation, axis)
+            _add_permute(reader, operation, axis, sent, chosen=wanted is None)
+        return [ArraySharding(operand.dims, operand.unreduced, operand.is_constant)] * len(sizes)
     target = tuple(() if d == axis else names for d, names in enumerate(operand.dims))
     if target != operand.dims:
-        reader.move_operand(operation, 0, target, keep_unreduced=True)
+        reader.move_operand(operation, 0, target, keep_unreduced=True, chosen=wanted != target)
     return [ArraySharding(target, operand.unreduced, operand.is_constant)] * len(operation.equation.outvars)
 
 
@@ -197,7 +208,7 @@ def pad(reader: Reader, operation: Operation) -> ArraySharding:
             dims[d] = ()
             continue
         rows = _foreign_rows(operation.output.shape[d], aval.shape[d], low, shards)
-        _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d))
+        _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d))
     if tuple(dims) != operand.dims:
         reader.move_operand(operation, 0, tuple(dims), keep_unreduced=True)
     return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
@@ -217,18 +228,19 @@ def _foreign_rows(large: int, small: int, begin: int, shards: int) -> float:
     return (small - stay) / shards
 
 
-def operand_row_bytes(reader: Reader, operation: Operation, dimension: int) -> float:
-    """The bytes that one device has of one row of the first operand, along a dimension."""
-    operand, aval = operation.operands[0], operation.inputs[0]
+def operand_row_bytes(reader: Reader, operation: Operation, dimension: int, number: int = 0) -> float:
+    """The bytes that one device has of one row of an operand, along a dimension."""
+    operand, aval = operation.operands[number], operation.inputs[number]
     others = operand.mesh_axes - set(operand.dims[dimension])
     return array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
 
 
 def _add_permute(
-    reader: Reader, operation: Operation, operand: ArraySharding, dimension: int, sent: float, chosen: bool = True
+    reader: Reader, operation: Operation, dimension: int, sent: float, chosen: bool = True, number: int = 0
 ) -> None:
+    operand = operation.operands[number]
     costs = reader.mesh.cost("collective-permute", operand.dims[dimension], sent)
-    reader.add_transfers(operation, operation.inputs[0], operand, operand.dims, costs, chosen)
+    reader.add_transfers(operation, operation.inputs[number], operand, operand.dims, costs, chosen)
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
@@ -264,19 +276,38 @@ def windows(reader: Reader, operation: Operation) -> ArraySharding:
 
 
 def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
-    """Arrays one behind the other, split as the one is that is split most, but not along what they are joined along."""
-    joined = operation.params["dimension"]
-    return _joined(reader, operation, [joined])
+    """Arrays one behind the other, split as the one is that is split most.
+
+    Along the dimension in which they are joined, the result stays split too, unless it is wanted otherwise: rows move
+    to where they lie afterwards.
+    """
+    joined, wanted, size = operation.params["dimension"], operation.wanted_dims, operation.output.shape
+    names = _lead(reader, operation).dims[joined]
+    shards = reader.mesh.shards(names)
+    if not 1 < shards <= size[joined] or (wanted and wanted[joined] != names):
+        return _joined(reader, operation, [joined])
+    split = [one.dims[joined] == names and not one.is_constant for one in operation.operands]
+    result, begin = _joined(reader, operation, ()), 0
+    for number, (aval, is_split) in enumerate(zip(operation.inputs, split, strict=True)):
+        if is_split:
+            rows = _foreign_rows(size[joined], aval.shape[joined], begin, shards)
+            sent = rows * operand_row_bytes(reader, operation, joined, number)
+            _add_permute(reader, operation, joined, sent, chosen=wanted is None, number=number)
+        begin += aval.shape[joined]
+    return result
+
+
+def _lead(reader: Reader, operation: Operation) -> ArraySharding:
+    return max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
 
 
 def _joined(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArraySharding:
-    lead = max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
-    target = tuple(() if d in gone else names for d, names in enumerate(lead.dims))
+    target = tuple(() if d in gone else names for d, names in enumerate(_lead(reader, operation).dims))
     sums = {one.unreduced for one in operation.operands if not one.is_constant}
     keeps = len(sums) == 1
     for number, operand in enumerate(operation.operands):
         if operand.dims != target or (operand.unreduced and not keeps):
-            reader.move_operand(operation, number, target, keep_unreduced=keeps)
+            reader.move_operand(operation, number, target, keeps, chosen=operation.wanted_dims != target)
     constant = all(one.is_constant for one in operation.operands)
     return ArraySharding(target, next(iter(sums)) if keeps else frozenset(), constant)
 
@@ -287,7 +318,7 @@ def roll(reader: Reader, operation: Operation) -> ArraySharding:
     size, shards = operation.output.shape[d], reader.mesh.shards(operand.dims[d])
     shift = min(operation.params["shift"], size - operation.params["shift"])
     rows = min(shift, -(-size // shards))
-    _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+    _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
     return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
 
 
@@ -297,7 +328,7 @@ def reverse(reader: Reader, operation: Operation) -> ArraySharding:
     for d in operation.params["dimensions"]:
         shards = reader.mesh.shards(operand.dims[d])
         rows = operation.output.shape[d] / shards * (shards - shards % 2) / shards
-        _add_permute(reader, operation, operand, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+        _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
     return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
 
 

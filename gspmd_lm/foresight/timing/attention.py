@@ -224,7 +224,7 @@ def _window(config: Mapping[str, Any]) -> int:
 
 
 def _splash(call: Instruction) -> Splash | None:
-    """The splash attention of a Pallas call; None for another call. Its mask counts as causal, as in all models."""
+    """The splash attention of a Pallas call; None for another call. Its mask is what its name says."""
     if not (name := _splash_name(call)):
         return None
     integers, (queries, keys, values, *_) = _operand_arrays(call)

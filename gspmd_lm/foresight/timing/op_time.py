@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
-from gspmd_lm.foresight.timing import attention
+from gspmd_lm.foresight.timing import attention, gathers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.units import bits
@@ -96,8 +96,11 @@ def op_time(instruction: Instruction, chip: Chip) -> OpTime:
     elif chip.platform == "tpu" and _only_scalars(instruction):
         time = NO_TIME  # the scalar unit works beside the other units
     else:
-        time = _memory_time(instruction, chip)
-        unknown = unknown or ("" if kernel_times or instruction.opcode in _BY_BYTES else instruction.opcode)
+        time, known = _memory_time(instruction, chip), instruction.opcode in _BY_BYTES
+        if chip.platform == "tpu":
+            least_s = gathers.least_s(instruction, chip, hbm_bytes_per_s(chip))
+            time, known = dataclasses.replace(time, seconds=max(time.seconds, least_s)), known or least_s > 0
+        unknown = unknown or ("" if kernel_times or known else instruction.opcode)
     launch_s = LAUNCH_S[chip.platform] if time is not NO_TIME else 0.0
     return dataclasses.replace(time, seconds=time.seconds + launch_s, unknown=unknown)
 

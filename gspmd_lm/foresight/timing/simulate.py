@@ -151,7 +151,7 @@ class Simulation:
         started: list[InFlight] = []
         beside_s = 0.0  # the compute of a computation that runs on another core
         for body in instruction.bodies:
-            for inner in body.instructions.values():
+            for inner in body.operations:  # also what a SparseCore hands on to its tiles
                 started += [self._start_collective(exchange) for exchange in inner.collectives]
                 beside_s += self.op_time(inner).seconds
         if beside_s:

@@ -1,4 +1,4 @@
-"""Causal attention by the kernel that the rules choose: XLA's own, cuDNN's fused one, or splash on TPU.
+"""Attention by the kernel that the rules choose: XLA's own, cuDNN's fused one, or splash on TPU.
 
 The fused kernels never hold a T x T array. None of them changes what is computed.
 """
@@ -21,7 +21,7 @@ K = "k: batch kv_seq kv_heads head_dim"
 V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
-HEAD = "q: heads"
+HEAD = "q: whole heads"
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
 # The compute capability of the GPUs from which cuDNN has packed documents (jax 0.10.2, jax/_src/cudnn), and that alone
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
@@ -56,34 +56,34 @@ def attend(
     segments_BT: jax.Array | None,
     cfg: config.ModelConfig,
     places_BT: jax.Array | None = None,
-    sinks_N: jax.Array | None = None,
+    own_RN: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k) v over earlier positions of the same segment, [B, T, N, H].
+    """softmax(scale q k) v over the positions of the same segment that `model.mask` leaves, [B, T, N, H].
 
     Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
     which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
-    that is not its place in the row. sinks_N: logits of nothing, each of which takes a share of its head's softmax. A
+    that is not its place in the row. own_RN: learned numbers of each head, see `of_heads`. A
     remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
         tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT)
-        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, sinks_N), cfg), OUT)
+        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, own_RN), cfg), OUT)
     local = functools.partial(fused, kernel=kernel, cfg=cfg)
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
     inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
-    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, sinks_N), *segments)
+    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, own_RN), *segments)
 
 
 def fused(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, segments_BT: jax.Array | None = None,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, segments_BT: jax.Array | None = None,
     *, kernel: str, cfg: config.ModelConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
-    heads_N: see `of_heads`.
+    heads_RN: see `of_heads`.
     """
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
@@ -91,11 +91,12 @@ def fused(
         T = q_BTNH.shape[1]
         made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
         segments = None if segments_BT is None else (segments_BT, segments_BT)
-        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     from gspmd_lm.model.kernels import cudnn, documents
 
     packed = None if segments_BT is None else documents.runs(segments_BT)
-    return with_sums((cudnn.forward, cudnn.backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (packed,))
+    passes = (functools.partial(one, causal=cfg.mask == "causal") for one in (cudnn.forward, cudnn.backward))
+    return with_sums(tuple(passes), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (packed,))
 
 
 def as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
@@ -106,17 +107,17 @@ def as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
 
 def attend_to_cache(
     q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array,
-    cfg: config.ModelConfig, sinks_N: jax.Array | None = None,
+    cfg: config.ModelConfig, own_RN: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
 
     start_B: int32, the first slot of each row's text.
     """
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
-    seen_B1S = _before(slot[None, None], slots_1S, cfg.sliding_window) & (slots_1S >= start_B[:, None])[:, None]
+    seen_B1S = _sees(slot[None, None], slots_1S, cfg) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
-    heads_N = of_heads(cfg, sinks_N)
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_N, cfg=cfg), OUT)
+    heads_RN = of_heads(cfg, own_RN)
+    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
 
 
 def unsupported(
@@ -130,6 +131,8 @@ def unsupported(
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
+    if kernel != "xla" and model.relative_positions:
+        return "model.relative_positions"
     if kernel == "cudnn":
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
@@ -151,40 +154,49 @@ def unsupported(
     return None
 
 
-def _before(queries_BT: jax.Array, keys_BS: jax.Array, window: int) -> jax.Array:
+def _sees(queries_BT: jax.Array, keys_BS: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """[B, T, S]: whether a query's token sees a key's, given the positions of both."""
-    ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
+    ahead_BTS, window = queries_BT[:, :, None] - keys_BS[:, None, :], cfg.sliding_window
+    if cfg.mask == "full":
+        return jnp.ones_like(ahead_BTS, bool)
     seen_BTS = ahead_BTS >= 0
     return seen_BTS & (ahead_BTS < window) if window else seen_BTS
 
 
 def sees(cfg: config.ModelConfig) -> Any:
     """The scope of attention, for `foresight`: how far a query sees."""
-    return scope("sees", *([str(cfg.sliding_window)] if cfg.sliding_window else []))
+    return scope("sees", *(["all"] if cfg.mask == "full" else [str(cfg.sliding_window)] if cfg.sliding_window else []))
 
 
 def masked(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_N: jax.Array,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_RN: jax.Array,
     cfg: config.ModelConfig,
 ) -> jax.Array:  # fmt: skip
-    """Attention as XLA compiles it, of some queries to keys before them, [B, T, N, H]."""
-    seen_BTS = _before(queries.at_BT, keys.at_BT, cfg.sliding_window)
+    """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H]."""
+    seen_BTS = _sees(queries.at_BT, keys.at_BT, cfg)
     if queries.segments_BT is not None and keys.segments_BT is not None:
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
+    has_key_BT11 = seen_BTS.any(-1)[:, :, None, None] if cfg.reads else None
+    if has_key_BT11 is not None:  # a softmax of nothing would be no number
+        seen_BTS |= ~has_key_BT11[..., 0]
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = recomputed(functools.partial(_xla, cfg=cfg))
     # The derivative of this softmax needs the weights alone, not also what they are made of.
     with sees(cfg), jax.softmax_custom_jvp(True):
         at_BS = keys.places_BT if rounded else keys.at_BT
-        return attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_N)
+        out_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_RN)
+        return out_BTNH if has_key_BT11 is None else jnp.where(has_key_BT11, out_BTNH, 0)
 
 
 @scope("kind", "attention")
-def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
+def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
-    scale, bias, slopes_N11 = scores_scale(cfg), None, heads_N[:, None, None]
-    if cfg.positions == "alibi":
+    scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
+    if cfg.relative_positions:
+        range_BTS = ranges(keys_BS[:, None, :] - queries_BT[:, :, None], cfg)
+        bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
+    elif cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
         bias = slopes_N11 * distance_BTS[:, None]
     elif cfg.positions == "alibi_bf16":
@@ -209,7 +221,7 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_N, cfg):
     masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
     if cfg.attention_sinks:  # the share that is left to the keys
-        sinks_KG11 = rearrange(heads_N.astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
+        sinks_KG11 = rearrange(heads_RN[0].astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
         weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
     weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
@@ -220,9 +232,26 @@ def scores_scale(cfg: config.ModelConfig) -> float:
     return cfg.query_scale or cfg.head_dim**-0.5
 
 
-def of_heads(cfg: config.ModelConfig, sinks_N: jax.Array | None) -> jax.Array:
-    """A number for each head: its sink, or otherwise its slope, which is 0 for heads of padding."""
-    return sinks_N if sinks_N is not None else jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))
+def of_heads(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
+    """Numbers of each head, [R, N]: the biases of R ranges of distances, or its sink, a logit of nothing that takes a
+    share of its softmax. A head that has learned neither has its slope, which is 0 for heads of padding."""
+    if own_RN is not None:
+        return jnp.atleast_2d(own_RN)
+    return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]
+
+
+def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
+    """The number of the range that holds a distance from query to key: see `config.RelativePositions`."""
+    relative, first = cfg.relative_positions, 0
+    assert relative
+    count, far = relative.ranges, jnp.maximum(-ahead, 0)
+    if cfg.mask == "full":  # keys after the query have the second half of the ranges
+        count //= 2
+        first, far = jnp.where(ahead > 0, count, 0), jnp.abs(ahead)
+    exact = count // 2
+    log = jnp.log(jnp.maximum(far, exact).astype(jnp.float32) / exact) / math.log(relative.distance / exact)
+    wide = jnp.minimum(exact + (log * (count - exact)).astype(jnp.int32), count - 1)
+    return first + jnp.where(far < exact, far, wide)
 
 
 def alibi_slopes(heads: int) -> jax.Array:
@@ -240,32 +269,33 @@ def alibi_slopes(heads: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_sums(
     passes: tuple[Any, Any], cfg: config.ModelConfig, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
-    heads_N: jax.Array, kernel_args: tuple[Any, ...],
+    heads_RN: jax.Array, kernel_args: tuple[Any, ...],
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
 
-    `kernel_args` are the other arguments of both. heads_N: the sinks, if the config has any.
+    `kernel_args` are the other arguments of both. heads_RN: the sinks, if the config has any.
     """
-    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args)[0]
+    return _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args)[0]
 
 
-def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args):
+def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args):
     out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *kernel_args)
     if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
-        total_BTN = jnp.logaddexp(lse_BTN, heads_N.astype(jnp.float32))
+        total_BTN = jnp.logaddexp(lse_BTN, heads_RN[0].astype(jnp.float32))
         out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
     out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args, out_BTNH, lse_BTN)
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args, out_BTNH, lse_BTN)
 
 
 def _with_sums_backward(passes, cfg, saved, dout_BTNH):
-    q_BTNH, k_BSKH, v_BSKH, heads_N, kernel_args, out_BTNH, lse_BTN = saved
+    q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args, out_BTNH, lse_BTN = saved
     dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *kernel_args)
-    dheads_N = None
+    dheads_RN = None
     if cfg.attention_sinks:
         along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
-        dheads_N = -(jnp.exp(heads_N.astype(jnp.float32) - lse_BTN) * along_BTN).sum((0, 1)).astype(heads_N.dtype)
-    return dq.astype(q_BTNH.dtype), dk, dv, dheads_N, None
+        shares_BTN = jnp.exp(heads_RN[0].astype(jnp.float32) - lse_BTN)
+        dheads_RN = -(shares_BTN * along_BTN).sum((0, 1))[None].astype(heads_RN.dtype)
+    return dq.astype(q_BTNH.dtype), dk, dv, dheads_RN, None
 
 
 with_sums.defvjp(_with_sums, _with_sums_backward)

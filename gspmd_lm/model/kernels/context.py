@@ -35,9 +35,13 @@ def sequence() -> Split:
     return splits.pop() if len(splits) == 1 else Split()
 
 
-def keys_spec(array: str) -> str:
-    """The spec of keys or values: of the tokens that a device has, or of those that its queries read."""
-    return f"{array}: batch {'seq' if sequence().num_shards > 1 else 'kv_seq'} kv_heads head_dim"
+def keys_spec(array: str, of_memory: bool = False) -> str:
+    """The spec of keys or values: of the tokens that a device has, or of those that its queries read.
+
+    Those of what another stack made are read whole.
+    """
+    split_tokens = sequence().num_shards > 1 and not of_memory
+    return f"{array}: batch {'seq' if split_tokens else 'kv_seq'} kv_heads head_dim"
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
@@ -46,19 +50,19 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
     return np.concatenate([np.r_[piece[i], piece[-1 - i]] for i in range(devices)])
 
 
-def zigzag_supported(length: int, num_shards: int, form: str) -> bool:
-    """Whether rows of `length` tokens, in so many shards, are sharded in zigzag."""
-    return num_shards > 1 and form != "ulysses" and length % (2 * num_shards) == 0
+def zigzag_supported(length: int, num_shards: int, form: str, mask: str) -> bool:
+    """Whether rows of `length` tokens, in so many shards, are sharded in zigzag: with a full mask all work is equal."""
+    return num_shards > 1 and form != "ulysses" and mask == "causal" and length % (2 * num_shards) == 0
 
 
-def zigzag_sharded(batch: dict[str, Any]) -> dict[str, Any]:
+def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any]:
     """The batch with its tokens sharded in zigzag, and `places`: where each token stands in its row, [B, T].
 
-    Without `places`, tokens stand in their order.
+    Sources, which an encoder reads with a full mask, stay as they are. Without `places`, tokens stand in their order.
     """
-    over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2]
+    over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2 and not name.startswith("source_")]
     B, T = batch["tokens"].shape
-    if over.num_shards == 1 or not zigzag_supported(T, over.num_shards, context()):
+    if over.num_shards == 1 or not zigzag_supported(T, over.num_shards, context(), mask):
         return batch
     stacked = "q: whole batch seq"
 
@@ -78,25 +82,22 @@ def zigzag_sharded(batch: dict[str, Any]) -> dict[str, Any]:
 
 def attend(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
-    sinks_N: jax.Array | None = None, interpret: bool = False,
+    own_RN: jax.Array | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
     With a slot in the batch, a single token of each row attends to the row's cache. A row that is not in zigzag,
     such as a prompt, has no order that a ring could go round in: its keys are gathered.
     """
-    if attention.keys_axis() == "heads":
-        group = q_BTNH.shape[2] // k_BSKH.shape[2]
-        k_BSKH, v_BSKH = (
-            shard(jnp.repeat(x, group, axis=2), keys_spec(name).replace("kv_heads", "heads"))
-            for name, x in (("k", k_BSKH), ("v", v_BSKH))
-        )
+    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
+    if cfg.reads:
+        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
     if "slot" in batch and q_BTNH.shape[1] == 1:
-        return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, sinks_N)
+        return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
     form = context() if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
-        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, sinks_N)
+        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
@@ -108,11 +109,40 @@ def attend(
         local = functools.partial(_gather, **how, zigzag="places" in batch)
     tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
     inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
-    heads_N = attention.of_heads(cfg, sinks_N)
-    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_N, *tokens), OUT)
+    heads_RN = attention.of_heads(cfg, own_RN)
+    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *tokens), OUT)
 
 
-def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
+def _to_memory(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
+) -> jax.Array:
+    """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
+
+    A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
+    """
+    queries, keys = (
+        Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
+        for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
+    )
+    heads_RN = attention.of_heads(cfg, None)
+    return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
+
+
+def _of_query_heads(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values with the axis of heads that a kernel reads: those of each query head where it is `heads`."""
+    if attention.keys_axis() != "heads":
+        return k_BSKH, v_BSKH
+    group, specs = q_BTNH.shape[2] // k_BSKH.shape[2], [keys_spec(name, of_memory=cfg.reads > 0) for name in "kv"]
+    k_BSNH, v_BSNH = (
+        shard(jnp.repeat(x, group, axis=2), spec.replace("kv_heads", "heads"))
+        for x, spec in zip((k_BSKH, v_BSKH), specs, strict=True)
+    )
+    return k_BSNH, v_BSNH
+
+
+def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret, zigzag):
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
     gather: Any = functools.partial(_whole, over, zigzag)
@@ -132,14 +162,17 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, 
 
         piece = T // over.num_shards // (2 if zigzag else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
-        made = splash.of_device(made, over.num_shards, device)
-        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_N, cfg, segments)
+        if cfg.mask == "full":  # the queries of all devices see the same
+            made = splash.kernel(q_BTNH, T, cfg, **named)
+        else:
+            made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
+            made = splash.of_device(made, over.num_shards, device)
+        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.num_shards, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
     queries = Tokens(own_1T, segments and segments[0], None)
     keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
-    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_N, cfg)
+    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -167,7 +200,7 @@ def _apart(over: Split, zigzag: bool, _: None, dx_ABT: jax.Array) -> tuple[jax.A
 _whole.defvjp(lambda over, zigzag, x: (_whole(over, zigzag, x), None), _apart)
 
 
-def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
     """Attention over the whole sequence. Each device computes a part of the heads that it has."""
 
     def exchanged(x: jax.Array, have: int, want: int) -> jax.Array:
@@ -179,12 +212,12 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *,
     q_BTNH, k_BSKH, v_BSKH = (exchanged(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments_BT = None if segments_BT is None else whole(segments_BT)
     device = jax.lax.axis_index(over.over)
-    own_N = jax.lax.dynamic_index_in_dim(heads_N.reshape(over.num_shards, -1), device, keepdims=False)
+    own_RN = jax.lax.dynamic_index_in_dim(heads_RN.reshape(len(heads_RN), over.num_shards, -1), device, 1, False)
     if kernel != "xla":
         fused = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
-        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_N, segments_BT)
+        out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT)
     else:
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
-        out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_N, cfg)
+        out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
     return exchanged(out_BTNH, 1, 2)

@@ -36,9 +36,9 @@ class _Part(NamedTuple):
         return _Part(mine * self.out_BTNH + others * other.out_BTNH, total_BTN)
 
 
-def attend(q_BTNH, k_BTKH, v_BTKH, heads_N, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
+def attend(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, over, kernel, cfg, interpret):
     """Attention of a device's queries to all keys before them, [B, T, N, H]."""
-    del heads_N, positions_BT  # alibi and sinks are refused
+    del heads_RN, positions_BT  # alibi and sinks are refused
     everyone = None
     if segments_BT is not None:
         everyone = jax.lax.all_gather(segments_BT, over.over)  # [devices, B, T]: small beside keys

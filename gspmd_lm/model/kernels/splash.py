@@ -79,6 +79,7 @@ def kernel(
         block_q=rows, block_kv=columns, block_kv_compute=columns,
         block_q_dkv=rows, block_kv_dkv=columns, block_kv_dkv_compute=columns, use_fused_bwd_kernel=True,
     )  # fmt: skip
+    everything = everything or cfg.mask == "full"
     one: Any = masks.FullMask((len(places_T), keys)) if everything else _Mask(places_T, keys, cfg.sliding_window)
     return splash.make_splash_mha(
         masks.MultiHeadMask([one] * N), block_sizes=sizes, head_shards=1, q_seq_shards=devices,
@@ -98,12 +99,12 @@ def of_device(made: Any, devices: int, device: jax.Array) -> Any:
 
 
 def attend(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_N: jax.Array, cfg: config.ModelConfig,
+    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, cfg: config.ModelConfig,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
-    """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_N: the sinks, if any."""
+    """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_RN: the sinks, if any."""
     if cfg.attention_sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
-        return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_N, (made, segments))
+        return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (made, segments))
     out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 

@@ -20,7 +20,8 @@ def settings(**changes):
 
 
 PLAIN = settings()
-SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
+RELATIVE = config.RelativePositions(ranges=16, distance=24)
+SINKS = jnp.array([[0.5, -1.0, 2.0, 1.0]])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def segments():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"sliding_window": 20, "query_scale": 0.2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention_softcap": 5.0}, {"sliding_window": 20, "query_scale": 0.2}, {"mask": "full"}]
+)
 def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     segments, cfg = segments if packed else None, settings(**changes)
     want = attention.attend(*qkv, segments, cfg)
@@ -44,7 +47,12 @@ def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
 
 
 @pytest.mark.parametrize(
-    "cfg", [pytest.param(PLAIN, marks=pytest.mark.slow), settings(attention_sinks=True, sliding_window=20)]
+    "cfg",
+    [
+        *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (PLAIN, settings(mask="full"))),
+        settings(attention_sinks=True, sliding_window=20),
+        settings(attention_sinks=True, mask="full"),
+    ],
 )
 def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
@@ -54,7 +62,7 @@ def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
         return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(*qkv, SINKS)
 
     got = of(lambda *a: attention.fused(*a, segments, kernel="splash", cfg=cfg, interpret=True))
-    want = of(lambda q, k, v, sinks_N: attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N))
+    want = of(lambda *qkv: attention.attend(*qkv[:3], segments, cfg, own_RN=qkv[3]))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
     assert got[3].any() == cfg.attention_sinks
@@ -65,7 +73,7 @@ def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes)
     rounded, exact = (
         jax.jit(attention.attend, static_argnames="cfg")(
             *qkv, segments, cfg=settings(attention_scores_dtype=dtype, **changes),
-            sinks_N=SINKS if "attention_sinks" in changes else None)
+            own_RN=SINKS if "attention_sinks" in changes else None)
         for dtype in ("bfloat16", "float32")
     )  # fmt: skip
     assert 0 < jnp.abs(rounded - exact).max() < 0.1  # scores of up to 4 have steps of 2^-6
@@ -102,6 +110,8 @@ def test_a_large_softcap_is_none(qkv, segments):
         ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
         ("splash", {"positions": "alibi"}, "positions: alibi"),
+        ("cudnn", {"relative_positions": RELATIVE}, "relative_positions"),
+        ("splash", {"relative_positions": RELATIVE}, "relative_positions"),
         ("splash", {"seq": 100}, "seq: 100"),
     ],
 )
@@ -127,6 +137,8 @@ ASKED = {
     "`model.attention_sinks`": {"attention_sinks": True},
     "`model.attention_softcap`": {"attention_softcap": 30.0},
     "`model.positions: alibi`": {"positions": "alibi"},
+    "`model.mask: full`": {"mask": "full"},
+    "`model.relative_positions`": {"relative_positions": RELATIVE},
     "`model.head_dim` above 128, up to 256": {"head_dim": 256},
     "`model.head_dim` that is not a multiple of 8": {"head_dim": 100},
     "`model.compute_dtype: float32`": {"compute_dtype": "float32"},
@@ -167,3 +179,25 @@ def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, ch
     _, back = jax.vjp(lambda *qkv: attention.attend(*qkv, segments, settings(**changes)), *qkv)
     kept = [leaf for leaf in jax.tree.leaves(back) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)
+
+
+def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
+    """Of 16 ranges, 8 are of keys after the query, and 4 of each side hold one distance."""
+    cfg, bias_RN = settings(mask="full", relative_positions=RELATIVE), jax.random.normal(jax.random.key(1), (16, N))
+    ahead = np.array([-200, -24, -23, -8, -4, -3, -1, 0, 1, 3, 4, 8, 23, 24, 200])
+    wanted = [7, 7, 7, 5, 4, 3, 1, 0, 9, 11, 12, 13, 15, 15, 15]
+    np.testing.assert_array_equal(attention.ranges(jnp.asarray(ahead), cfg), wanted)
+    causal = settings(relative_positions=RELATIVE)
+    np.testing.assert_array_equal(
+        attention.ranges(jnp.asarray([3, 0, -7, -8, -11, -23, -24, -99]), causal), [0, 0, 7, 8, 10, 15, 15, 15]
+    )
+    q, k, v = qkv
+    places = np.arange(T)
+    bias_NTS = np.moveaxis(np.asarray(bias_RN)[attention.ranges(places[None] - places[:, None], cfg)], -1, 0)
+    scores_BNTS = np.einsum("BTNH,BSNH->BNTS", q, np.repeat(k, N // K, axis=2)) * H**-0.5 + bias_NTS
+    seen_BTS = np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None]
+    weights_BNTS = np.where(seen_BTS[:, None], np.exp(scores_BNTS), 0)
+    weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)
+    want = np.einsum("BNTS,BSNH->BTNH", weights_BNTS, np.repeat(v, N // K, axis=2))
+    got = attention.attend(q, k, v, segments, cfg, own_RN=bias_RN)
+    np.testing.assert_allclose(got, want, atol=2e-5)

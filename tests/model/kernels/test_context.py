@@ -45,7 +45,7 @@ def settings(H, **changes):
     return config.ModelConfig(**(usual | changes))
 
 
-def both(cfg, place, qkv, weigh, batch):
+def both(cfg, place, qkv, weigh, batch, own_RN=None):
     """Results and gradients on one device, and as `place` has them, in the order of the text.
 
     Besides, where each token stands that the step has sharded in zigzag.
@@ -54,17 +54,17 @@ def both(cfg, place, qkv, weigh, batch):
     def split(qkv, weigh, batch):
         with placed_by(place):
             B, T = batch["tokens"].shape
-            batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))})
+            batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.mask)
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
-            function = functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True)
+            function = functools.partial(context.attend, batch=batch, cfg=cfg, own_RN=own_RN, interpret=True)
             out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
             found = (out, *pull(weigh[:, order]))
             return [x[:, back] for x in found], batch["at"]
 
     def whole(qkv, weigh, batch):
         out, pull = jax.vjp(
-            lambda *qkv: attention.attend(*qkv, batch.get("segment_ids"), cfg, batch["positions"]), *qkv
+            lambda *qkv: attention.attend(*qkv, batch.get("segment_ids"), cfg, batch["positions"], own_RN), *qkv
         )
         return (out, *pull(weigh))
 
@@ -73,26 +73,30 @@ def both(cfg, place, qkv, weigh, batch):
 
 
 @pytest.mark.parametrize(
-    ("form", "packed", "blocks"),
+    ("form", "packed", "blocks", "mask"),
     [
-        ("gather", False, 8),
-        ("ring", True, 1),
-        ("ulysses", True, 1),
+        ("gather", False, 8, "causal"),
+        ("gather", True, 8, "full"),
+        ("ring", True, 1, "causal"),
+        ("ulysses", True, 1, "causal"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("gather", True, 1), ("ring", False, 8), ("ulysses", False, 8)]
+            for case in [
+                ("gather", True, 1, "causal"), ("ring", False, 8, "causal"), ("ulysses", False, 8, "causal"),
+                ("gather", True, 1, "full"), ("gather", False, 8, "full"), ("ulysses", True, 8, "full"),
+            ]
         ),
     ],
-)
-def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, monkeypatch):
+)  # fmt: skip
+def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, blocks, mask, monkeypatch):
     """Two devices of 256 tokens each; with blocks of 128, a backward pass takes one block of keys at a time, or all."""
     monkeypatch.setattr(attention, "SPLASH_BLOCK_BYTES", 1)
     monkeypatch.setattr(splash, "MOST_BLOCKS", blocks)
     qkv, weigh, batch = arrays(1, 512, 128)
     if not packed:
         del batch["segment_ids"]
-    want, (got, at) = both(settings(128), placement(form, "splash"), qkv, weigh, batch)
-    order = np.arange(512) if form == "ulysses" else np.r_[:128, 384:512, 128:384]
+    want, (got, at) = both(settings(128, mask=mask), placement(form, "splash"), qkv, weigh, batch)
+    order = np.arange(512) if form == "ulysses" or mask == "full" else np.r_[:128, 384:512, 128:384]
     np.testing.assert_array_equal(at, order[None])
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
@@ -119,3 +123,16 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
             taken[form, T] = one.memory_analysis().temp_size_in_bytes
     assert taken["ring", 4096] < 2.1 * taken["ring", 2048]
     assert taken["gather", 4096] > 3.5 * taken["gather", 2048]
+
+
+@pytest.mark.parametrize("form", ["gather", "ulysses"])
+def test_a_full_mask_and_a_bias_by_distance_are_right_over_a_split_sequence(form):
+    qkv, weigh, batch = arrays(2, 32, 8)
+    relative = config.RelativePositions(ranges=8, distance=12)
+    bias_RN = jax.random.normal(jax.random.key(7), (8, N))
+    for changes in ({"mask": "full"}, {"mask": "full", "relative_positions": relative}):
+        cfg, own = settings(8, **changes), bias_RN if "relative_positions" in changes else None
+        want, (got, at) = both(cfg, placement(form), qkv, weigh, batch, own)
+        np.testing.assert_array_equal(at[0], np.arange(32))  # nothing is sharded in zigzag
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)

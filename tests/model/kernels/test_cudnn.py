@@ -20,7 +20,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.model.kernels import attention, blocks, documents
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
-SINKS = jnp.array([0.5, -1.0, 2.0, 1.0])
+SINKS = jnp.array([[0.5, -1.0, 2.0, 1.0]])
 
 
 def forward(scale, mask, window, q, k, v, _, *packed):
@@ -115,6 +115,8 @@ def packed_rows():
         ({"sliding_window": 7, "query_scale": 0.2}, False, 0, 6),
         ({"sliding_window": 7}, True, 3, 6),
         ({"attention_sinks": True, "sliding_window": 2}, True, 5, 8),
+        ({"mask": "full"}, False, 0, 8),
+        ({"mask": "full"}, True, 3, 8),
     ],
 )
 def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, monkeypatch):
@@ -124,8 +126,8 @@ def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, mo
     qkv, weigh = (q, k, v[..., :width]), weigh[..., :width]
     segments, cfg = packed_rows() if packed else None, settings(8, **changes)
 
-    def xla(q, k, v, sinks_N):
-        return attention.attend(q, k, v, segments, cfg, sinks_N=sinks_N)
+    def xla(q, k, v, sinks_1N):
+        return attention.attend(q, k, v, segments, cfg, own_RN=sinks_1N)
 
     def fused(*arguments):
         return attention.fused(*arguments, segments, kernel="cudnn", cfg=cfg)
@@ -137,7 +139,8 @@ def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, mo
 
     with jax.default_matmul_precision("highest"):
         got, want = both()
-    mask, window = "PADDING_CAUSAL" if packed else "CAUSAL", changes["sliding_window"]
+    masks = ("NO_MASK", "PADDING") if cfg.mask == "full" else ("CAUSAL", "PADDING_CAUSAL")
+    mask, window = masks[packed], changes.get("sliding_window")
     assert {*calls} == {("fwd", mask, window), ("bwd", mask, window)}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)

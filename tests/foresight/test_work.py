@@ -1,5 +1,5 @@
 # ruff: noqa: E501  a program's line is one line
-"""The operations of products, read from programs."""
+"""The FLOPs of products and the bytes that instructions move, read from programs."""
 
 import pytest
 from saved_programs import program, saved
@@ -53,3 +53,42 @@ def test_flops_of_a_fusion_are_those_inside():
     module = program("  %h = f32[8,8]{1,0} parameter(0)\n  ROOT %r = f32[8,8]{1,0} fusion(%h), calls=%outer", inner)
     assert module.entry.root.flops == 2 * 2 * 8**3
     assert [i.name for i in module.entry.root.inside] == ["e", "f", "c", "d", "g"]
+
+
+TOUCH = """%touch (big: f32[32,8,8], part: f32[1,8,8], n: s32[]) -> f32[32,8,8] {
+  %big = f32[32,8,8]{2,1,0} parameter(0)
+  %part = f32[1,8,8]{2,1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %old = f32[1,8,8]{2,1,0} dynamic-slice(%big, %n, %n, %n), dynamic_slice_sizes={1,8,8}
+  %new = f32[1,8,8]{2,1,0} add(%old, %part)
+  ROOT %u = f32[32,8,8]{2,1,0} dynamic-update-slice(%big, %new, %n, %n, %n)
+}
+
+%look_up (table: bf16[32,1], rows: s32[4]) -> bf16[4,1] {
+  %table = bf16[32,1]{1,0} parameter(0)
+  %rows = s32[4]{0} parameter(1)
+  ROOT %found = bf16[4,1]{1,0} gather(%table, %rows), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,1}
+}
+"""
+
+
+def test_traffic_is_what_slices_and_updates_touch():
+    body = """  %big = f32[32,8,8]{2,1,0} parameter(7)
+  %part = f32[1,8,8]{2,1,0:S(1)} parameter(8)
+  %n = s32[] constant(0)
+  %f = f32[32,8,8]{2,1,0} fusion(%big, %part, %n), kind=kLoop, calls=%touch
+  %s = f32[2,8,8]{2,1,0} slice(%big), slice={[0:2], [0:8], [0:8]}
+  %t = f32[3,5]{1,0:T(8,128)} parameter(9)
+  %c = f32[3,5]{1,0:T(8,128)} copy(%t)
+  %table = bf16[32,1]{1,0} parameter(10)
+  %rows = s32[4]{0} parameter(11)
+  %l = bf16[4,1]{1,0} fusion(%table, %rows), kind=kLoop, calls=%look_up
+  ROOT %u = f32[32,8,8]{2,1,0} dynamic-update-slice(%big, %part, %n, %n, %n)"""
+    instructions = program(body, TOUCH).entry.instructions
+    touched = instructions["f"].moved_bytes
+    assert (touched["hbm"], touched["chip"]) == (256 + 256 + 4, 256)
+    assert instructions["s"].moved_bytes["hbm"] == 2 * 512
+    assert instructions["c"].moved_bytes["hbm"] == 2 * 4 * 8 * 128  # whole tiles
+    assert instructions["l"].moved_bytes["hbm"] == 8 + 16 + 8  # of the table some rows, of their numbers all
+    updated = instructions["u"].moved_bytes
+    assert (updated["hbm"], updated["chip"]) == (256, 256)

@@ -1,0 +1,53 @@
+"""The section `model.encoder` of a config: the stack of blocks that reads a source before a decoder writes."""
+
+import dataclasses
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, Count
+
+_SIZES = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Encoder:
+    """A stack of blocks that sees all of a source, and whose output each layer of the decoder attends to (T5, BART).
+
+    It is like the decoder but for its mask, which is full, and for the sizes here; 0 means the decoder's. Both look up
+    tokens in one table.
+    """
+
+    layers: Count = 0  # how many blocks
+    heads: Count = 0  # query heads
+    kv_heads: Count = 0  # key and value heads
+    head_dim: Count = 0  # the size of one head
+    mlp: Count = 0  # the hidden width of the feed-forward network
+    context: Count = 0  # the longest source
+    start_token: Count = 0  # the token that stands before a text that is written
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The settings that differ from the decoder's, by their names."""
+        return {name: size for name in _SIZES if (size := getattr(self, name))}
+
+    def with_all_sizes(self, model: Any) -> "Encoder":
+        """The same encoder with the sizes of the decoder, `model`, written out."""
+        return dataclasses.replace(self, **{name: getattr(self, name) or getattr(model, name) for name in _SIZES})
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with an encoder."""
+        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
+                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
+        problems = {
+            **{key: getattr(model, key) for key in keys},
+            f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
+            "residual_streams": model.residual_streams > 1,
+            "block: parallel": model.block == "parallel",
+            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
+            f"encoder.heads={self.heads} and encoder.kv_heads={self.kv_heads}, which do not divide":
+                (self.heads or model.heads) % (self.kv_heads or model.kv_heads),
+            f"encoder.start_token={self.start_token}, which is not below vocab={model.vocab}":
+                0 < model.vocab <= self.start_token,
+        }  # fmt: skip
+        return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]

@@ -1,0 +1,214 @@
+"""The families of encoder-decoders: T5 and its kin, and BART."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
+from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, heads
+from gspmd_lm.convert.fields import ACTIVATIONS, MOST_LAYERS, Activation, Constant, Fixed, Flag, Renamed, Values
+from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.names import linear, norm
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderPart:
+    """What a config.json says of the encoder alone, and of the token that stands before a text."""
+
+    names: Mapping[str, str]  # setting -> the field that states it; in all others, the encoder is as the decoder
+    start_token: int  # of a config.json that says none
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        most = {"layers": MOST_LAYERS}
+        encoder = {
+            setting: reader.number([name], most=most.get(setting, LARGEST)) for setting, name in self.names.items()
+        }
+        if "heads" in encoder:
+            encoder |= {"kv_heads": encoder["heads"], "head_dim": values["embed"] // encoder["heads"]}
+        start = reader.whole(["decoder_start_token_id"], self.start_token, 0)
+        values["encoder"] = encoder | {"start_token": start}
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (model.encoder and model.of_encoder):
+            return {}
+        sizes = {name: getattr(model.of_encoder, setting) for setting, name in self.names.items()}
+        return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": model.encoder.start_token}
+
+
+@dataclasses.dataclass(frozen=True)
+class Distances:
+    """T5's biases of attention by ranges of distances, which all layers share."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        ranges = reader.number(["relative_attention_num_buckets"], 32)
+        distance = reader.number(["relative_attention_max_distance"], 128)
+        values["relative_positions"] = {"ranges": ranges, "distance": distance, "shared": True}
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (relative := model.relative_positions):
+            return {}
+        names = ("relative_attention_num_buckets", "relative_attention_max_distance")
+        return dict(zip(names, (relative.ranges, relative.distance), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """T5's feed_forward_proj: 'relu', or 'gated-gelu', whose gelu is that of tanh; and the two fields made of it."""
+
+    default: str
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        word = reader.get(["feed_forward_proj"], self.default)
+        gate, dash, name = word.rpartition("-") if isinstance(word, str) else ("", "", "")
+        name = "gelu_new" if word == "gated-gelu" else name
+        gated, known = bool(dash), name in ACTIVATIONS and gate in ("", "gated")
+        if not known:
+            reader.refuse("feed_forward_proj", word, f"is not one of {', '.join(ACTIVATIONS)}, or gated-...")
+        for field, wanted in (("dense_act_fn", name), ("is_gated_act", gated)):
+            if known and (value := reader.get([field], wanted)) != wanted:
+                reader.refuse(field, value, f"contradicts feed_forward_proj: {word}")
+        values["mlp_kind"] = "gated" if gated else "plain"
+        values["activation"] = ACTIVATIONS.get(name, "relu")
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        gated, name = model.mlp_kind == "gated", model.activation
+        if gated:
+            word = "gated-gelu" if name == "gelu_tanh" else f"gated-{name}"
+        else:
+            word = "gelu_new" if name == "gelu_tanh" else name
+        return {"feed_forward_proj": word, "dense_act_fn": "gelu_new" if name == "gelu_tanh" else name,
+                "is_gated_act": gated}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Head:
+    """T5's logits: with the token table, of hidden states times embed ** -0.5, or with a table of their own.
+
+    transformers 5 writes tie_word_embeddings: true for both, and scale_decoder_outputs, which tells them apart.
+    """
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        tied = reader.flag(["tie_word_embeddings"], True)
+        scaled = reader.flag(["scale_decoder_outputs"], tied)
+        values["tied_embeddings"] = tied and scaled
+        values["logit_scale"] = values["embed"] ** -0.5 if scaled else 1.0
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {"tie_word_embeddings": model.tied_embeddings, "scale_decoder_outputs": model.logit_scale != 1}
+
+
+_T5 = (
+    Renamed("vocab_size", "vocab"), Renamed("d_model", "embed"), Renamed("d_kv", "head_dim", 64),
+    Renamed("d_ff", "mlp"), Renamed("num_heads", "heads"), Constant("kv_heads", heads),
+    Renamed("num_layers", "layers", most=MOST_LAYERS),
+    Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
+    Renamed("n_positions", "context", 512), Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
+    Constant("positions", "none"), Constant("query_scale", 1.0), Distances(),
+)  # fmt: skip
+
+
+def _t5_attention(prefix: str, number: int, name: str, ours: str) -> tuple[Tensor, ...]:
+    layer, spec = f"{prefix}.block.{{}}.layer.{number}", {"q": "(N H) D", "k": "(K H) D", "v": "(K H) D"}
+    return (
+        *(Tensor(f"{layer}.{name}.{one}.weight", axes, (f"{ours}.w{one}",)) for one, axes in spec.items()),
+        Tensor(f"{layer}.{name}.o.weight", "D (N H)", (f"{ours}.wo",)),
+        *norm(f"{layer}.layer_norm", f"{ours}_norm"),
+    )
+
+
+def _t5_stack(prefix: str, ours: str, mlp: int) -> tuple[Tensor, ...]:
+    """The tensors of a stack whose MLP is the part of a block with that number."""
+    layer = f"{prefix}.block.{{}}.layer.{mlp}"
+    feed = f"{layer}.DenseReluDense"
+    return (
+        *_t5_attention(prefix, 0, "SelfAttention", f"{ours}attention"),
+        Tensor(f"{prefix}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "r N",
+               (f"{ours}relative_bias",)),
+        Tensor(f"{feed}.wi.weight", "F D", (f"{ours}mlp.w_up",), is_of=lambda model: model.mlp_kind == "plain"),
+        Tensor(f"{feed}.wi_0.weight", "F D", (f"{ours}mlp.w_gate",)),
+        Tensor(f"{feed}.wi_1.weight", "F D", (f"{ours}mlp.w_up",), is_of=lambda model: model.mlp_kind == "gated"),
+        Tensor(f"{feed}.wo.weight", "D F", (f"{ours}mlp.w_down",)),
+        *norm(f"{layer}.layer_norm", f"{ours}mlp_norm"),
+        *norm(f"{prefix}.final_layer_norm", f"{ours}final_norm"),
+    )  # fmt: skip
+
+
+T5 = (
+    Tensor("shared.weight", "V D", ("embedding",)),
+    *_t5_stack("encoder", "encoder.", 1),
+    *_t5_stack("decoder", "", 2),
+    *_t5_attention("decoder", 1, "EncDecAttention", "cross"),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+
+
+def _bart_attention(name: str, ours: str) -> tuple[Tensor, ...]:
+    return (
+        *linear(f"{name}.q_proj", "(N H) D", f"{ours}.wq"),
+        *linear(f"{name}.k_proj", "(K H) D", f"{ours}.wk"),
+        *linear(f"{name}.v_proj", "(K H) D", f"{ours}.wv"),
+        *linear(f"{name}.out_proj", "D (N H)", f"{ours}.wo"),
+        *norm(f"{name}_layer_norm", f"{ours}_sum_norm", bias=True),
+    )
+
+
+def _bart_stack(prefix: str, ours: str) -> tuple[Tensor, ...]:
+    layer = f"{prefix}.layers.{{}}"
+    return (
+        Tensor(f"{prefix}.embed_positions.weight", "p D", (f"{ours}position_embedding",)),
+        *norm(f"{prefix}.layernorm_embedding", f"{ours}embedding_norm", bias=True),
+        *_bart_attention(f"{layer}.self_attn", f"{ours}attention"),
+        *linear(f"{layer}.fc1", "F D", f"{ours}mlp.w_up"),
+        *linear(f"{layer}.fc2", "D F", f"{ours}mlp.w_down"),
+        *norm(f"{layer}.final_layer_norm", f"{ours}mlp_sum_norm", bias=True),
+    )
+
+
+BART = (
+    Tensor("model.shared.weight", "V D", ("embedding",)),
+    *_bart_stack("model.encoder", "encoder."),
+    *_bart_stack("model.decoder", ""),
+    *_bart_attention("model.decoder.layers.{}.encoder_attn", "cross"),
+    Tensor("final_logits_bias", "1 V", ("unembedding_bias",)),
+    Tensor("lm_head.weight", "V D", ("unembedding",)),
+)
+# The table of T5's first layer is that of all layers; older files have one of a layer that transformers never had.
+_UNUSED = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+_BEFORE, _AFTER = "has other norms, which are not supported", "adds an array, which is not supported"
+
+SEQ2SEQ_FAMILIES = (
+    Family(
+        "T5", "t5", "T5ForConditionalGeneration", "",
+        (*_T5, FeedForward("relu"), T5Head(), EncoderPart({"layers": "num_layers"}, 0)),
+        T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    ),
+    Family(
+        "mT5", "mt5", "MT5ForConditionalGeneration", "",
+        (*_T5, FeedForward("gated-gelu"), TIED, EncoderPart({"layers": "num_layers"}, 0)),
+        T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    ),
+    Family(
+        "BART", "bart", "BartForConditionalGeneration", "model.",
+        (
+            Renamed("vocab_size", "vocab"), Renamed("d_model", "embed"), Renamed("decoder_ffn_dim", "mlp"),
+            Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
+            Renamed("max_position_embeddings", "context", 1024), Constant("kv_heads", heads),
+            Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+            Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
+            Constant("position_offset", 2), Constant("pre_norms", False), Constant("sum_norms", True),
+            Constant("final_norm", False), Constant("embedding_norm", True), Constant("unembedding_bias", True),
+            Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
+            Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
+            EncoderPart(
+                {"layers": "encoder_layers", "heads": "encoder_attention_heads", "mlp": "encoder_ffn_dim"}, 2
+            ),
+            Fixed("normalize_before", False, _BEFORE), Fixed("add_final_layer_norm", False, _BEFORE),
+            Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),
+            Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),
+        ),
+        BART, (r"^(model\.)?(en|de)coder\.version$",),
+        ("num_hidden_layers", "force_bos_token_to_be_generated", "gradient_checkpointing", "extra_pos_embeddings"),
+        copies=("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
+    ),
+)  # fmt: skip

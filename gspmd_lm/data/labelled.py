@@ -1,0 +1,202 @@
+"""Texts and pairs of texts with labels: the records of files, their tokens, and rows with one record in each."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from gspmd_lm import files
+from gspmd_lm.config import Data
+from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.data.packing import LAST
+from gspmd_lm.data.sources import DocumentSource, Progress
+from gspmd_lm.data.tokenizer import NO_CHARACTER, Tokenizer
+from gspmd_lm.errors import InputError, did_you_mean
+
+# A record in the cache is a uint32 array: two words of 16 bits that hold the label, and its tokens. Bits in these: a
+# token of the second text, and the last token of a record of which something was cut. LAST ends a record.
+SECOND, CUT = np.uint32(1 << 28), np.uint32(1 << 29)
+LABEL_WORDS = 2
+_TOGETHER = 1024  # records encoded at once
+_SHOWN = 12  # classes in a description
+_INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
+
+
+class Labelled:
+    """Makes the documents of `sources` from records, and tokens from documents: as chat.Chat does for conversations."""
+
+    def __init__(self, data: Data, tokens: Tokenizer):
+        """Raises InputError if a row has no room for a text."""
+        self.data = data
+        self.vocab_size = tokens.vocab_size
+        self.fingerprint = f"{tokens.fingerprint}-{data.label_kind}-{data.seq}"
+        self.replaced_bytes = 0
+        self.classes: tuple[str, ...] = ()  # the number of a class is its place here; () until `learn_classes`
+        self._tokenizer = tokens.template()
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(data.seq)
+        special = self._tokenizer.num_special_tokens_to_add(is_pair=len(data.fields) > 1)
+        if data.seq <= special:
+            raise InputError(
+                f"data.seq={data.seq}: a text has {special} special tokens, which leaves no room for others\n"
+                f"  fix   set data.seq to {special + 1} or more"
+            )
+
+    def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
+        """The texts and the label of a record, as JSON for `encode_all`.
+
+        Raises an InputError that names `place` if a text or the label is missing, or if no class has this label.
+        """
+        texts = [self._text(record, name, place) for name in self.data.fields]
+        label = self._label(record, place)
+        if self.classes and label not in self.classes:
+            raise InputError(
+                f"{place}: {self.data.label}={label} is no label of the training data ({_listed(self.classes)})\n"
+                "  fix   correct it, or train on records with this label too"
+            )
+        return json.dumps([texts, label]).encode()
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The uint32 tokens of records that `document` returned, with their labels and bits."""
+        tokens = []
+        for start in range(0, len(documents), _TOGETHER):
+            records = [json.loads(document) for document in documents[start : start + _TOGETHER]]
+            encodings = self._tokenizer.encode_batch_fast([self._input(texts) for texts, _ in records])
+            tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
+        return tokens
+
+    def learn_classes(self, source: DocumentSource, progress: Progress | None = None) -> None:
+        """Finds the classes: the labels of the training data in order, of numbers if all of them are whole numbers.
+
+        They are read once for each source, and kept in the cache. Raises InputError for a record that cannot be read,
+        or if there are fewer than two.
+        """
+        if self.data.label_kind == "number":
+            return
+        key = hashlib.sha256(f"classes {source.fingerprint}".encode()).hexdigest()[:24]
+        path = cache_folder("data") / f"{key}.classes.json"
+        if path.is_file():
+            self.classes = tuple(files.read_json(path))
+            return
+        found = {json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)}
+        if len(found) < 2:
+            raise InputError(
+                f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
+                "  fix   name the column of the labels, or set data.label_kind to number for numbers to predict"
+            )
+        whole = all(label.removeprefix("-").isdecimal() for label in found)
+        self.classes = tuple(sorted(found, key=int) if whole else sorted(found))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace_json(path, self.classes)
+        except OSError as error:
+            raise unwritable(path, error.strerror, "the classes ") from error
+
+    def about_classes(self) -> str:
+        """For the user: the classes and their numbers."""
+        return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(self.classes)])}"
+
+    def _text(self, record: Mapping[str, Any], name: str, place: str) -> str:
+        text = _found(record, name, place, "fields")
+        if not isinstance(text, str):
+            what = "empty" if text is None else f"a {type(text).__name__}, not text"
+            raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
+        return text
+
+    def _label(self, record: Mapping[str, Any], place: str) -> str | float:
+        """The label of a record: the name of a class, or a number."""
+        name = self.data.label
+        label = _found(record, name, place, "label")
+        if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+            raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
+        try:
+            if self.data.label_kind == "number":
+                number = float("" if isinstance(label, bool) else label)
+                if abs(number) <= float(np.finfo(np.float32).max):
+                    return number
+            elif isinstance(label, bool):
+                return str(label).lower()
+            elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
+                return str(int(label) if isinstance(label, float) and label.is_integer() else label)
+        except (TypeError, ValueError):
+            pass
+        wanted = "a finite number" if self.data.label_kind == "number" else "a text or a number"
+        raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
+
+    def _input(self, texts: Sequence[str]) -> Any:
+        """One text or a pair, as the tokenizer takes it."""
+        valid = []
+        for text in texts:
+            text, replaced = NO_CHARACTER.subn("\ufffd", text)
+            self.replaced_bytes += replaced
+            valid.append(text)
+        return valid[0] if len(valid) == 1 else tuple(valid)
+
+    def _marked(self, encoding: tokenizers.Encoding, label: str | float) -> np.ndarray:
+        ids = np.asarray(encoding.ids, np.uint32)
+        ids[np.asarray(encoding.type_ids) > 0] |= SECOND
+        ids[-1] |= LAST | CUT if encoding.overflowing else LAST
+        value = np.float32(label) if self.data.label_kind == "number" else np.int32(self.classes.index(str(label)))
+        word = int(value.view(np.uint32))
+        return np.concatenate([np.asarray([word >> 16, word & 0xFFFF], np.uint32), ids])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LabelledRows:
+    """Rows of `seq` tokens; each holds one record, with padding after it."""
+
+    stream: np.ndarray  # uint32 [words], usually memory-mapped
+    seq: int
+    numbers: bool  # whether labels are numbers, not classes
+    starts: np.ndarray  # [rows + 1]; the last one is the length of the stream
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def cut(self) -> int:
+        """Of how many records something was cut."""
+        return int(np.count_nonzero(self.stream[self.starts[1:] - 1] & CUT))
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """int32 tokens, token_types, segment_ids and positions [len(indices), seq], and labels [len(indices)].
+
+        token_types: 1 for a second text. segment_ids: 1, and 0 for padding. labels: int32 classes, or float32 numbers.
+        An index of -1 gives a row of padding, with the class -1 or the number 0.
+        """
+        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in _INT_FIELDS}
+        words = np.full(len(indices), 0 if self.numbers else 0xFFFFFFFF, np.uint32)
+        for i, index in enumerate(indices):
+            if index >= 0:
+                record = self.stream[self.starts[index] : self.starts[index + 1]]
+                words[i] = record[0] << 16 | record[1]
+                marked, count = record[LABEL_WORDS:], len(record) - LABEL_WORDS
+                fields["tokens"][i, :count] = marked & (SECOND - 1)
+                fields["token_types"][i, :count] = (marked & SECOND) > 0
+                fields["segment_ids"][i, :count] = 1
+                fields["positions"][i, :count] = np.arange(count)
+        return {**fields, "labels": words.view(np.float32 if self.numbers else np.int32)}
+
+
+def rows(stream: np.ndarray, seq: int, numbers: bool) -> LabelledRows:
+    """The rows of the tokens of records."""
+    starts = np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
+    return LabelledRows(stream, seq, numbers, starts)
+
+
+def _found(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:
+    if name not in record:
+        raise InputError(
+            f"{place}: no field {name}{did_you_mean(name, list(record))}\n"
+            f"  fix   name in data.{key} one of {', '.join(map(str, record)) or 'its fields'}"
+        )
+    return record[name]
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names[:_SHOWN])) + (f", ... ({len(names):,})" if len(names) > _SHOWN else "")

@@ -1,0 +1,103 @@
+"""What stands before and after a stack of blocks: token tables and positions, the way to logits, and classes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.layers import (
+    BLOCK_INPUT,
+    RESIDUAL,
+    Norm,
+    activated,
+    dropout,
+    sinusoids,
+    table_specs,
+)
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import Weight, like, shard, use
+from gspmd_lm.sharding.matmuls import gathered, look_up, project
+
+TRANSFORMED = "transformed: batch seq stream_width"
+TRANSFORMED_FOR_TABLE = "transformed: batch seq embedding_width"
+SCORES = "class_scores: batch seq classes"
+
+
+def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
+    """The width of the token table, and its logical axis."""
+    return (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
+
+
+def embedded(
+    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None,
+    embedding: Weight | None = None,
+) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
+    """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
+
+    The parameters are those of `module`, but for a token table that is given. `batch` is that of `transformer.Decoder`.
+    """
+    dtype = jnp.dtype(cfg.compute_dtype)
+    reduced_spec, gathered_spec = table_specs(cfg)
+    width, axis = table_axis(cfg)
+    if embedding is None:
+        embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+    x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
+    if cfg.embedding_width:
+        inward = matrix(module, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
+        with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTW:
+            x_BTD = like(like(project(in_BTW, inward), BLOCK_INPUT), RESIDUAL)
+    if cfg.embedding_scale != 1:
+        x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
+    # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
+    if cfg.positions == "learned":
+        rows = cfg.position_offset + cfg.context
+        table_PD = use(matrix(module, "position_embedding", "positions embed", (rows, cfg.embed), cfg), jnp.float32)
+        x_BTD += table_PD[cfg.position_offset + batch["positions"]].astype(dtype)
+    elif cfg.positions == "sinusoidal":
+        x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
+    if cfg.token_types:
+        types = matrix(module, "type_embedding", "types embed", (cfg.token_types, cfg.embed), cfg)
+        x_BTD += use(types, jnp.float32)[batch["token_types"]].astype(dtype)
+    if cfg.embedding_norm:
+        x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
+    keys_BT = None
+    if dropout_key is not None and cfg.dropout:
+        # A key for each token, so that its mask is the same wherever the token is computed.
+        places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, batch["row"])
+        keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
+        x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+    return x_BTD, embedding, keys_BT
+
+
+def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The output of the last block as the token table multiplies it, [B, T, D], or [B, T, W] if it has that width."""
+    width, axis = table_axis(cfg)
+    reduced_spec, gathered_spec = table_specs(cfg)
+    if cfg.head_transform:
+        spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
+        x_BTD = activated(cfg, _dense(module, cfg, x_BTD, "head_transform", width, spec))
+        return Norm(cfg, axis, name="head_norm")(like(x_BTD, reduced_spec))
+    if not cfg.embedding_width:
+        return x_BTD
+    outward = matrix(module, "embedding_out", f"embed {axis}", (cfg.embed, width), cfg)
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        return like(like(project(in_BTD, outward), gathered_spec), reduced_spec)
+
+
+def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
+    first_B1D = like(x_BTD[:, :1], RESIDUAL)
+    pooled_B1O = jnp.tanh(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
+    classifier = matrix(module, "classifier", "stream_width classes", (cfg.embed, cfg.classes), cfg)
+    with gathered(pooled_B1O, TRANSFORMED, TRANSFORMED) as in_B1O:
+        scores_B1X = shard(project(in_B1O, classifier), SCORES)
+    return (scores_B1X + bias(module, "classifier_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
+
+
+def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:
+    """`x_BTD` times a matrix to `width`, and a bias, placed as `spec` says."""
+    axis = spec.rpartition(" ")[2]
+    w = matrix(module, name, f"embed {axis}", (cfg.embed, width), cfg)
+    with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+        return shard(project(in_BTD, w) + bias(module, f"{name}_bias", axis, (width,), cfg), spec)

@@ -1,0 +1,292 @@
+"""A stack of blocks: an array of the model's width in, and the same out. It reads as if there were one device."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+
+from gspmd_lm import config
+from gspmd_lm.model.altup import AltUp, Laurel, Streams
+from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
+from gspmd_lm.model.delta import GatedDeltaNet
+from gspmd_lm.model.latent_attention import LatentAttention
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout
+from gspmd_lm.model.moe import Experts, RouterOutput
+from gspmd_lm.model.weights import matrix
+from gspmd_lm.sharding import pipeline
+from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
+from gspmd_lm.sharding.matmuls import gathered, sharing_weights
+from gspmd_lm.sharding.partial_sums import Unreduced, reduced
+
+# From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
+Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, one after the other or side by side, around a residual stream."""
+
+    cfg: config.ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        carried: Carried,
+        layer: jax.Array | int,
+        input_BTY: jax.Array | None,
+        batch: dict[str, jax.Array],
+        keys_BT: jax.Array | None,
+    ) -> tuple[Carried, RouterOutput | None]:
+        cfg = self.cfg
+        x_BTD, cache, kept = carried
+        # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
+        x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
+        altup, streams_MBTD = None, x_BTD
+        if cfg.residual_streams > 1:
+            altup = AltUp(cfg, name="altup")
+            streams_MBTD = altup.before(x_BTD)
+            x_BTD = streams_MBTD[0]
+        linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
+        of_tokens = dataclasses.replace(cfg, encoder=None)
+        attention = linear or (LatentAttention if cfg.latent_attention else Attention)(of_tokens, name="attention")
+        mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
+        if keys_BT is not None:
+            keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
+
+        def normed(x_BTD: jax.Array, name: str) -> jax.Array:
+            return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
+
+        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, RouterOutput | None]:
+            with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                return mlp(in_BTD)
+
+        def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
+            y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
+            if cfg.post_norms:
+                y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
+            if cfg.residual_scale != 1:
+                y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+            return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
+
+        place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
+        routed, parallel = None, cfg.block == "parallel"
+        normed_BTD = normed(x_BTD, "attention")
+        with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+            y, cache, kept = attention(in_BTD, batch, cache, place, kept)
+            if parallel:
+                y_mlp, routed = fed(normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
+                y += y_mlp
+        x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
+        if cfg.reads:
+            with gathered(normed(x_BTD, "cross"), BLOCK_INPUT, RESIDUAL) as in_BTD:
+                y, memory, _ = Attention(cfg.of_memory, name="cross")(in_BTD, batch, cache and cache.memory, layer)
+            cache = cache and cache._replace(memory=memory)
+            x_BTD = added(x_BTD, y, 2, "cross")
+        if not parallel:
+            if cfg.laurel_rank:
+                x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
+            y, routed = fed(normed(x_BTD, "mlp"))
+            x_BTD = added(x_BTD, y, 1, "mlp")
+        return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
+
+
+class Interleaved(nn.Module):
+    """A layer that computes the rows in parts, side by side: what one part sends hides behind the products of another
+    (arXiv 2409.15241). Its parameters are those of a block.
+    """
+
+    cfg: config.ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        carried: Carried,
+        layer: jax.Array | int,
+        input_BTY: jax.Array | None,
+        batch: dict[str, jax.Array],
+        keys_BT: jax.Array | None,
+    ) -> tuple[Carried, RouterOutput | None]:
+        block = Block(self.cfg, name="block")
+        nn.share_scope(self, block)
+        x_BTD, parts = carried[0], interleave()
+        # No row moves: each device has rows of every part.
+        rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, batch, keys_BT))
+        computed = []
+        with sharing_weights():
+            for i in range(parts):
+                x_bTD, of_part, keys_bT = jax.tree.map(lambda x, i=i: x[i], rows)
+                computed.append(block((shard(x_bTD, RESIDUAL), None, None), layer, None, of_part, keys_bT)[0][0])
+        return (shard(rearrange(jnp.stack(computed), "p b ... -> (b p) ..."), RESIDUAL), None, None), None
+
+
+class Pattern(nn.Module):
+    """The layers of one turn of a pattern: block_0, block_1, ..."""
+
+    kinds: tuple[config.ModelConfig, ...]
+
+    @nn.compact
+    def __call__(self, carried: Carried, first: jax.Array, inputs: jax.Array | None, *rest: Any):
+        routed = []
+        for i, kind in enumerate(self.kinds):
+            input_BTY = None if inputs is None else inputs[i]
+            carried, of_block = _block(carried, alone=False)(kind, name=f"block_{i}")(
+                carried, first + i, input_BTY, *rest
+            )
+            routed += [of_block] if of_block else []
+        return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
+
+
+class Stack(nn.Module):
+    """The blocks of a model under one scan, so that the program does not grow with depth, and the norm after them.
+
+    A module that is a stack has something before and after it: see `transformer.Decoder`.
+    """
+
+    cfg: config.ModelConfig
+
+    @nn.nowrap  # operations are named after modules, not after this method
+    def blocks(
+        self,
+        x_BTD: jax.Array,
+        batch: dict[str, jax.Array],
+        keys_BT: jax.Array | None,
+        cache: Cache[jax.Array] | None = None,
+        inputs: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache[jax.Array] | None, RouterOutput | None]:
+        """The output of the last block, normed, the cache, and what the routers did, [L, ...] for layers with experts.
+
+        `batch`: see `transformer.Decoder`. Blocks that read another stack find in it memory [B, S, M], what that stack
+        made, and memory_segment_ids [B, S]. keys_BT: a dropout key for each token. inputs: see `altup.LayerInputs`.
+        """
+        cfg, streams, kept = self.cfg, None, None
+        if cache and (cache.linear or cfg.shared_kv_layers):
+            batch = batch | {"cache_layer": jnp.array(in_cache(cfg))}
+        relative = cfg.relative_positions
+        if relative and relative.shared:
+            sizes = relative.ranges, cfg.head_rows
+            batch = batch | {"relative_RN": use(matrix(self, "relative_bias", "ranges heads", sizes, cfg))}
+        if cfg.residual_streams > 1:
+            streams = Streams(cfg, name="streams")
+            x_BTD = streams.apart(x_BTD)
+        else:
+            x_BTD = shard(x_BTD, RESIDUAL)
+        if cfg.shared_kv_layers:
+            kept = no_keys(cfg, *batch["tokens"].shape)
+        routed: list[RouterOutput] = []
+        for stack in cfg.stacks:
+            if stack.kinds[0].shared_kv_layers and kept:
+                shared = {
+                    f"shared_{name}_{kind}": x for kind, kv in kept.items() for name, x in zip("kv", kv, strict=True)
+                }
+                batch, kept = batch | shared, None
+            (x_BTD, cache, kept), of_stack = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
+            routed += of_stack
+        if streams:
+            x_BTD = streams.together(x_BTD)
+        if cfg.final_norm:
+            x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        return x_BTD, cache, jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
+
+    @nn.nowrap
+    def _stack(
+        self,
+        stack: config.Stack,
+        carried: Carried,
+        inputs_LBTY: jax.Array | None,
+        batch: dict[str, jax.Array],
+        keys_BT: jax.Array | None,
+    ) -> tuple[Carried, list[RouterOutput]]:
+        """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
+        parts = pipeline.parts(stack.name)
+        if parts > 1:
+            x_BTD, cache, kept = carried
+            x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)
+            carried = x_BTD, cache, kept
+        else:
+            inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
+            carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)
+        of_layers = [routed]
+        for i, kind in enumerate(stack.kinds[: stack.layers - stack.scanned]):
+            layer = stack.first + stack.scanned + i
+            input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
+            block = _block(carried, alone=False)(kind, name=f"layer_{layer}")
+            carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
+            of_layers.append(jax.tree.map(lambda x: x[None], routed))
+        return carried, [each for each in of_layers if each is not None]
+
+    @nn.nowrap
+    def _in_stages(
+        self, stack: config.Stack, parts: int, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
+    ) -> tuple[jax.Array, RouterOutput | None]:
+        """The loop over a stack that is cut in so many parts."""
+        layers = stack.scanned // parts
+        weights = self.variables["params"][stack.name]
+        of_rows = {name: x for name, x in batch.items() if name in ("positions", "segment_ids", "places")}
+
+        def part(weights: Any, number: jax.Array, x_BTD: jax.Array, of_rows: tuple[Any, Any]) -> tuple[Any, ...]:
+            first = stack.first + layers * number
+            some = Layers(stack, layers, parent=None)
+            x_BTD, routed = some.apply({"params": {stack.name: weights}}, first, x_BTD, *of_rows)
+            return x_BTD, *(routed or (None, None))
+
+        x_BTD, *routed = pipeline.in_stages(part, weights, x_BTD, (of_rows, keys_BT))
+        return x_BTD, RouterOutput(*routed) if routed[0] is not None else None
+
+
+class Layers(nn.Module):
+    """Some layers of a stack: those of a part of a pipeline."""
+
+    stack: config.Stack
+    layers: int
+
+    @nn.compact
+    def __call__(self, first: jax.Array, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None):
+        carried, routed = _loop(self.stack, self.layers, first, (x_BTD, None, None), None, batch, keys_BT)
+        return carried[0], routed
+
+
+def _loop(
+    stack: config.Stack,
+    layers: int,
+    first: jax.Array | int,
+    carried: Carried,
+    inputs_LBTY: jax.Array | None,
+    batch: dict[str, jax.Array],
+    keys_BT: jax.Array | None,
+) -> tuple[Carried, RouterOutput | None]:
+    """What is carried after so many layers of `stack` from `first` on, and what their routers did, [layers, ...]."""
+    kinds, length = stack.kinds, len(stack.kinds)
+    turns = layers // length
+    unrolled = unroll(turns)
+    scanned: Any = {
+        "variable_axes": {"params": 0},
+        "split_rngs": {"params": True},
+        "length": turns,
+        "in_axes": (0, 0, nn.broadcast, nn.broadcast),
+        "metadata_params": {nn.PARTITION_NAME: "layers"},
+        "unroll": unrolled,
+    }
+    one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+    loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
+    if inputs_LBTY is not None and length > 1:
+        inputs_LBTY = inputs_LBTY.reshape(turns, length, *inputs_LBTY.shape[1:])
+    carried, routed = loop(carried, first + length * jnp.arange(turns), inputs_LBTY, batch, keys_BT)
+    return carried, routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
+
+
+def _block(carried: Carried, alone: bool = True) -> type[nn.Module]:
+    """The module of a layer, recomputed in the backward pass if the rules say so. `carried`: what it is given.
+
+    A block that is alone in a scan needs no barrier against common subexpressions. A block beside others does: without
+    the barrier, the compiler reuses the results of the forward pass, or it recomputes all blocks at once and holds the
+    gathered weights of all of them.
+    """
+    policy = remat()
+    rows, cache = carried[0].shape[0], carried[1]
+    layer = Interleaved if interleave() > 1 and cache is None and rows > 1 else Block
+    return nn.remat(layer, prevent_cse=not alone, policy=policy) if policy else layer

@@ -1,0 +1,115 @@
+"""The seconds of each op of a part of a step on one device, forward and backward: from shapes, rules and the chip."""
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+
+from gspmd_lm.foresight.timing import attention, op_time
+from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.model.kernels import grouped
+from gspmd_lm.model.kernels.attention import splash_block
+from gspmd_lm.plan.operations import AttentionOp, Op, OpGraph
+from gspmd_lm.plan.parts import Shards
+
+# Read from compiled programs: `python -m benchmarks.plan show` sets them beside estimates.
+#
+# TPU programs fuse most elementwise operations into matmuls, some into several: how often their bytes go through memory
+# on their own, and within matmuls. Arrays of up to ON_CHIP_BYTES may stay on the chip: the share that does not.
+ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0}
+FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0}
+ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0}
+_CUDNN_MATMULS = (2, 5)  # of a forward and of a backward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedOp:
+    """One op on one device: seconds of one execution forward and backward."""
+
+    kind: str
+    forward_s: float
+    backward_s: float
+    trip_count: int
+    op: Op | AttentionOp
+
+    @property
+    def in_loop(self) -> bool:
+        return self.trip_count > 1
+
+
+def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: bool) -> Iterator[TimedOp]:
+    """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
+    share = op_time.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
+    launch_s = op_time.LAUNCH_S[chip.platform]
+    for op in op_graph.ops:
+        local_bytes = [size / shards.count(nodes) for size, nodes in op.moved]
+        memory_s = sum(local_bytes) / op_time.hbm_bytes_per_s(chip)
+        if op.only_casts and chip.platform == "tpu":  # they are fused with the next matmul or gather
+            continue
+        if not op.flops:
+            moved = sum(
+                size * (OFF_CHIP_SHARE[chip.platform] if size <= ON_CHIP_BYTES else 1.0) for size in local_bytes
+            )
+            memory_s = moved / op_time.hbm_bytes_per_s(chip)
+            seconds = ELEMENTWISE_PASSES[chip.platform] * memory_s + launch_s
+            yield TimedOp(op.kind, seconds, op.backward * seconds, op.trip_count, op)
+            if fused_s := FUSED_PASSES[chip.platform] * memory_s:
+                yield TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
+            continue
+        flops = op.flops / shards.count(op.sharded_like)
+        peak = chip.matmul_flops_per_s("bf16" if rounds_to_bf16 and op.dtype == "f32" else op.dtype)
+        # The matmul, and the gradients of its operands: of the activation, then of the weight.
+        x, w, y = map(operator.truediv, local_bytes, op.itemsizes)
+        kernels = [(1.0, 0.0)] * 3
+        if op.grouped and chip.platform == "tpu":
+            inner, columns = flops / (2 * y), flops / (2 * x)
+            rows, experts, width = x / inner, w / (inner * columns), op.itemsizes[1]
+            sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
+            kernels = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
+        passes = list(zip((y, x, w), kernels, strict=True))
+        forward_s, *backward_s = (
+            launch_s
+            + max(
+                memory_s,
+                kernel_bytes / op_time.hbm_bytes_per_s(chip),
+                flops / (share * used * _tile_share(chip, elements, flops, op) * peak),
+            )
+            for elements, (used, kernel_bytes) in passes[: 1 + round(op.backward)]
+        )
+        yield TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
+    for attention_op in op_graph.attention_ops:
+        kernels_s, beside_s = _attention_s(chip, attention_op, shards)
+        forward_s, backward_s = (launch_s + seconds for seconds in kernels_s)
+        yield TimedOp("attention", forward_s, backward_s, attention_op.trip_count, attention_op)
+        yield TimedOp("other", beside_s[0], beside_s[1], attention_op.trip_count, attention_op)
+
+
+def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
+    """The share of a GPU that a matmul uses whose result has so many elements."""
+    depth_bytes = flops / (2 * elements) * op.itemsizes[0]
+    return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
+
+
+def _attention_s(chip: Chip, op: AttentionOp, shards: Shards) -> tuple[Sequence[float], Sequence[float]]:
+    """Seconds of a fused attention kernel, forward and backward, and of what else its layer does for it."""
+    queries, keys, values, rules = op.queries, op.keys, op.values, shards.rules
+    rows, seq, heads, size = queries.shape
+    pieces = shards.count((queries,))
+    count = rows * heads / pieces  # may be a fraction, where its tokens are split
+    if rules.kernel(chip.platform) != "splash":
+        causal = op.mask_window != "all"
+        window = int(op.mask_window or 0) if causal else 0
+        scores = attention.masked_scores(seq, window) if causal else seq**2
+        multiply_adds = count * size * scores  # of one matmul
+        return [
+            attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, causal, window)
+            for matmuls in _CUDNN_MATMULS
+        ], (0.0, 0.0)
+    assert queries.placed
+    devices = rules.num_shards(rules.split(queries.placed.table, queries.placed.array, "seq"))
+    ring = devices if rules.context == "ring" else 1
+    sizes = size, values.shape[-1]
+    kernels_s = attention.splash_passes_s(count, sizes, seq, queries.itemsize, op.mask_window, ring, chip)
+    blocks = seq // splash_block(seq, size, queries.itemsize)
+    key_bytes = (keys.bytes + values.bytes) / shards.count((keys,))
+    moved = attention.splash_moved_bytes(blocks, queries.bytes / pieces, key_bytes, rules.context, devices)
+    return kernels_s, [size / op_time.hbm_bytes_per_s(chip) for size in moved]

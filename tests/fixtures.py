@@ -1,0 +1,124 @@
+"""Eight simulated devices for every test in this process, and small configs, steps, batches and runs to test with.
+
+SIMULATED_DEVICES=16 gives sixteen, which some slow tests ask for.
+"""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd_lm import config as configs
+from gspmd_lm.foresight.propagation import read_train
+from gspmd_lm.runtime import startup
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state, step
+from tests import courses
+
+startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """The folder of all caches, shared by the processes of a test run and by no other run.
+
+    A program that jax finds in the user's cache may be of older code: it names other files and lines.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
+        yield folder / "caches"
+
+
+@pytest.fixture(scope="session")
+def small():
+    """A function that makes a float32 config small enough to compile in a second or two: small(block="parallel")."""
+    base = configs.from_dict(
+        {
+            "name": "small",
+            "model": {
+                "layers": 2, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 4, "mlp": 64, "vocab": 61,
+                "padded_vocab": 64, "context": 32, "compute_dtype": "float32", "matmul_precision": "highest",
+            },
+            "data": {"source": "random:64", "packing": "documents", "batch": 32, "seq": 16},
+            "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 5},
+            "train": {"steps": 20},
+        },
+        "tests",
+    )  # fmt: skip
+
+    def make(*, optimizer=None, data=None, train=None, objective="causal", **model):
+        changed = {
+            "objective": objective,
+            "model": dataclasses.replace(base.model, **model),
+            "optimizer": dataclasses.replace(base.optimizer, **(optimizer or {})),
+            "data": dataclasses.replace(base.data, **(data or {})),
+            "train": dataclasses.replace(base.train, **(train or {})),
+        }
+        return dataclasses.replace(base, **changed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def built():
+    """A function that builds the step of a config under a rules file (or Rules), which may be changed on the way.
+
+    Whether the rules fit the config is not asked here: that would trace the model once more for each step.
+    """
+
+    def make(config, rules, **changes):
+        rules = rules_file.load(rules) if isinstance(rules, str) else rules
+        rules = dataclasses.replace(rules, **changes)
+        if rules.devices > jax.device_count():
+            pytest.skip(f"needs SIMULATED_DEVICES={rules.devices}")
+        devices = jax.devices()[: rules.devices if rules.devices > 0 else 8]
+        return step.build_step(config, rules.fill(len(devices)), state.arrays(config), devices)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read():
+    """A function that reads what a step sends and computes from its trace."""
+    return read_train
+
+
+@pytest.fixture(scope="session")
+def batch_of():
+    """A function that draws the batch of a step: random tokens in two documents per row, placed for a Step."""
+
+    def make(built_step, at=0):
+        data, rng = built_step.config.data, np.random.default_rng(at)
+        tokens = rng.integers(0, built_step.config.model.vocab, (data.batch, data.seq + 1), dtype=np.int32)
+        cut = rng.integers(1, data.seq, (data.batch, 1))
+        place = np.arange(data.seq)[None]
+        arrays = {
+            "tokens": tokens[:, :-1],
+            "targets": np.where(place == cut - 1, -1, tokens[:, 1:]).astype(np.int32),
+            "segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
+            "positions": np.where(place < cut, place, place - cut).astype(np.int32),
+            "token_types": ((place - cut) % 3 == 0).astype(np.int32),
+            "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
+            "row": np.arange(data.batch, dtype=np.int32),
+        }
+        if sources := built_step.config.source_seq:
+            cut, place = rng.integers(1, sources, (data.batch, 1)), np.arange(sources)[None]
+            arrays |= {
+                "source_tokens": rng.integers(0, built_step.config.model.vocab, (data.batch, sources), dtype=np.int32),
+                "source_segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
+                "source_positions": np.where(place < cut, place, place - cut).astype(np.int32),
+            }
+        wanted = built_step.abstract_batch
+        return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def course(built, batch_of):
+    """A function that trains a config under rules, each once: course(config, "tp8", steps=2, microbatches=4)."""
+    return courses.once(built, batch_of)

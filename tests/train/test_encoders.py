@@ -1,0 +1,102 @@
+"""Stacks that see all of a text, or read another stack: the loss is the same under every layout."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import gspmd_lm
+from gspmd_lm import InputError
+from gspmd_lm.config import RelativePositions
+from gspmd_lm.infer import programs
+from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.sharding import rules_file
+
+BERT = {
+    "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm", "norm_bias": True,
+    "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned", "token_types": 2,
+    "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+}  # fmt: skip
+MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": True, "tied_embeddings": True, **BERT}
+NEAR = RelativePositions(ranges=8, distance=12)
+KINDS = {
+    "masked": MASKED,
+    "classes": {"objective": "classes", "classes": 3, "dropout": 0.1, **BERT},
+    "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
+    "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
+}
+LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS] + [("pp2_fsdp2_tp2", "masked")]
+DEFAULT = (("fsdp2_tp4", "masked"), ("cp8", "relative"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_layout_changes_nothing(layout, kind, small, course):
+    settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **KINDS[kind])
+    alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-6)
+    got, want = (flatten_dict(one.gradients, sep=".") for one in (found, alone))
+    for name in want.keys() - {"layers.attention.bk"}:  # softmax does not know what all keys have in common
+        size = np.linalg.norm(want[name])
+        assert size > 0 and np.linalg.norm(got[name] - want[name]) < 1e-5 * size
+
+
+@pytest.fixture(scope="module")
+def bert(small):
+    cfg = small(**MASKED).model
+    params = jax.tree.map(lambda x: 5 * x, nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(3))))
+    rng = np.random.default_rng(0)
+    tokens, lengths = rng.integers(0, cfg.vocab, (4, 12)), np.array([[12], [9], [5], [3]])
+    places = np.broadcast_to(np.arange(12), tokens.shape)
+    batch = {"tokens": tokens, "positions": places, "segment_ids": (places < lengths).astype(int),
+             "token_types": (places > 2).astype(int), "row": np.arange(4)}  # fmt: skip
+    hidden = jax.jit(lambda batch: decode(cfg, params, batch)[0])
+    return hidden, batch
+
+
+def test_a_token_sees_what_comes_after_it_and_no_padding(bert):
+    hidden, batch = bert
+    first, real = hidden(batch), batch["segment_ids"] == 1
+    assert (np.asarray(hidden(batch | {"tokens": np.where(real, batch["tokens"], 7)}))[real] == first[real]).all()
+    changed = batch["tokens"].copy()
+    changed[:, 2] += 1
+    assert (np.abs(hidden(batch | {"tokens": changed}) - first).max(-1)[real] > 1e-4).all()
+    assert np.abs(hidden(batch | {"token_types": 1 - batch["token_types"]}) - first)[real].max() > 1e-2
+
+
+def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
+    hidden, batch = bert
+    apart = hidden(batch)
+    of = {name: np.concatenate([x[2, :5], x[3, :3], x[0, :4]])[None] for name, x in batch.items() if x.ndim == 2}
+    together = hidden(of | {"segment_ids": np.repeat([1, 2, 0], [5, 3, 4])[None], "row": np.arange(1)})
+    np.testing.assert_allclose(together[0, :8], np.concatenate([apart[2, :5], apart[3, :3]]), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mask": "full"}, "model.mask: full shows a token what objective: causal asks for"),
+        ({"objective": "masked"}, "objective: masked needs model.mask: full"),
+        ({"objective": "classes", "mask": "full"}, "objective: classes needs model.classes"),
+        ({"classes": 2}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
+        ({"mask": "full", "sliding_window": 4}, "mask: full does not go with sliding_window"),
+        ({"mask": "full", "positions": "alibi"}, "mask: full does not go with positions: alibi"),
+        ({"objective": "masked", "mask": "full", "data": {"packing": "stream"}}, "needs data.packing: documents"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**changes)
+
+
+def test_an_encoder_is_not_asked_for_the_next_token(small):
+    rules = rules_file.load("single")
+    with pytest.raises(InputError, match=r"objective: masked(.|\n)*use a config of objective: causal"):
+        programs.arrays_and_warnings(small(**MASKED), rules, "cpu", programs.Sizes(2, 8, 16))
+    with pytest.raises(InputError, match="sources of data give rows for objective: causal alone"):
+        gspmd_lm.train(small(**MASKED), "none")

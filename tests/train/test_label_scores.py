@@ -1,0 +1,90 @@
+"""Scores of labels from the sums of several batches, against their definitions over all rows at once."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from etils import epath
+
+from gspmd_lm.errors import InputError
+from gspmd_lm.train import metrics
+from gspmd_lm.train.label_scores import class_scores, class_sums, number_scores, number_sums
+from gspmd_lm.workdir import history
+
+CUTS = (0, 37, 44, 100)  # three uneven batches
+PADDING = 9  # rows at the end of each
+
+
+def _batches(*arrays, padding):
+    """The arrays in batches, each with rows of padding that hold what must not count."""
+    for start, stop in itertools.pairwise(CUTS):
+        yield [np.concatenate([one[start:stop], np.full((PADDING, *one.shape[1:]), pad, one.dtype)])
+               for one, pad in zip(arrays, padding, strict=True)]  # fmt: skip
+
+
+def _by_definition(predicted, labels, classes):
+    """Accuracy, F1 of each class from its precision and recall, and the correlation of both one-hot tables."""
+    f1 = {}
+    for one in classes:
+        right = ((predicted == one) & (labels == one)).sum()
+        if (predicted == one).any() or (labels == one).any():
+            precision, recall = right / max((predicted == one).sum(), 1), right / max((labels == one).sum(), 1)
+            f1[one] = 2 * precision * recall / (precision + recall) if right else 0.0
+    x, y = ((values[:, None] == np.asarray(classes)).astype(float) for values in (predicted, labels))
+    x, y = x - x.mean(0), y - y.mean(0)
+    matthews = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
+    return (predicted == labels).mean(), f1[1] if len(classes) == 2 else np.mean([*f1.values()]), matthews
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
+    draw = np.random.default_rng(classes)
+    labels = draw.integers(0, min(classes, 4), 100).astype(np.int32)  # of five classes, one is neither true ...
+    logits = draw.normal(size=(100, classes)).astype(np.float32)
+    logits[np.arange(100), labels] += 0.7
+    logits[:, 4:] = -9  # ... nor predicted, and has no F1
+    totals = metrics.added(
+        class_sums(jnp.asarray(x), jnp.asarray(y)) for x, y in _batches(logits, labels, padding=(3, -1))
+    )
+    assert totals["true"].dtype == np.float64 and totals["true"].sum() == totals["predicted"].sum() == 100
+    want = _by_definition(logits.argmax(1), labels, range(classes))
+    assert [*class_scores(totals)] == ["eval_accuracy", "eval_f1", "eval_matthews"]
+    assert [*class_scores(totals).values()] == pytest.approx(want, rel=1e-12)
+
+
+def test_scores_that_are_not_defined_are_0():
+    logits = jnp.asarray([[1.0, 0.0]] * 3)
+    alike = class_scores(metrics.added([class_sums(logits, jnp.zeros(3, jnp.int32))]))
+    assert alike == {"eval_accuracy": 1.0, "eval_f1": 0.0, "eval_matthews": 0.0}
+    none = class_scores(metrics.added([class_sums(logits, jnp.full(3, -1))]))
+    assert none == {"eval_accuracy": 0.0, "eval_f1": 0.0, "eval_matthews": 0.0}
+    numbers = number_sums(jnp.ones(3), jnp.arange(3.0), jnp.ones(3, bool))
+    assert number_scores(metrics.added([numbers])) == {"eval_pearson": 0.0}
+
+
+def test_the_correlation_is_that_of_all_rows_at_once():
+    draw = np.random.default_rng(0)
+    labels = draw.uniform(0, 5, 100).astype(np.float32)
+    predicted = (2 + 0.5 * labels + draw.normal(size=100)).astype(np.float32)
+    counted = np.ones(100, bool)
+    padded = _batches(predicted, labels, counted, padding=(np.nan, 0, False))
+    totals = metrics.added(number_sums(*map(jnp.asarray, one)) for one in padded)
+    assert totals["labels"] == 100
+    assert number_scores(totals)["eval_pearson"] == pytest.approx(scipy.stats.pearsonr(predicted, labels)[0], abs=1e-6)
+
+
+def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):
+    workdir = epath.Path(tmp_path / "run")
+    history.check_classes(workdir, ("a", "b"))
+    about = {"mesh": {}, "rows": "", "device": "cpu"}
+    history.write_description(workdir, {}, "", None, ("a", "b"), **about)
+    assert json.loads((workdir / "classes.json").read_text()) == ["a", "b"]
+    history.check_classes(workdir, ("a", "b"))
+    history.check_classes(workdir, ())
+    with pytest.raises(InputError, match=r"classes\.json: .* classes \['a', 'b'\], .* now has \['a', 'c'\]\n  fix "):
+        history.check_classes(workdir, ("a", "c"))
+    history.write_description(epath.Path(tmp_path / "other"), {}, "", None, (), **about)
+    assert not (tmp_path / "other" / "classes.json").exists()

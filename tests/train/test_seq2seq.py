@@ -1,0 +1,111 @@
+"""An encoder and a decoder that reads it: the loss is the same under every layout, and pairs do not see each other."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.model.transformer import decode, init
+
+T5 = {
+    "objective": "seq2seq", "encoder": Encoder(layers=1, heads=16, kv_heads=16, mlp=32, context=24),
+    "head_dim": 6, "positions": "none", "relative_positions": RelativePositions(ranges=8, distance=12),
+    "query_scale": 1.0, "tied_embeddings": True, "logit_scale": 32**-0.5, "mlp_kind": "plain", "activation": "relu",
+    "dropout": 0.1, "data": {"source_seq": 24},
+}  # fmt: skip
+BART = {
+    "objective": "seq2seq", "encoder": Encoder(), "pre_norms": False, "sum_norms": True, "final_norm": False,
+    "norm": "layernorm", "norm_bias": True, "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu",
+    "positions": "learned", "position_offset": 2, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    "tied_embeddings": True, "unembedding_bias": True,
+}  # fmt: skip
+KINDS = {"T5": T5, "BART": BART}
+LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) == ("T5", "fsdp2_tp4") else pytest.mark.slow)
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_changes_nothing(kind, layout, small, course):
+    config = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **KINDS[kind])
+    alone, found = course(config, "single", 3, unroll=1), course(config, layout, 3)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-6)
+    got, want = (flatten_dict(one.gradients, sep=".") for one in (found, alone))
+    for name in want:
+        if not name.endswith("attention.bk") and not name.endswith("cross.bk"):  # softmax does not see these
+            size = np.linalg.norm(want[name])
+            assert size > 0 and np.linalg.norm(got[name] - want[name]) < 1e-5 * size, name
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, small):
+    """Hidden states of a batch of pairs, with weights that make each token matter."""
+    cfg = dataclasses.replace(small(**KINDS[request.param]).model, dropout=0.0)
+    params = jax.tree.map(lambda x: 3 * x, nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(3))))
+    return jax.jit(lambda batch: decode(cfg, params, batch)[0])
+
+
+def pairs(source_lengths, lengths, S=12, T=10):
+    """Pairs of random tokens, one in a row, with padding behind both."""
+    rng, rows = np.random.default_rng(0), len(lengths)
+    places, of_source = (np.tile(np.arange(length), (rows, 1)) for length in (T, S))
+    return {
+        "tokens": rng.integers(0, 61, (rows, T)), "source_tokens": rng.integers(0, 61, (rows, S)),
+        "positions": places, "source_positions": of_source, "row": np.arange(rows),
+        "segment_ids": (places < np.array(lengths)[:, None]).astype(int),
+        "source_segment_ids": (of_source < np.array(source_lengths)[:, None]).astype(int),
+    }  # fmt: skip
+
+
+def test_a_text_sees_all_of_its_source_and_no_padding(model):
+    batch = pairs([12, 9, 5], [8, 6, 7])  # padding of the first text has no padding of a source to see
+    first, real = model(batch), batch["segment_ids"] == 1
+    padded = np.where(batch["source_segment_ids"] == 1, batch["source_tokens"], 7)
+    assert (np.asarray(model(batch | {"source_tokens": padded}))[real] == first[real]).all()
+    changed = batch["source_tokens"].copy()
+    changed[:, 4] += 1
+    assert (np.abs(model(batch | {"source_tokens": changed}) - first).max(-1)[real] > 1e-4).all()
+    later = batch["tokens"].copy()
+    later[:, 5] += 1
+    moved = np.abs(model(batch | {"tokens": later}) - first).max(-1)
+    assert (moved[:, :5] == 0).all() and (moved[:, 5] > 1e-3).all()
+
+
+def test_pairs_that_share_a_row_are_as_if_they_were_alone(model):
+    batch = pairs([7, 3], [4, 5])
+    apart = model(batch)
+    cuts = {"": (4, 5, 1), "source_": (7, 3, 2)}
+    together = {"row": np.arange(1)}
+    for prefix, (first, second, rest) in cuts.items():
+        for name in ("tokens", "positions"):
+            x = batch[prefix + name]
+            together[prefix + name] = np.concatenate([x[0, :first], x[1, :second], x[0, :rest]])[None]
+        together[f"{prefix}segment_ids"] = np.repeat([1, 2, 0], (first, second, rest))[None]
+    want = np.concatenate([apart[0, :4], apart[1, :5]])
+    np.testing.assert_allclose(model(together)[0, :9], want, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"encoder": Encoder()}, "objective: seq2seq needs model.encoder"),
+        ({"objective": "seq2seq"}, "objective: seq2seq needs model.encoder"),
+        ({**T5, "mask": "full"}, "model.mask: full shows a token what objective: seq2seq asks for"),
+        ({**T5, "data": {"source_seq": 25}}, "data.source_seq=25 is longer than the encoder's context"),
+        ({**T5, "sliding_window": 4}, "encoder does not go with sliding_window"),
+        ({**T5, "encoder": Encoder(heads=6)}, "encoder.heads=6 and encoder.kv_heads=0, which do not divide"),
+        ({**T5, "encoder": Encoder(start_token=61)}, "encoder.start_token=61, which is not below vocab=61"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**changes)
