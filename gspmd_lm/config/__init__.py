@@ -110,8 +110,8 @@ class Config:
 
     name: str  # of the run's folder and its reports; by default that of the file
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
-    # text, one of model.classes. seq2seq: each next token of a text that is made from a source, which model.encoder
-    # reads.
+    # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
+    # is made from a source, which model.encoder reads.
     objective: Literal["causal", "masked", "classes", "seq2seq"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
@@ -144,6 +144,8 @@ class Config:
             "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":
                 (objective == "classes") != (model.classes > 0),
+            "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
+                objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
             "objective: classes needs model.mask: full: a text is read at its first token":
                 objective == "classes" and model.mask == "causal",
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":

@@ -40,6 +40,7 @@ class Labelled:
         self._tokenizer = tokens.template()
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(data.seq)
+        self.has_types = len(data.fields) > 1 and 1 in self._tokenizer.encode("a", "b").type_ids
         special = self._tokenizer.num_special_tokens_to_add(is_pair=len(data.fields) > 1)
         if data.seq <= special:
             raise InputError(
