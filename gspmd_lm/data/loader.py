@@ -15,11 +15,11 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, labelled, packing, pairs, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, images, labelled, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
 from gspmd_lm.errors import InputError
 
-Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows
+Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | images.ImageRows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -135,11 +135,13 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
     The rows have what `config.objective` predicts: next tokens; masked tokens, of which evaluation always has the same;
-    a label; or the text that a source goes with. A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows
-    once, in an order that does not depend on the seed. Raises InputError if the source, the tokenizer, the labels or
-    their sizes do not fit.
+    a label; or the text that a source goes with. A source that has no cache yet is tokenized, and `progress` is told
+    about it. Evaluation reads its rows once, in an order that does not depend on the seed. Raises InputError if the
+    source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective == "masked"
+    if config.model.patches:
+        return _of_images(config, images.open_images(config, progress))
     _check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
@@ -198,7 +200,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         elif isinstance(tokens, labelled.Labelled):
             about += f"{size - labelled.LABEL_WORDS * len(rows):,} tokens"
             about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
-            more = [tokens.about_classes()] if training and tokens.classes else []
+            more = [labelled.about_classes(tokens.classes)] if training and tokens.classes else []
         else:
             about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them masked" * masked
         lines = [f"{use}: {about} ({origin})", *more]
@@ -232,6 +234,26 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     if not source.held_out and not data.held_out_share:
         return train, None
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
+
+
+def _of_images(config: Config, opened: images.Opened) -> tuple[Loader, Loader | None]:
+    """The loaders of images."""
+
+    def loader_of(use: str, rows: images.ImageRows, seed: int) -> Loader:
+        lines = [f"{use}: {len(rows):,} images ({opened.names})"] + [opened.notes] * (use == "training")
+        return Loader(
+            rows=rows,
+            batch=config.data.batch,
+            seed=seed,
+            repeat=use == "training",
+            tokens_per_epoch=len(rows),
+            description="\n".join(lines),
+            fingerprint=f"{opened.fingerprint}-{use}",
+            classes=rows.classes,
+        )
+
+    train = loader_of("training", opened.train, config.data.seed)
+    return train, loader_of("evaluation", opened.held_out, 0) if opened.held_out else None
 
 
 def _check_objective(config: Config) -> None:
@@ -295,7 +317,7 @@ def _source(
         if data.label_kind == "class" and len(tokens.classes) != config.model.classes:
             raise InputError(
                 f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "
-                f"{config.model.classes:,} ({tokens.about_classes()})\n"
+                f"{config.model.classes:,} ({labelled.about_classes(tokens.classes)})\n"
                 f"  fix   --set model.classes={len(tokens.classes)}, or correct the labels"
             )
     return source, tokens, path
