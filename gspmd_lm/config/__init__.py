@@ -152,6 +152,10 @@ class Config:
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
                 (encoder := model.of_encoder) and self.source_seq > encoder.context,
+            "data.fields needs label too: the texts and the label of a record belong together":
+                self.data.fields and not self.data.label and objective != "seq2seq",
+            "objective: seq2seq needs data.fields=[source, text], without data.label":
+                objective == "seq2seq" and (self.data.label or len(self.data.fields) not in (0, 2)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":

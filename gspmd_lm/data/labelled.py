@@ -22,7 +22,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 # token of the second text, and the last token of a record of which something was cut. LAST ends a record.
 SECOND, CUT = np.uint32(1 << 28), np.uint32(1 << 29)
 LABEL_WORDS = 2
-_TOGETHER = 1024  # records encoded at once
+TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
 
@@ -53,7 +53,7 @@ class Labelled:
 
         Raises an InputError that names `place` if a text or the label is missing, or if no class has this label.
         """
-        texts = [self._text(record, name, place) for name in self.data.fields]
+        texts = [text_of(record, name, place) for name in self.data.fields]
         label = label_of(self.data, record, place)
         check_class(label, self.classes, f"{place}: {self.data.label}")
         return json.dumps([texts, label]).encode()
@@ -61,8 +61,8 @@ class Labelled:
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The uint32 tokens of records that `document` returned, with their labels and bits."""
         tokens = []
-        for start in range(0, len(documents), _TOGETHER):
-            records = [json.loads(document) for document in documents[start : start + _TOGETHER]]
+        for start in range(0, len(documents), TOGETHER):
+            records = [json.loads(document) for document in documents[start : start + TOGETHER]]
             encodings = self._tokenizer.encode_batch_fast([self._input(texts) for texts, _ in records])
             tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
         return tokens
@@ -93,21 +93,11 @@ class Labelled:
         except OSError as error:
             raise unwritable(path, error.strerror, "the classes ") from error
 
-    def _text(self, record: Mapping[str, Any], name: str, place: str) -> str:
-        text = _found(record, name, place, "fields")
-        if not isinstance(text, str):
-            what = "empty" if text is None else f"a {type(text).__name__}, not text"
-            raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
-        return text
-
     def _input(self, texts: Sequence[str]) -> Any:
         """One text or a pair, as the tokenizer takes it."""
-        valid = []
-        for text in texts:
-            text, replaced = NO_CHARACTER.subn("\ufffd", text)
-            self.replaced_bytes += replaced
-            valid.append(text)
-        return valid[0] if len(valid) == 1 else tuple(valid)
+        cleaned = [valid(text) for text in texts]
+        self.replaced_bytes += sum(replaced for _, replaced in cleaned)
+        return cleaned[0][0] if len(cleaned) == 1 else tuple(text for text, _ in cleaned)
 
     def _marked(self, encoding: tokenizers.Encoding, label: str | float) -> np.ndarray:
         ids = np.asarray(encoding.ids, np.uint32)
@@ -200,6 +190,20 @@ def rows(stream: np.ndarray, seq: int, numbers: bool) -> LabelledRows:
     """The rows of the tokens of records."""
     starts = np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
     return LabelledRows(stream, seq, numbers, starts)
+
+
+def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
+    """A text of a record. Raises an InputError that names `place` if it is missing."""
+    text = _found(record, name, place, "fields")
+    if not isinstance(text, str):
+        what = "empty" if text is None else f"a {type(text).__name__}, not text"
+        raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
+    return text
+
+
+def valid(text: str) -> tuple[str, int]:
+    """A text with U+FFFD in the place of what is no character, and of how many that was."""
+    return NO_CHARACTER.subn("\ufffd", text)
 
 
 def _found(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:
