@@ -197,7 +197,7 @@ def train(
         workdir: folder of the run; None: a fresh one in runs/.
         steps: where to stop; None: at train.steps.
         platform: cpu, gpu or tpu; None takes what is there.
-        data: of anything but a causal config: a function from a step's number to its batch, all rows as numpy arrays.
+        data: of a task, or in place of an encoder's: a function from a step's number to its batch of numpy arrays.
         held_out: the batches that evaluation reads.
 
     Returns:

@@ -212,8 +212,8 @@ def no_model(folder: str) -> InputError:
 
 
 def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRows | None:
-    """A function that opens the batches of a task, or of a config whose objective has no source of data; None for any
-    other config. Raises InputError where they do not fit it.
+    """A function that opens the batches of a task, or those given for an encoder's config; None for any other config.
+    Raises InputError where they do not fit it.
     """
     if isinstance(task, Config) and task.objective != "causal" and data is not None:
         task = decoder.task(task)

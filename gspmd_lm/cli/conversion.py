@@ -64,6 +64,8 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
             begun.say(
                 f"{source}: {published.left_out:,} tensors are left out: they are not of the layers that make text"
             )
+        if published.new:
+            begun.say(f"{source}: new weights, which no file has and training must learn: {', '.join(published.new)}")
         for note in published.notes:
             begun.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
@@ -79,8 +81,8 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         checkpoints.save(0, {"params": params}, {"data": "", "rules": begun.rules.path})
         checkpoints.wait()
     begun.say(f"{workdir}: {layout.CONFIG}, {IMPORTED}/ and checkpoint 0")
-    begun.say(f"next: generate --workdir={workdir} --prompt=..., or train with --config={workdir}/{layout.CONFIG} "
-             f"--set train.init_from={workdir}")  # fmt: skip
+    generate = f"generate --workdir={workdir} --prompt=..., or " * (published.config.objective == "causal")
+    begun.say(f"next: {generate}train with --config={workdir}/{layout.CONFIG} --set train.init_from={workdir}")
     return 0
 
 
@@ -121,6 +123,9 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)
     like = architecture.read_config_json(original) if original else None
+    if like and (classes := _classes(workdir)):
+        numbered = {str(number): name for number, name in enumerate(classes)}
+        like |= {"id2label": numbered, "label2id": {name: int(number) for number, name in numbered.items()}}
     if original and (original / IGNORED).is_file():
         fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
@@ -160,6 +165,12 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
     return 0
+
+
+def _classes(workdir: str) -> list[str]:
+    """The names of the classes that a run was trained on, in the order of their numbers; [] without any."""
+    path = layout.path_of(workdir) / layout.CLASSES
+    return files.json_value(path.read_text(), Path(path)) if path.exists() else []
 
 
 def _placed(begun: Session, config: configs.Config) -> step.Step:

@@ -110,8 +110,8 @@ class Config:
 
     name: str  # of the run's folder and its reports; by default that of the file
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
-    # text, one of model.classes. seq2seq: each next token of a text that is made from a source, which model.encoder
-    # reads.
+    # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
+    # is made from a source, which model.encoder reads.
     objective: Literal["causal", "masked", "classes", "seq2seq"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
@@ -119,7 +119,7 @@ class Config:
     train: Train
 
     def __post_init__(self):
-        if self.data.seq > self.model.context:
+        if self.data.seq > self.model.context and not self.model.patches:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
         if wrong := self._wrong_objective():
             raise ValueError("\n".join(wrong))
@@ -144,6 +144,8 @@ class Config:
             "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":
                 (objective == "classes") != (model.classes > 0),
+            "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
+                objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
             "objective: classes needs model.mask: full: a text is read at its first token":
                 objective == "classes" and model.mask == "causal",
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
@@ -158,6 +160,33 @@ class Config:
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":
                 objective != "causal" and self.train.samples is not None,
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong] + self._wrong_patches()
+
+    def _wrong_patches(self) -> list[str]:
+        """What does not go with images."""
+        model, data = self.model, self.data
+        if not model.patches:
+            return []
+        rows, numbers = model.patches.rows, {1, model.patches.channels}
+        problems = {
+            "model.patches does not go with data.label_kind: number": data.label_kind == "number",
+            f"data.images.resize={data.images.resize} is below model.patches.image={model.patches.image}":
+                0 < data.images.resize < model.patches.image,
+            f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
+                {len(data.images.mean), len(data.images.std)} - numbers,
+            "model.patches needs objective: classes": self.objective != "classes",
+            f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
+            f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
+                model.context != rows,
+            f"model.patches gives {rows} rows of an image: set data.seq={data.seq} to {rows}, or above for padding":
+                data.seq < rows,
+            f"model.patches goes with positions: learned or none, not {model.positions}":
+                model.positions not in ("learned", "none"),
+            "model.patches does not go with token_types": model.token_types > 0,
+            "model.patches does not go with embedding_norm": model.embedding_norm,
+            "model.patches does not go with embedding_width": model.embedding_width > 0,
+            "model.patches does not go with position_offset": model.position_offset > 0,
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 

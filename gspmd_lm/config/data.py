@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
+from gspmd_lm.config.images import Images
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
 
@@ -63,6 +64,7 @@ class Data:
     label: str = ""  # the field or column of the label
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
     label_kind: Literal["class", "number"] = "class"
+    images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared
     # Of the tokens of a row, the share that a model which guesses masked tokens has to guess.
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.

@@ -13,6 +13,7 @@ from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.image_families import padded_rows, preprocessing
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError, did_you_mean
 
@@ -46,7 +47,7 @@ def new_config(path: Path, overrides: Sequence[str] = ()) -> config.Config:
         read_config_json(folder) if path.is_dir() else parse_object(paths.read_text(path), path), place
     )
     raw = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is about the weights
-    row = family_of(raw, place)
+    row = family_of(raw, place, asked_objective(overrides, place))
     values = model_settings(row, raw, place, fix="take {} out of a copy of the file")
     name = folder.resolve().name if Path(place).name == CONFIG else path.stem
     return run_config(name, folder / TOKENIZER, values, overrides, place, notes(row, raw))
@@ -60,13 +61,11 @@ def run_config(
     tokenizer: its tokenizer.json, if there is such a file. notes: sentences that explain an error about settings that
     they name.
     """
-    settings: dict[str, Any] = {
-        "name": name,
-        "objective": _objective(values),
-        "model": values,
-        "data": {"seq": min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1},
-        "train": {"steps": 1000},
-    }
+    seq = min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1
+    settings = _sections(name, values, seq)
+    settings["train"] = {"steps": 1000}
+    if "patches" in values and (found := preprocessing(tokenizer.parent)):
+        settings["data"]["images"] = found
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
@@ -86,15 +85,19 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return parse_object(paths.read_text(path), path)
 
 
-def family_of(raw: Mapping[str, Any], place: str) -> Family:
-    """The row of the table that a config.json belongs to. Raises InputError if there is none."""
+def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family:
+    """The row of the table that a config.json belongs to. Raises InputError if there is none.
+
+    Of several rows, one for each head, it is that of `objective`, or of the class that config.json names.
+    """
     kind = raw.get("model_type")
     classes = raw.get("architectures")
-    for row in FAMILIES:
-        if kind in (row.model_type, *row.also) or (
-            kind is None and isinstance(classes, list) and row.architecture in classes
-        ):
-            return row
+    named = [row for row in FAMILIES if isinstance(classes, list) and row.architecture in classes]
+    rows = [row for row in FAMILIES if kind in (row.model_type, *row.also)] if kind is not None else named
+    named = [row for row in named if row in rows]
+    asked = [row for row in rows if objective_of(_read(row, raw)[1]) == objective] if len(rows) > 1 else []
+    if found := [*(row for row in named if row in asked), *asked, *named, *rows]:
+        return found[0]
     known = [kind for row in FAMILIES for kind in (row.model_type, *row.also)]
     if kind is None:
         message = "no model_type"
@@ -105,6 +108,27 @@ def family_of(raw: Mapping[str, Any], place: str) -> Family:
         alike = [f" (did you mean {name}?)" for name in known if _letters(name) == _letters(str(kind))]
         message = f"model_type: {shown(kind)} is not a supported family{''.join(alike)}"
     raise InputError(f"{place}: {message}\n  fix   one of {', '.join(known)}")
+
+
+def asked_objective(overrides: Sequence[str], place: str) -> str:
+    """The objective that overrides set; '' for none."""
+    laid: dict[str, Any] = {}
+    config.override(laid, overrides, place)
+    return str(laid.get("objective") or "")
+
+
+def objective_of(values: Mapping[str, Any]) -> str:
+    """What a model of these settings predicts."""
+    if values.get("encoder"):
+        return "seq2seq"
+    return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
+
+
+def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
+    """The sections of a config that follow from the settings of its model."""
+    seq = padded_rows(values["context"]) if "patches" in values else seq
+    of_data = {"seq": seq} | ({"label_kind": "number"} if values.get("classes") == 1 else {})
+    return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 
 
 def _letters(word: str) -> str:
@@ -193,8 +217,7 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
         values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
-        about = {"name": row.name, "objective": _objective(values), "data": {"seq": 1}, "train": {"steps": 1}}
-        theirs = config.from_dict(about | {"model": values}, row.name).model
+        theirs = config.from_dict(_sections(row.name, values, 1) | {"train": {"steps": 1}}, row.name).model
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE
@@ -211,11 +234,6 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     ]
 
 
-def _objective(values: Values) -> str:
-    """What a model of these settings predicts."""
-    return "seq2seq" if values.get("encoder") else "causal"
-
-
 def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple[Family, dict[str, Any]]:
     """The family of a model and its config.json.
 
@@ -223,7 +241,9 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
     the table that can express the model. If none can, raises an InputError that names the settings in the way.
     """
     if like is not None:
-        row = family_of(like, CONFIG)
+        row = family_of(like, CONFIG, objective_of(vars(model)))
+        if row.heads:
+            like = {**like, "architectures": [row.architecture]}
         if not differences(row, like, model):
             return row, dict(like)
         newer = ("rope_parameters", "layer_types")  # these are written again, in the older form or in the same

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed
 from gspmd_lm.convert.layout import Tensor
@@ -21,9 +22,21 @@ class Family:
     irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
     also: tuple[str, ...] = ()  # other names of the same family in config.json
     copies: tuple[str, ...] = ()  # tensors that files may hold beside the token table, and that are equal to it
+    # Of a model_type with several rows, one for each head: patterns of the tensors of all heads.
+    heads: tuple[str, ...] = ()
+    older_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # ends of names in old files -> today's
+    twice: Mapping[str, str] = dataclasses.field(default_factory=dict)  # tensor that files may have -> its equal
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
+
+    def is_of_head(self, name: str) -> bool:
+        """Whether a tensor belongs to what stands on the stack of blocks, in this row or in another one."""
+        return any(re.search(pattern, name) for pattern in self.heads)
+
+    def todays_name(self, name: str) -> str:
+        """The name of a tensor whose file may be old."""
+        return next((name.removesuffix(old) + new for old, new in self.older_names.items() if name.endswith(old)), name)
 
     def keeps_float32(self, name: str) -> bool:
         """Whether a tensor has float32 numbers, whatever the dtype of the others."""

@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
@@ -117,12 +119,24 @@ class Pretrained:
     locations: Any  # the tree of parameters, with an ArrayLocation for each
     left_out: int = 0  # tensors of other parts than the text
     notes: Sequence[str] = ()  # sentences about what its config.json says and the settings do not
+    new: Sequence[str] = ()  # the paths of weights that no file has: those of another head, drawn from train.seed
 
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer: the folder's, one that was named, or bytes for a model of bytes."""
         named = self.config.data.tokenizer != Bytes.fingerprint
         return named or self.tokenizer is not None or self.config.model.vocab == Bytes.vocab_size
+
+    @functools.cached_property
+    def _drawn(self) -> Mapping[str, np.ndarray]:
+        """The values of the new weights."""
+        model = self.config.model
+
+        def some(key: jax.Array) -> dict[str, jax.Array]:
+            drawn = flatten_dict(nn.unbox(init(model, key)), sep=".")
+            return {path: drawn[path] for path in self.new}
+
+        return jax.device_get(jax.jit(some)(jax.random.key(self.config.train.seed)))
 
     def load(self, shardings: Any, dtypes: Any = None) -> Any:
         """The parameters, or those in a part of their tree, placed as a tree of shardings says, and cast as a tree of
@@ -159,6 +173,8 @@ class Pretrained:
 
     def part(self, location: ArrayLocation, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of one of our arrays, read from the files; padding is zero."""
+        if location.path in self.new:
+            return np.asarray(self._drawn[location.path][index], location.dtype)
         model, tensor = self.config.model, location.tensor
         rows = tensor.rows(location.weight, location.letters, model)
         shape = tuple(at.stop - at.start for at in index)
@@ -220,7 +236,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     whole, place = architecture.read_config_json(folder), str(folder / architecture.CONFIG)
     text = multimodal.text_config(whole, place)
     raw, quantised = dequantise.split_config(text, place)
-    row = architecture.family_of(raw, place)
+    row = architecture.family_of(raw, place, architecture.asked_objective(overrides, place))
     architecture.check_ignored(row, raw, place, ignored)
     values = architecture.model_settings(row, raw, place, ignored, fix)
     every = stored = safetensors.stored_tensors(folder)
@@ -230,6 +246,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     if quantised:
         stored = dequantise.dequantised(stored, quantised, str(folder))
     with_unused, stored = len(stored), multimodal.without_unused(stored, raw)
+    stored, of_other_heads = _of_head(row, stored)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
@@ -243,15 +260,39 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     run_config = architecture.run_config(folder.resolve().name, tokenizer, values, overrides, place, notes)
     _check_sizes(place, row, run_config.model, stored)
     tree = array_locations(row, run_config.model)
-    files = _checked(folder, row, run_config.model, jax.tree.leaves(tree), stored)
+    leaves = jax.tree.leaves(tree)
+    new = _new_paths(row, raw, leaves, stored)
+    files = _checked(folder, row, run_config.model, [leaf for leaf in leaves if leaf.path not in new], stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
     if text is not whole:
         like["architectures"] = [row.architecture]
     if len(stored) < with_unused and raw.get(multimodal.LATER_TOKENS):
         like[multimodal.LATER_TOKENS] = 0
-    left_out += with_unused - len(stored)
-    return Pretrained(run_config, row, like, tokenizer if tokenizer.is_file() else None, files, tree, left_out, notes)
+    left_out += with_unused - len(stored) - len(of_other_heads)
+    if of_other_heads:
+        notes.append(f"left out, as tensors of another head: {', '.join(of_other_heads)}")
+    there = tokenizer if tokenizer.is_file() else None
+    return Pretrained(run_config, row, like, there, files, tree, left_out, notes, new)
+
+
+def _of_head(row: Family, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
+    """The tensors under today's names without those of other heads than the row's, and the names of the latter."""
+    stored = {new if (new := row.todays_name(name)) == name or new not in stored else name: where
+              for name, where in stored.items()}  # fmt: skip
+    known = {tensor.name for tensor in row.tensors} | row.twice.keys()
+    others = [name for name in stored if row.is_of_head(name) and not {name, row.prefix + name} & known]
+    return {name: where for name, where in stored.items() if name not in others}, others
+
+
+def _new_paths(
+    row: Family, raw: Mapping[str, Any], leaves: list[ArrayLocation], stored: Mapping[str, Stored]
+) -> list[str]:
+    """The paths of the weights of the row's head that the files lack, if config.json does not say that they have it."""
+    if row.architecture in (raw.get("architectures") or ()):
+        return []
+    have = stored.keys() | {row.prefix + name for name in stored}
+    return [leaf.path for leaf in leaves if row.is_of_head(leaf.tensor.name) and not have & {*leaf.names()}]
 
 
 def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Mapping[str, Stored]) -> None:
@@ -284,7 +325,7 @@ def _checked(
             files[name] = where
         elif published in heads or {published, row.prefix + published} & {*row.copies}:
             copies.append(published)
-        elif not row.is_no_weight(published):
+        elif not row.is_no_weight(published) and published not in row.twice:
             unexpected.append(published)
     missing = [name for name in wanted if name not in files]
     shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
@@ -307,6 +348,12 @@ def _checked(
             for name in copies
             if not _alike(stored[name], files[embedding])
         ]
+    if not lines:
+        lines = [
+            f"  unexpected   {copy}: not equal to {name}"
+            for copy, name in row.twice.items()
+            if copy in stored and name in files and not _alike(stored[copy], files[name])
+        ]
     if lines:
         count = f"{len(lines)} kind{'s' * (len(lines) > 1)} of tensors"
         raise InputError(f"{folder}: {count} that do not fit {row.name} as config.json has it\n" + "\n".join(lines))
@@ -314,11 +361,12 @@ def _checked(
 
 
 def _alike(a: Stored, b: Stored) -> bool:
-    """Whether two tables have the same shape, and the same values in some of their rows."""
+    """Whether two arrays have the same shape, and the same values in some of their rows."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     rows = np.unique(np.linspace(0, a.shape[0] - 1, _SAMPLED_ROWS).astype(int))
-    return np.array_equal(a.read(a.shape, (rows, slice(None))), b.read(b.shape, (rows, slice(None))))
+    index = (rows, *(slice(None) for _ in a.shape[1:]))
+    return np.array_equal(a.read(a.shape, index), b.read(b.shape, index))
 
 
 def _by_layer(names: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Labelled:
         self._tokenizer = tokens.template()
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(data.seq)
+        self.has_types = len(data.fields) > 1 and 1 in self._tokenizer.encode("a", "b").type_ids
         special = self._tokenizer.num_special_tokens_to_add(is_pair=len(data.fields) > 1)
         if data.seq <= special:
             raise InputError(
@@ -53,12 +54,8 @@ class Labelled:
         Raises an InputError that names `place` if a text or the label is missing, or if no class has this label.
         """
         texts = [text_of(record, name, place) for name in self.data.fields]
-        label = self._label(record, place)
-        if self.classes and label not in self.classes:
-            raise InputError(
-                f"{place}: {self.data.label}={label} is no label of the training data ({_listed(self.classes)})\n"
-                "  fix   correct it, or train on records with this label too"
-            )
+        label = label_of(self.data, record, place)
+        check_class(label, self.classes, f"{place}: {self.data.label}")
         return json.dumps([texts, label]).encode()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -89,37 +86,12 @@ class Labelled:
                 f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
                 "  fix   name the column of the labels, or set data.label_kind to number for numbers to predict"
             )
-        whole = all(label.removeprefix("-").isdecimal() for label in found)
-        self.classes = tuple(sorted(found, key=int) if whole else sorted(found))
+        self.classes = ordered(found)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace_json(path, self.classes)
         except OSError as error:
             raise unwritable(path, error.strerror, "the classes ") from error
-
-    def about_classes(self) -> str:
-        """For the user: the classes and their numbers."""
-        return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(self.classes)])}"
-
-    def _label(self, record: Mapping[str, Any], place: str) -> str | float:
-        """The label of a record: the name of a class, or a number."""
-        name = self.data.label
-        label = _found(record, name, place, "label")
-        if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
-            raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
-        try:
-            if self.data.label_kind == "number":
-                number = float("" if isinstance(label, bool) else label)
-                if abs(number) <= float(np.finfo(np.float32).max):
-                    return number
-            elif isinstance(label, bool):
-                return str(label).lower()
-            elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
-                return str(int(label) if isinstance(label, float) and label.is_integer() else label)
-        except (TypeError, ValueError):
-            pass
-        wanted = "a finite number" if self.data.label_kind == "number" else "a text or a number"
-        raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
 
     def _input(self, texts: Sequence[str]) -> Any:
         """One text or a pair, as the tokenizer takes it."""
@@ -134,6 +106,47 @@ class Labelled:
         value = np.float32(label) if self.data.label_kind == "number" else np.int32(self.classes.index(str(label)))
         word = int(value.view(np.uint32))
         return np.concatenate([np.asarray([word >> 16, word & 0xFFFF], np.uint32), ids])
+
+
+def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float:
+    """The label of a record: the name of a class, or a number. Raises an InputError that names `place`."""
+    name = data.label
+    label = _found(record, name, place, "label")
+    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+        raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
+    try:
+        if data.label_kind == "number":
+            number = float("" if isinstance(label, bool) else label)
+            if abs(number) <= float(np.finfo(np.float32).max):
+                return number
+        elif isinstance(label, bool):
+            return str(label).lower()
+        elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
+            return str(int(label) if isinstance(label, float) and label.is_integer() else label)
+    except (TypeError, ValueError):
+        pass
+    wanted = "a finite number" if data.label_kind == "number" else "a text or a number"
+    raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
+
+
+def ordered(found: Collection[str]) -> tuple[str, ...]:
+    """Classes in order: that of numbers if all of them are whole numbers."""
+    whole = all(label.removeprefix("-").isdecimal() for label in found)
+    return tuple(sorted(found, key=int) if whole else sorted(found))
+
+
+def about_classes(classes: Sequence[str]) -> str:
+    """For the user: the classes and their numbers."""
+    return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(classes)])}"
+
+
+def check_class(label: str | float, classes: Sequence[str], place: str) -> None:
+    """Raises an InputError that begins with `place` if there are classes, and none has this label."""
+    if classes and label not in classes:
+        raise InputError(
+            f"{place}={label} is no label of the training data ({_listed(classes)})\n"
+            "  fix   correct it, or train on records with this label too"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, labelled, packing, pairs, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, images, labelled, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
 from gspmd_lm.errors import InputError
 
-Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows
+Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | images.ImageRows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -131,31 +131,18 @@ def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
     return iter(reads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
 
 
-def open_loaders(
-    config: Config, progress: sources.Progress | None = None, masked: bool = False
-) -> tuple[Loader, Loader | None]:
+def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
-    A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows once, in an
-    order that does not depend on the seed. masked: the targets are not the next tokens but masked ones, of which
-    evaluation always has the same. Raises InputError if the source, the tokenizer or their sizes do not fit.
+    The rows have what `config.objective` predicts: next tokens; masked tokens, of which evaluation always has the same;
+    a label; or the text that a source goes with. A source that has no cache yet is tokenized, and `progress` is told
+    about it. Evaluation reads its rows once, in an order that does not depend on the seed. Raises InputError if the
+    source, the tokenizer, the labels or their sizes do not fit.
     """
-    data = config.data
-    seq2seq = config.objective == "seq2seq"
-    if config.objective != "causal" and not seq2seq:
-        raise InputError(
-            f"objective: {config.objective}: sources of data give rows for objective: causal alone\n"
-            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
-        )
-    if seq2seq and not data.fields and sources.random_rows(data.source) is None:
-        raise InputError(
-            "objective: seq2seq: records have a source and a text\n  fix   set data.fields to the names of both"
-        )
-    if masked and (data.conversations or data.fields):
-        key = "fields" if data.fields else "messages_field"
-        raise InputError(
-            f"data.{key}: masked tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
-        )
+    data, masked = config.data, config.objective == "masked"
+    if config.model.patches:
+        return _of_images(config, images.open_images(config, progress))
+    _check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
@@ -213,7 +200,7 @@ def open_loaders(
         elif isinstance(tokens, labelled.Labelled):
             about += f"{size - labelled.LABEL_WORDS * len(rows):,} tokens"
             about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
-            more = [tokens.about_classes()] if training and tokens.classes else []
+            more = [labelled.about_classes(tokens.classes)] if training and tokens.classes else []
         else:
             about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them masked" * masked
         lines = [f"{use}: {about} ({origin})", *more]
@@ -249,6 +236,50 @@ def open_loaders(
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
+def _of_images(config: Config, opened: images.Opened) -> tuple[Loader, Loader | None]:
+    """The loaders of images."""
+
+    def loader_of(use: str, rows: images.ImageRows, seed: int) -> Loader:
+        lines = [f"{use}: {len(rows):,} images ({opened.names})"] + [opened.notes] * (use == "training")
+        return Loader(
+            rows=rows,
+            batch=config.data.batch,
+            seed=seed,
+            repeat=use == "training",
+            tokens_per_epoch=len(rows),
+            description="\n".join(lines),
+            fingerprint=f"{opened.fingerprint}-{use}",
+            classes=rows.classes,
+        )
+
+    train = loader_of("training", opened.train, config.data.seed)
+    return train, loader_of("evaluation", opened.held_out, 0) if opened.held_out else None
+
+
+def _check_objective(config: Config) -> None:
+    """Raises InputError if the records of the data are not those that the objective needs."""
+    data, objective = config.data, config.objective
+    if objective == "seq2seq" and not data.fields and sources.random_rows(data.source) is None:
+        raise InputError(
+            "objective: seq2seq: records have a source and a text\n  fix   set data.fields to the names of both"
+        )
+    if objective == "classes" and not data.label:
+        raise InputError(
+            "objective: classes: data.fields and data.label do not say what a text and its label are\n"
+            "  fix   --set data.fields=[text] --set data.label=label, with the names of the data's own fields"
+        )
+    if objective == "causal" and data.fields:
+        raise InputError(
+            "data.fields: objective: causal predicts tokens, not labels\n"
+            "  fix   set objective to classes, or leave data.fields and data.label out"
+        )
+    if objective == "masked" and (data.conversations or data.fields):
+        key = "fields" if data.fields else "messages_field"
+        raise InputError(
+            f"data.{key}: masked tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
+        )
+
+
 def _source(
     config: Config, progress: sources.Progress | None, masked: bool
 ) -> tuple[sources.DocumentSource, cache.Encoder, Path | None]:
@@ -277,7 +308,18 @@ def _source(
     of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
     source = source or sources.open_source(data, progress, of_record)
     if isinstance(tokens, labelled.Labelled):
+        if tokens.has_types and config.model.token_types == 1:
+            raise InputError(
+                f"data.tokenizer={data.tokenizer} gives a second text the token type 1, and model.token_types is 1\n"
+                "  fix   name the model's own tokenizer.json, or set model.token_types to 2"
+            )
         tokens.learn_classes(source, progress)
+        if data.label_kind == "class" and len(tokens.classes) != config.model.classes:
+            raise InputError(
+                f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "
+                f"{config.model.classes:,} ({labelled.about_classes(tokens.classes)})\n"
+                f"  fix   --set model.classes={len(tokens.classes)}, or correct the labels"
+            )
     return source, tokens, path
 
 

@@ -31,7 +31,9 @@ def task(config: Config | Task) -> Task:
     if isinstance(config, Task):
         return config
     model, data = config.model, config.data
-    predicted = _CLASSES if config.objective == "classes" else _TOKENS
+    predicted = _TOKENS
+    if config.objective == "classes":
+        predicted = _CLASSES if data.label_kind == "class" else _NUMBERS
     decoder = Task(
         name=config.name,
         vocabulary=DECODER,
@@ -58,23 +60,29 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The int32 arrays of a batch.
+    """The arrays of a batch, int32 but for patches, and for labels that are numbers, which are float32.
 
+    patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none. labels [B], in their place if the objective is
-    classes: the class of the row's text, -1 for none.
+    classes: the class of the row's text, -1 for none, or its number.
     segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the model
     has any. row [B]: the number of the row in the batch.
     """
     data, classes = config.data, config.objective == "classes"
+    if patches := config.model.patches:
+        arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
+        return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
     names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
     if config.model.encoder:
         sources = [f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids")]
         arrays |= {name: Input((data.batch, config.source_seq), "int32", "tokens: batch seq") for name in sources}
-    of_rows = ["labels", "row"] if classes else ["row"]
-    return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in of_rows}
+    if classes:
+        kind = "int32" if data.label_kind == "class" else "float32"
+        arrays["labels"] = Input((data.batch,), kind, "tokens: batch")
+    return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
 
 
 def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
@@ -145,3 +153,6 @@ class _Predicted(NamedTuple):
 
 _TOKENS = _Predicted(_sums, _targets, _evaluate, _means, _scores)
 _CLASSES = _Predicted(classes.sums, classes.labels, classes.evaluate, classes.means, classes.scores)
+_NUMBERS = _Predicted(
+    classes.squared, classes.numbers, classes.evaluate_numbers, classes.means_of_numbers, classes.scores_of_numbers
+)

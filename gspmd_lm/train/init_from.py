@@ -1,19 +1,24 @@
 """The weights that a run begins with: those of another workdir (train.init_from)."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.model.program import placed
-from gspmd_lm.train import state
+from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
+
+_HEAD = ("classes", "head_transform", "unembedding_bias", "tied_embeddings")  # of an encoder, before what it predicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +26,49 @@ class InitFrom:
     """A workdir with whose newest weights a run begins."""
 
     workdir: epath.Path
-    config: Config  # the run's, but with the adapters that the workdir's weights have
+    config: Config  # the run's, but with the adapters and the head of an encoder that the workdir's weights have
+    run: Config
+
+    @functools.cached_property
+    def new(self) -> tuple[str, ...]:
+        """The paths of the weights that the workdir lacks: those of another head. They are drawn from train.seed.
+
+        Raises InputError if a run with adapters would never train them.
+        """
+        have, wanted = (
+            {path: one.shape for path, one in flatten_dict(state.arrays(_plain(one)).params, sep=".").items()}
+            for one in (self.config, self.run)
+        )
+        new = tuple(path for path, shape in wanted.items() if have.get(path) != shape)
+        if new and self.run.model.lora:
+            raise InputError(
+                f"train.init_from: {self.workdir}: lacks {', '.join(new)}, and model.lora trains adapters alone\n"
+                "  fix   train all weights: leave model.lora out"
+            )
+        return new
 
     def restore(self, step: Step) -> tuple[int, Any]:
         """The number of the checkpoint and its weights, placed as the run holds them, with adapters merged in.
 
         Raises an InputError that lists every difference if they are not weights of the run's model.
         """
+        number, params = self._restored(step)
+        return number, self._with_head(params, step) if self.new else params
+
+    def _with_head(self, params: Any, step: Step) -> Any:
+        """The weights of the run's model: those of `params` that it has, and new ones."""
+        arrays, have = state.arrays(self.run), flatten_dict(params, sep=".")
+        shardings = flatten_dict(step.placement.shardings("weights", arrays.named_params, arrays.params), sep=".")
+
+        def draw(key: jax.Array) -> dict[str, jax.Array]:
+            drawn = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
+            return {path: drawn[path] for path in self.new}
+
+        drawn = jax.jit(draw, out_shardings={path: shardings[path] for path in self.new})
+        new = drawn(jax.random.key(self.run.train.seed))
+        return unflatten_dict({path: new.get(path, have.get(path)) for path in shardings}, sep=".")
+
+    def _restored(self, step: Step) -> tuple[int, Any]:
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
         with checkpoint.of_run(self.workdir, self.config) as checkpoints:
@@ -53,11 +94,17 @@ def find(config: Config) -> InitFrom:
     workdir = epath.Path(path).expanduser()
     place = f"train.init_from: {path}"
     described = workdir / layout.CONFIG
-    adapters = configs.load(str(described)).model.lora if described.exists() else None
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=adapters))
+    run, begun = config, configs.load(str(described)) if described.exists() else None
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=begun and begun.model.lora))
+    if begun and run.model.mask == begun.model.mask == "full":
+        head = {name: getattr(begun.model, name) for name in _HEAD}
+        config = dataclasses.replace(
+            config, objective=begun.objective, model=dataclasses.replace(config.model, **head),
+            data=dataclasses.replace(config.data, label_kind=begun.data.label_kind),
+        )  # fmt: skip
     with checkpoint.of_run(workdir, config) as checkpoints:
         if checkpoints.candidates():
-            return InitFrom(workdir, config)
+            return InitFrom(workdir, config, run)
     if (workdir / "config.json").exists():
         raise InputError(
             f"{place}: a Hugging Face directory, not a workdir\n"
@@ -67,3 +114,8 @@ def find(config: Config) -> InitFrom:
     then = "python main.py convert --from=FOLDER --workdir=W, then train.init_from: W"
     fix = paths.download(path, "give the workdir of a run, or of python main.py convert", then)
     raise InputError(f"{place}: {what}\n  fix   {fix}")
+
+
+def _plain(config: Config) -> Config:
+    """The config without adapters."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))

@@ -155,7 +155,8 @@ class Run:
         if origin is None:
             return self.programs.ready(self.programs.initial_state())()
         number, weights = origin.restore(self.step)
-        self.say(f"weights of checkpoint {number} of {origin.workdir}")
+        new = f"; new, and to be learnt: {', '.join(origin.new)}" if origin.new else ""
+        self.say(f"weights of checkpoint {number} of {origin.workdir}{new}")
         return self.programs.ready(self.programs.initial_state(from_weights=True))(weights)
 
     def compile_evaluation(self) -> None:

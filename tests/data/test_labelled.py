@@ -16,7 +16,8 @@ from gspmd_lm import config
 from gspmd_lm.data import cache, corpus, labelled, loader
 from gspmd_lm.errors import InputError
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256}
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
+         "mask": "full"}  # fmt: skip
 RECORDS = [{"a": f"one {i}", "b": f'"two" {i}', "label": ("no", "yes", "maybe")[i % 3], "id": i} for i in range(60)]
 PAIR = {"fields": ["a", "b"], "label": "label"}
 
@@ -34,13 +35,15 @@ def _lines(name, records):
         file.write("\n".join(map(json.dumps, records)))
 
 
-def _config(**data):
+def _config(classes=3, **data):
     data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0} | PAIR | data
-    return config.from_dict({"name": "x", "model": MODEL, "data": data, "train": {"steps": 1}}, "x")
+    classes = 1 if data.get("label_kind") == "number" else classes
+    settings = {"name": "x", "objective": "classes", "model": MODEL | {"classes": classes}, "data": data}
+    return config.from_dict(settings | {"train": {"steps": 1}}, "x")
 
 
-def _open(**data):
-    return loader.open_loaders(_config(**data))
+def _open(classes=3, **data):
+    return loader.open_loaders(_config(classes, **data))
 
 
 def _all(opened):
@@ -63,7 +66,7 @@ def _tokenizer(processor=None):
 def test_rows_by_hand():
     _tokenizer(tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1)))
     _lines("a.jsonl", [{"a": "a b", "b": "c", "label": 7}, {"a": "a b c d e f", "b": "z [SEP]", "label": -1}])
-    train, none = _open(tokenizer="words.json", seq=8)
+    train, none = _open(2, tokenizer="words.json", seq=8)
     assert none is None and train.classes == ("-1", "7")
     read = train.rows.read([0, 1, -1])
     assert {name: (array.dtype, array.shape) for name, array in read.items()} == {
@@ -77,14 +80,14 @@ def test_rows_by_hand():
     assert read["labels"].tolist() == [1, 0, -1]
     assert train.description.startswith("training: 2 rows, 14 tokens, 1 rows with texts cut to 8 tokens (a.jsonl: ")
     assert "\nclasses: 0 = -1, 1 = 7" in train.description
-    longer, _ = _open(tokenizer="words.json", seq=9)
+    longer, _ = _open(2, tokenizer="words.json", seq=9)
     assert longer.rows.read([1])["segment_ids"].sum() == 9 and longer.fingerprint != train.fingerprint
 
 
 def test_one_text_and_templates_without_tokens():
     _tokenizer()
     _lines("a.jsonl", [{"a": "a b", "b": "c", "label": "x"}, {"a": "", "b": "", "label": "y"}])
-    pair, one = _all(_open(tokenizer="words.json")[0]), _all(_open(tokenizer="words.json", fields=["a"])[0])
+    pair, one = (_all(_open(2, tokenizer="words.json", fields=fields)[0]) for fields in (["a", "b"], ["a"]))
     assert pair["tokens"][:, :5].tolist() == [[4, 5, 3, 6, 3], [3, 3, 0, 0, 0]]  # </s> after each text
     assert pair["token_types"][:, :5].tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]
     assert one["tokens"][:, :4].tolist() == [[4, 5, 3, 0], [3, 0, 0, 0]] and not one["token_types"].any()
@@ -123,14 +126,14 @@ def test_quotes_in_tsv_swallow_nothing():
     """A field may begin with a quote that is never closed."""
     with open("a.tsv", "w") as file:
         file.write('a\tb\tlabel\n"open\tb\t0\nc\t"d" e\t1\nf\tg"\t0\n')
-    read = _all(_open(source="a.tsv")[0])
+    read = _all(_open(2, source="a.tsv")[0])
     assert [bytes(row[row < 256].tolist()).rstrip(b"\0") for row in read["tokens"]] == [b'"openb', b'c"d" e', b'fg"']
 
 
 def test_labels_are_in_order_and_written_in_several_ways():
     labels = [10, "2", 2.0, "b", True, 1.5]
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in labels])
-    assert _open()[0].classes == ("1.5", "10", "2", "b", "true")
+    assert _open(5)[0].classes == ("1.5", "10", "2", "b", "true")
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in [10, "2", 2.0, -1]])
     train = _open()[0]
     assert train.classes == ("-1", "2", "10") and _all(train)["labels"].tolist() == [2, 1, 1, 0]
@@ -220,6 +223,7 @@ def test_a_stopped_build_goes_on(folder, monkeypatch):
         ({}, {"source": "c.txt"}, r"c\.txt: no records, which data\.fields=\['a', 'b'\] needs\n  fix   name \.jsonl"),
         ({}, {"source": "random:3"}, r"random:3 has no labels\n  fix   give files of records"),
         ({}, {"seq": 2}, r"data\.seq=2: a text has 2 special tokens.*\n  fix   set data\.seq to 3 or more"),
+        ({}, {"classes": 2}, r"label has 3 labels, and model\.classes is 2 \(classes: 0 = maybe, (.|\n)*classes=3"),
         ({}, {"held_out": "new.jsonl"}, r"new\.jsonl:2: label=perhaps is no label of .* \(maybe, no, yes\)"),
     ],
 )  # fmt: skip
@@ -290,7 +294,13 @@ def test_pairs_of_the_standard_library(folder, monkeypatch):
     for pair in corpus.pairs([folder / "three.py"]):
         code, docstring, matched = pair.values()
         assert (code.split("(")[0] == "def " + docstring.removeprefix("says ")) == matched
-    data = {"source": "stdlib:pairs", "fields": ["code", "docstring"], "label": "matched", "held_out": 0.25}
+    data = {
+        "classes": 2,
+        "source": "stdlib:pairs",
+        "fields": ["code", "docstring"],
+        "label": "matched",
+        "held_out": 0.25,
+    }
     train, held_out = _open(**data)
     assert held_out and len(train.rows) == 30 and len(held_out.rows) == 10 and train.classes == ("0", "1")
     assert "(stdlib:pairs: 1 file, " in train.description

@@ -11,7 +11,8 @@ from gspmd_lm import config
 from gspmd_lm.data import loader, masks, packing, tokenizer, trained
 from gspmd_lm.errors import InputError
 
-MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 400, "context": 256}
+MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 400, "context": 256,
+         "mask": "full"}  # fmt: skip
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -34,8 +35,8 @@ def folder(tmp_path, monkeypatch):
 
 def _open(**data):
     data = {"source": "a.jsonl", "tokenizer": "bert.json", "batch": 16, "seq": 64, "held_out": 0.1} | data
-    settings = {"name": "x", "model": MODEL, "data": data, "train": {"steps": 1}}
-    train, held_out = loader.open_loaders(config.from_dict(settings, "x"), masked=True)
+    settings = {"name": "x", "objective": "masked", "model": MODEL, "data": data, "train": {"steps": 1}}
+    train, held_out = loader.open_loaders(config.from_dict(settings, "x"))
     assert held_out
     return train, held_out
 

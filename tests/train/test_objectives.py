@@ -1,0 +1,133 @@
+"""Encoders from the command line: they guess masked tokens of texts, or learn labels, evaluate and go on."""
+
+import json
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+import yaml
+from flax.traverse_util import flatten_dict
+
+from gspmd_lm import cli
+from gspmd_lm.config import Lora, load, to_dict
+from gspmd_lm.data import loader
+from gspmd_lm.errors import InputError
+from gspmd_lm.model.transformer import init
+from gspmd_lm.train import decoder, init_from
+from gspmd_lm.workdir import checkpoint
+from tests.quick import QUICK_FLAGS
+
+BERT = {
+    "layers": 1, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 4, "mlp": 64, "vocab": 257, "padded_vocab": 264,
+    "context": 64, "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm",
+    "norm_bias": True, "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
+    "token_types": 2, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "compute_dtype": "float32",
+}  # fmt: skip
+LABELS = {"fields": ["text"], "label": "mood", "seq": 16}
+KINDS = {
+    "masked": ({"head_transform": True, "tied_embeddings": True, "unembedding_bias": True}, {"seq": 32}, "perplexity"),
+    "classes": ({"classes": 2}, LABELS, "f1"),
+    "numbers": ({"classes": 1}, LABELS | {"label": "size", "label_kind": "number"}, "pearson"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    moods = [("glad", "nice"), ("sad", "poor")]
+    lines = [{"text": f"{moods[i % 2][1]} {i * i}", "mood": moods[i % 2][0], "size": i / 60} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def _written(kind):
+    model, data, _ = KINDS[kind]
+    sections = {
+        "objective": "masked" if kind == "masked" else "classes", "model": BERT | model,
+        "data": {"source": "a.jsonl", "batch": 8, "held_out": 0.3} | data,
+        "optimizer": {"learning_rate": 1.0e-2}, "train": {"steps": 20, "log_every": 1, "trackers": []},
+    }  # fmt: skip
+    with open("bert.yaml", "w") as file:
+        yaml.safe_dump(sections, file)
+
+
+@pytest.mark.parametrize("kind", ["masked", "classes", pytest.param("numbers", marks=pytest.mark.slow)])
+def test_it_trains_evaluates_and_goes_on(kind, folder, capsys):
+    _written(kind)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *arguments, "--workdir=W", "--compile_cache=none", *QUICK_FLAGS])
+        said = capsys.readouterr()
+        assert end.value.code == 0, said.out + said.err
+        return said.out
+
+    run("--config=bert.yaml", "--rules=fsdp8", "--steps=2")
+    assert "restored step 2" in run()
+    rows = [json.loads(line) for line in (folder / "W" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 20 and np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
+    last, count = rows[-1], "eval_tokens" if kind == "masked" else "eval_labels"
+    assert last[f"eval_{KINDS[kind][2]}"] >= 0 and last[count] > 10, last
+    said = run("eval")
+    assert KINDS[kind][2] in said and f"{last[count]:,.0f} {count.removeprefix('eval_')} were scored" in said
+    assert (folder / "W" / "classes.json").exists() == (kind == "classes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_has_what_a_batch_holds(kind, folder):
+    _written(kind)
+    config = load("bert.yaml")
+    train, _ = loader.open_loaders(config)
+    rows = train.rows_at(0, slice(None))
+    assert {name: (rows[name].dtype.name, rows[name].shape) for name in decoder.inputs(config)} == {
+        name: (one.dtype, tuple(one.shape)) for name, one in decoder.inputs(config).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("classes", ("data.fields=[]", "data.label=''"), r"data\.label do not say what a text(.|\n)*fix "),
+        ("classes", ("model.classes=3",), r"has 2 labels, and model\.classes is 3(.|\n)*fix   --set model\.classes=2"),
+        ("classes", ("model.token_types=1", "data.fields=[text, text]"), r"and model\.token_types is 1\n  fix "),
+        ("classes", ("model.classes=1",), r"model\.classes: 1 is the number"),
+        ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
+        ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal"),
+         r"objective: causal predicts tokens, not labels\n  fix "),
+    ],
+)  # fmt: skip
+def test_data_of_another_objective_is_refused(kind, changes, message, folder):
+    _written(kind)
+    with pytest.raises(InputError, match=message):
+        loader.open_loaders(load("bert.yaml", changes))
+
+
+def test_a_head_that_weights_lack_is_new(folder, small, built):
+    """A classifier begins with what guessed tokens, and one of other classes with that."""
+    shared = {"layers": 1, **BERT | {"vocab": 61, "padded_vocab": 64, "context": 32}}
+    before = small(objective="masked", **shared | KINDS["masked"][0])
+    for name, classes, new in (("a", 2, ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
+                               ("b", 3, ["classifier", "classifier_bias"])):  # fmt: skip
+        params = jax.jit(lambda key, model=before.model: nn.unbox(init(model, key)))(jax.random.key(9))
+        with checkpoint.of_run(folder / name, before) as checkpoints:
+            checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
+        after = small(objective="classes", train={"init_from": str(folder / name)}, **shared | {"classes": classes})
+        found, step = init_from.find(after), built(after, "fsdp2_tp4")
+        assert sorted(found.new) == new
+        number, given = found.restore(step)
+        given, old = flatten_dict(given, sep="."), flatten_dict(params, sep=".")
+        wanted = flatten_dict(step.abstract_state.params, sep=".")
+        assert number == 0 and given.keys() == wanted.keys()
+        for path, array in given.items():
+            assert (array.shape, array.sharding) == (wanted[path].shape, wanted[path].sharding), path
+            assert path in new or np.array_equal(array, old[path]), path
+        assert np.std(given["classifier"]) > 0
+        before = after
+    with pytest.raises(InputError, match=r"lacks .*classifier.*model\.lora trains adapters alone\n  fix "):
+        begun = small(objective="classes", lora=Lora(rank=2, targets=("wq",)), train={"init_from": str(folder / "a")},
+                      **shared | {"classes": 2})  # fmt: skip
+        init_from.find(begun).restore(built(begun, "fsdp2_tp4"))
