@@ -70,7 +70,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
             begun.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
             begun.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
-        if not published.reads_text:
+        if not published.reads_text and not published.config.model.patches:
             begun.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
                      f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
                      "what there is; then --set data.tokenizer=T")  # fmt: skip
