@@ -13,7 +13,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, export, peft, pretrained, sidecars
+from gspmd_lm.convert import architecture, export, image_families, peft, pretrained, sidecars
 from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat
 from gspmd_lm.errors import InputError
@@ -70,7 +70,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
             begun.say(f"{source / architecture.CONFIG}: {note}")
         if values.ignore:
             begun.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
-        if not published.reads_text:
+        if not published.reads_text and not published.config.model.patches:
             begun.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
                      f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
                      "what there is; then --set data.tokenizer=T")  # fmt: skip
@@ -142,6 +142,8 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
     imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
     written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
+    if model.patches:
+        written |= image_families.preprocessor(model.patches, config.data.images)
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:

@@ -16,6 +16,8 @@ from gspmd_lm.config.attention import RelativePositions as RelativePositions
 from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
 from gspmd_lm.config.encoder import Encoder as Encoder
+from gspmd_lm.config.images import Images as Images
+from gspmd_lm.config.images import Patches as Patches
 from gspmd_lm.config.lora import Lora as Lora
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack

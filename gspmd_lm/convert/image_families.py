@@ -1,6 +1,7 @@
 """The families that see images: ViT and DeiT, with a head of classes."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,25 @@ def preprocessing(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path}: preparations of images that are not supported\n{lines}\n"
                          "  fix   take the file out of a copy of the folder, and set data.images")  # fmt: skip
     return found
+
+
+def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, bytes]:
+    """The preprocessor_config.json with which transformers prepares images as training did: name -> content."""
+    side, cut = prepared.resize or patches.image, prepared.resize > patches.image
+    fields = {
+        "image_processor_type": "DeiTImageProcessor" if cut else "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": side, "width": side},
+        "resample": {name: number for number, name in _RESAMPLE.items()}[prepared.resample],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [*prepared.mean] * (patches.channels // len(prepared.mean)),
+        "image_std": [*prepared.std] * (patches.channels // len(prepared.std)),
+    }
+    if cut:
+        fields |= {"do_center_crop": True, "crop_size": {"height": patches.image, "width": patches.image}}
+    return {PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
 def _codecs(distillation: str) -> tuple[FieldCodec, ...]:

@@ -14,7 +14,8 @@ import pytest
 from einops import rearrange
 
 from gspmd_lm import InputError
-from gspmd_lm.convert import export, pretrained
+from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.convert import export, image_families, pretrained
 from gspmd_lm.model.transformer import classify
 from tests.convert import ours, references
 
@@ -115,6 +116,16 @@ def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
     path.write_text(json.dumps({"size": {"shortest_edge": 14}, "resample": 1}))
     with pytest.raises(InputError, match=r"shortest_edge(.|\n)*resample: 1 is not"):
         pretrained.open_folder(folder, [])
+
+
+@pytest.mark.parametrize("prepared", [Images(), Images(resize=14, resample="bicubic", mean=(0.1, 0.2, 0.3))])
+def test_what_is_written_about_images_is_read_again(prepared, tmp_path):
+    for name, content in image_families.preprocessor(Patches(image=12, size=4), prepared).items():
+        (tmp_path / name).write_bytes(content)
+    resize = {"resize": prepared.resize or 12, "mean": prepared.mean * (3 // len(prepared.mean)), "std": (0.5,) * 3}
+    found = Images(**{key: tuple(value) if isinstance(value, list) else value
+                      for key, value in image_families.preprocessing(tmp_path).items()})  # fmt: skip
+    assert found == dataclasses.replace(prepared, **resize)
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
