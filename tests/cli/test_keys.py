@@ -41,9 +41,19 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
     raw["model"] |= sizes | {"context": 256}
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
+    listed = [key for key in KEYS if "[]" not in key.name]  # a list is empty by default
+    of_encoder = [key for key in listed if key.name.startswith("model.encoder.")]
+    each_has_its_default(raw, [key for key in listed if key not in of_encoder])
+    # An encoder goes neither with other kinds of attention nor with samples.
+    with_encoder = raw | {"objective": "seq2seq", "model": sizes | {"encoder": {}}, "train": {"steps": 1}}
+    each_has_its_default(with_encoder | {"data": {"seq": 8}}, of_encoder)
+    assert len(KEYS) == len({key.name for key in KEYS}) == sum(len(section.keys) for section in keys.sections())
+
+
+def each_has_its_default(raw, listed):
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    for key in [key for key in KEYS if "[]" not in key.name]:  # a list is empty by default
+    for key in listed:
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:
@@ -58,7 +68,6 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
                 config.from_dict(raw, "here")
             again[field] = kept
     assert config.from_dict(raw, "here") == wanted
-    assert len(KEYS) == len({key.name for key in KEYS}) == sum(len(section.keys) for section in keys.sections())
 
 
 def test_what_config_keys_reads_of_a_class():
