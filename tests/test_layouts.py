@@ -139,7 +139,7 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
 
 
 def test_what_is_known_of_arrays_and_axes_is_of_those_in_the_table():
-    assert {axes.BALANCE_BIAS, *axes.TO_RESIDUAL, *axes.EXACT, *axes.ADAPTED} <= {*axes.WEIGHTS}
+    assert {axes.BALANCE_BIAS, *axes.TO_RESIDUAL, *axes.EXACT, *axes.ADAPTED} <= {*axes.DECODER.weights}
     assert {*axes.STACKED, *axes.NARROW, *axes.HIDDEN} <= {*axes.AXES}
 
 

@@ -44,7 +44,6 @@ class Images:
 
     resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
     resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
-    # Of pixels from 0 to 1, the mean of each channel is subtracted, and the rest is divided by `std`. A single number
-    # is that of all channels.
+    # What is subtracted from pixels, which are from 0 to 1: a number for each channel, or one for all.
     mean: tuple[float, ...] = (0.5,)
-    std: tuple[Positive, ...] = (0.5,)
+    std: tuple[Positive, ...] = (0.5,)  # what the rest is divided by, likewise

@@ -145,7 +145,8 @@ def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarr
         sized = np.asarray(turned.convert(kind).resize((side, side), resample), np.float32)
     start = (side - patches.image) // 2
     middle = sized.reshape(side, side, patches.channels)[start : start + patches.image, start : start + patches.image]
-    return (middle / np.float32(255) - np.float32(prepared.mean)) / np.float32(prepared.std)
+    mean, std = np.asarray(prepared.mean, np.float32), np.asarray(prepared.std, np.float32)
+    return (middle / np.float32(255) - mean) / std
 
 
 def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
+from gspmd_lm.config.images import Patches
 from gspmd_lm.errors import InputError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,26 +35,21 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
                       "relative_positions": {},
                   "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
                   "latent_attention": {"kv_rank": 8, "v_head_dim": 4}, "rope_dim": 4},
-        "data": {},
+        "data": {"images": {}},
         "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
         "train": {},
     }  # fmt: skip
     sizes = dict.fromkeys(["layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"], 8)
     raw["model"] |= sizes | {"context": 256}
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
-    listed = [key for key in KEYS if "[]" not in key.name]  # a list is empty by default
-    of_encoder = [key for key in listed if key.name.startswith("model.encoder.")]
-    each_has_its_default(raw, [key for key in listed if key not in of_encoder])
-    # An encoder goes neither with other kinds of attention nor with samples.
-    with_encoder = raw | {"objective": "seq2seq", "model": sizes | {"encoder": {}}, "train": {"steps": 1}}
-    each_has_its_default(with_encoder | {"data": {"seq": 8}}, of_encoder)
-    assert len(KEYS) == len({key.name for key in KEYS}) == sum(len(section.keys) for section in keys.sections())
-
-
-def each_has_its_default(raw, listed):
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    for key in listed:
+    alone = {"model.patches.": vars(Patches(image=8, size=4)), "model.encoder.": vars(config.Encoder())}
+    apart = [key for key in KEYS if key.name.startswith((*alone,))]  # most of the others go without them
+    for key in apart:
+        section, _, field = key.name.rpartition(".")
+        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == alone[f"{section}."][field], key
+    for key in [key for key in KEYS if "[]" not in key.name and key not in apart]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:
@@ -68,6 +64,7 @@ def each_has_its_default(raw, listed):
                 config.from_dict(raw, "here")
             again[field] = kept
     assert config.from_dict(raw, "here") == wanted
+    assert len(KEYS) == len({key.name for key in KEYS}) == sum(len(section.keys) for section in keys.sections())
 
 
 def test_what_config_keys_reads_of_a_class():
