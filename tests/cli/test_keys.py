@@ -11,6 +11,7 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
+from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.errors import InputError
 
@@ -44,12 +45,12 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    alone = {"model.patches.": vars(Patches(image=8, size=4)), "model.encoder.": vars(config.Encoder())}
-    apart = [key for key in KEYS if key.name.startswith((*alone,))]  # most of the others go without them
-    for key in apart:
+    apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder()}  # most others go without these
+    of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
+    for key in of_apart:
         section, _, field = key.name.rpartition(".")
-        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == alone[f"{section}."][field], key
-    for key in [key for key in KEYS if "[]" not in key.name and key not in apart]:  # a list is empty by default
+        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == getattr(apart[section], field), key
+    for key in [key for key in KEYS if "[]" not in key.name and key not in of_apart]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:
