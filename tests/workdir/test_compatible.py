@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from gspmd_lm import config
+from gspmd_lm.config.images import Patches
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import checkpoint
 from tests.workdir.saved import (
@@ -34,7 +35,7 @@ OTHER = {
     "attention_temperature": config.AttentionTemperature(), "residual_streams": 3, "laurel_rank": 4, "layer_embed": 8,
     "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
     "relative_positions": config.RelativePositions(), "mask": "full", "encoder": config.Encoder(), "token_types": 2,
-    "head_transform": True, "classes": 3,
+    "head_transform": True, "classes": 3, "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4),
 }  # fmt: skip
 SAME = {
