@@ -35,10 +35,7 @@ class InitFrom:
 
         Raises InputError if a run with adapters would never train them.
         """
-        have, wanted = (
-            {path: one.shape for path, one in flatten_dict(state.arrays(_plain(one)).params, sep=".").items()}
-            for one in (self.config, self.run)
-        )
+        have, wanted = (_shapes(state.arrays(_plain(one)).params) for one in (self.config, self.run))
         new = tuple(path for path, shape in wanted.items() if have.get(path) != shape)
         if new and self.run.model.lora:
             raise InputError(
@@ -61,7 +58,7 @@ class InitFrom:
         shardings = flatten_dict(step.placement.shardings("weights", arrays.named_params, arrays.params), sep=".")
 
         def draw(key: jax.Array) -> dict[str, jax.Array]:
-            drawn = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
+            drawn: dict[str, Any] = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
             return {path: drawn[path] for path in self.new}
 
         drawn = jax.jit(draw, out_shardings={path: shardings[path] for path in self.new})
@@ -114,6 +111,11 @@ def find(config: Config) -> InitFrom:
     then = "python main.py convert --from=FOLDER --workdir=W, then train.init_from: W"
     fix = paths.download(path, "give the workdir of a run, or of python main.py convert", then)
     raise InputError(f"{place}: {what}\n  fix   {fix}")
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    flat: dict[str, Any] = flatten_dict(params, sep=".")
+    return {path: array.shape for path, array in flat.items()}
 
 
 def _plain(config: Config) -> Config:

@@ -1,6 +1,7 @@
 """Encoders from the command line: they guess masked tokens of texts, or learn labels, evaluate and go on."""
 
 import json
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -40,6 +41,11 @@ def folder(tmp_path, monkeypatch):
     lines = [{"text": f"{moods[i % 2][1]} {i * i}", "mood": moods[i % 2][0], "size": i / 60} for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return tmp_path
+
+
+def flat(tree) -> dict[str, Any]:
+    arrays: dict[str, Any] = flatten_dict(tree, sep=".")
+    return arrays
 
 
 def _written(kind):
@@ -119,8 +125,7 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
         found, step = init_from.find(after), built(after, "fsdp2_tp4")
         assert sorted(found.new) == new
         number, given = found.restore(step)
-        given, old = flatten_dict(given, sep="."), flatten_dict(params, sep=".")
-        wanted = flatten_dict(step.abstract_state.params, sep=".")
+        given, old, wanted = flat(given), flat(params), flat(step.abstract_state.params)
         assert number == 0 and given.keys() == wanted.keys()
         for path, array in given.items():
             assert (array.shape, array.sharding) == (wanted[path].shape, wanted[path].sharding), path
