@@ -86,11 +86,12 @@ def masked_s(row: step_times.Row, chip: Chip) -> float:
     here = jax.sharding.SingleDeviceSharding(device)
     sizes = (B, T, D), (B, T, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
     arguments = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=here) for size in sizes]
-    options = {name: str(value) for name, value in row.rules().compiler_options.get("tpu", {}).items()}
-    options = {name: options[name] for name in ("xla_tpu_scoped_vmem_limit_kib",) if name in options}
-    compiled = jax.jit(trained).lower(*arguments).compile(compiler_options=options)
-    network = Network(chip, [(0,) * 3], [0], [0], {"data": 1})
-    return Simulation(hlo.parse(compiled.as_text()), chip, network).clock_s
+    given, limit = row.rules().compiler_options.get("tpu", {}), "xla_tpu_scoped_vmem_limit_kib"
+    options: dict[str, str | bool] = {limit: str(given[limit])} if limit in given else {}
+    text = jax.jit(trained).lower(*arguments).compile(compiler_options=options).as_text()
+    assert text
+    network = Network(chip, ((0,) * chip.torus_dimensions,), (0,), (0,), {"data": 1})
+    return Simulation(hlo.parse(text), chip, network).clock_s
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ def pricing() -> dict[str, Any]:
     space = Space(config, target, traces)
     count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
     seconds, cpu_s = time.monotonic() - began, time.process_time()
-    asked = sum(len(layout.transfers) for layout in space.estimator._layouts.values())
+    asked = sum(len(part.transfers) for layout in space.estimator._layouts.values() for part in layout.parts)
     return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
             "cpu_s": round(cpu_s, 1), "transfers_asked": asked, **_reading_ms(config, target, traces)}  # fmt: skip
 

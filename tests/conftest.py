@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.quick import XLA_FLAGS
 
+gc.disable()  # until the tests begin: a third of the time to import and to collect them was spent on it
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The last bits of results are other ones with these flags: both sides of a comparison have them. What is recorded is
 # compiled by processes that do not inherit them.
@@ -61,3 +62,4 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
+    gc.enable()

@@ -92,8 +92,8 @@ def batch_of():
     """A function that draws the batch of a step: random tokens in two documents per row, placed for a Step."""
 
     def make(built_step, at=0):
-        data, rng = built_step.config.data, np.random.default_rng(at)
-        tokens = rng.integers(0, built_step.config.model.vocab, (data.batch, data.seq + 1), dtype=np.int32)
+        data, model, rng = built_step.config.data, built_step.config.model, np.random.default_rng(at)
+        tokens = rng.integers(0, max(model.vocab, 1), (data.batch, data.seq + 1), dtype=np.int32)
         cut = rng.integers(1, data.seq, (data.batch, 1))
         place = np.arange(data.seq)[None]
         arrays = {
@@ -112,6 +112,8 @@ def batch_of():
                 "source_segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
                 "source_positions": np.where(place < cut, place, place - cut).astype(np.int32),
             }
+        if model.patches:
+            arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
         wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 

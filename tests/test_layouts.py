@@ -139,7 +139,7 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
 
 
 def test_what_is_known_of_arrays_and_axes_is_of_those_in_the_table():
-    assert {axes.BALANCE_BIAS, *axes.TO_RESIDUAL, *axes.EXACT, *axes.ADAPTED} <= {*axes.WEIGHTS}
+    assert {axes.BALANCE_BIAS, *axes.TO_RESIDUAL, *axes.EXACT, *axes.ADAPTED} <= {*axes.DECODER.weights}
     assert {*axes.STACKED, *axes.NARROW, *axes.HIDDEN} <= {*axes.AXES}
 
 
@@ -170,6 +170,10 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     full = ["model.mask=full", "model.token_types=2"]
     configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
+    seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
+                      "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
+                      "model.positions=learned", "model.mask=full"]  # fmt: skip
+    configs.append(config.load("tiny", seen_by_images))
     seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)

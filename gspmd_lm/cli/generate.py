@@ -66,7 +66,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=True)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
-    prompts = _prompts(values, config.data.tokenizer, tokens)
+    prompts = _prompts(values, config.data.tokenizer, tokens, sources=config.model.encoder is not None)
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
     built, notes = generate.programs_for(
         config, begun.rules, begun.devices, begun.machine.platform, [line.tokens for line in prompts],
@@ -96,8 +96,10 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     return 0
 
 
-def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer") -> "list[lines.PromptLine]":
-    """The prompts of the flags or of the file, encoded."""
+def _prompts(
+    values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer", sources: bool
+) -> "list[lines.PromptLine]":
+    """The prompts of the flags or of the file, encoded. sources: an encoder reads them."""
     from gspmd_lm.data import chat
     from gspmd_lm.infer import lines
 
@@ -108,12 +110,12 @@ def _prompts(values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer")
         def render(line: "lines.Fields") -> Any:
             return (chats or read_template(name)).prompt_of(line)
 
-        return lines.read_prompts(values.prompts, tokens, None if name == "bytes" else render, chat=values.chat)
-    prompts = []
+        return lines.read_prompts(values.prompts, tokens, None if name == "bytes" else render, values.chat, sources)
+    prompts, encode = [], tokens.encode_source if sources else tokens.encode_prompt
     for number, text in enumerate(values.prompt, 1):
         if _NO_CHARACTER.search(text):
             raise InputError(f"--prompt {number}: not UTF-8\n  fix   --prompts=FILE.jsonl holds any text")
-        ids = chats.prompt([{"role": "user", "content": text}]) if chats else tokens.encode_prompt(text)
+        ids = chats.prompt([{"role": "user", "content": text}]) if chats else encode(text)
         prompts.append(lines.PromptLine(f"--prompt {number}", {}, ids.tolist()))
     return prompts
 

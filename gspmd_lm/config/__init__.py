@@ -119,7 +119,7 @@ class Config:
     train: Train
 
     def __post_init__(self):
-        if self.data.seq > self.model.context:
+        if self.data.seq > self.model.context and not self.model.patches:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
         if wrong := self._wrong_objective():
             raise ValueError("\n".join(wrong))
@@ -152,10 +152,41 @@ class Config:
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
                 (encoder := model.of_encoder) and self.source_seq > encoder.context,
+            "data.fields needs label too: the texts and the label of a record belong together":
+                self.data.fields and not self.data.label and objective != "seq2seq",
+            "objective: seq2seq needs data.fields=[source, text], without data.label":
+                objective == "seq2seq" and (self.data.label or len(self.data.fields) not in (0, 2)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":
                 objective != "causal" and self.train.samples is not None,
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong] + self._wrong_patches()
+
+    def _wrong_patches(self) -> list[str]:
+        """What does not go with images."""
+        model, data = self.model, self.data
+        if not model.patches:
+            return []
+        rows, numbers = model.patches.rows, {1, model.patches.channels}
+        problems = {
+            "model.patches does not go with data.label_kind: number": data.label_kind == "number",
+            f"data.images.resize={data.images.resize} is below model.patches.image={model.patches.image}":
+                0 < data.images.resize < model.patches.image,
+            f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
+                {len(data.images.mean), len(data.images.std)} - numbers,
+            "model.patches needs objective: classes": self.objective != "classes",
+            f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
+            f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
+                model.context != rows,
+            f"model.patches gives {rows} rows of an image: set data.seq={data.seq} to {rows}, or above for padding":
+                data.seq < rows,
+            f"model.patches goes with positions: learned or none, not {model.positions}":
+                model.positions not in ("learned", "none"),
+            "model.patches does not go with token_types": model.token_types > 0,
+            "model.patches does not go with embedding_norm": model.embedding_norm,
+            "model.patches does not go with embedding_width": model.embedding_width > 0,
+            "model.patches does not go with position_offset": model.position_offset > 0,
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 

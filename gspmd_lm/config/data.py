@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
+from gspmd_lm.config.images import Images
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
 
@@ -57,12 +58,13 @@ class Data:
     # The field or column that holds a conversation: a list of {role, content}. Rows are then written with the
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
-    # The one or two fields or columns of texts that have a label. Each row then holds one record. Empty means that
-    # records have no labels.
+    # The fields or columns of the texts of a record. With a label: one or two, and each row holds one record. For a
+    # model with an encoder: the source, and the text that is made from it.
     fields: tuple[str, ...] = ()
-    label: str = ""  # the field or column of the label, which `fields` needs
+    label: str = ""  # the field or column of the label
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
     label_kind: Literal["class", "number"] = "class"
+    images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared
     # Of the tokens of a row, the share that a model which guesses masked tokens has to guess.
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
@@ -97,9 +99,8 @@ class Data:
             wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
         if len(self.fields) > 2:
             wrong.append(f"fields={list(self.fields)}: a record has one text or two")
-        if bool(self.fields) != bool(self.label):
-            has, lacks = ("fields", "label") if self.fields else ("label", "fields")
-            wrong.append(f"{has} needs {lacks} too: the texts and the label of a record belong together")
+        if self.label and not self.fields:
+            wrong.append("label needs fields too: the texts and the label of a record belong together")
         if self.fields and fields != {""}:
             wrong.append("fields and messages_field: records hold labelled texts or conversations, not both")
         if wrong:

@@ -14,6 +14,7 @@ from gspmd_lm.config.attention import (
     RopeScaling,
 )
 from gspmd_lm.config.encoder import Encoder
+from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
@@ -137,9 +138,9 @@ class ModelConfig:
     mlp_bias: bool = False  # whether the feed-forward network has biases
     unembedding_bias: bool = False  # whether the logits have a bias
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
-    # A text is one of so many classes. Its first token goes through a matrix and a tanh before it is scored (BERT). 0
-    # means that tokens are predicted.
+    # The classes of a text, whose first token goes through a matrix and a tanh (BERT), or of an image; 0: none.
     classes: Count = 0
+    patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -184,10 +185,7 @@ class ModelConfig:
             wrong.append("layer_pattern has linear layers: set linear_attention")
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
-            wrong.append(
-                "a layer has only one of sliding_window, attention_chunk and linear_attention: set layer_pattern, "
-                "which says which"
-            )
+            wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")
         if self.activation_slope != 1 and self.activation != "silu":
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
         if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
@@ -297,7 +295,7 @@ class ModelConfig:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        assert self.vocab, "model.vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
+        assert self.vocab or self.patches, "vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property

@@ -13,6 +13,7 @@ from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.image_families import padded_rows, preprocessing
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError, did_you_mean
 
@@ -63,6 +64,8 @@ def run_config(
     seq = min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1
     settings = _sections(name, values, seq)
     settings["train"] = {"steps": 1000}
+    if "patches" in values and (found := preprocessing(tokenizer.parent)):
+        settings["data"]["images"] = found
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
@@ -93,7 +96,7 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
     rows = [row for row in FAMILIES if kind in (row.model_type, *row.also)] if kind is not None else named
     named = [row for row in named if row in rows]
     asked = [row for row in rows if objective_of(_read(row, raw)[1]) == objective] if len(rows) > 1 else []
-    if found := [*asked, *named, *rows]:
+    if found := [*(row for row in named if row in asked), *asked, *named, *rows]:
         return found[0]
     known = [kind for row in FAMILIES for kind in (row.model_type, *row.also)]
     if kind is None:
@@ -123,6 +126,7 @@ def objective_of(values: Mapping[str, Any]) -> str:
 
 def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
+    seq = padded_rows(values["context"]) if "patches" in values else seq
     of_data = {"seq": seq} | ({"label_kind": "number"} if values.get("classes") == 1 else {})
     return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 

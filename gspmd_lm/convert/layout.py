@@ -18,12 +18,13 @@ from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
 #   p  rows of a position table, t  rows of a table of token types, r  ranges of distances, c  classes
+#   x  numbers of a patch, which are three dimensions of the file: channels, height and width
 #   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
-LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c"}
+LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x"}
 ENCODER = "encoder."  # how the weights of an encoder begin
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
@@ -82,6 +83,8 @@ class Tensor:
                 inside = False
             elif inside:
                 shape[-1] *= sizes[word]
+            elif word == "x" and model.patches:
+                shape += [model.patches.channels, model.patches.size, model.patches.size]
             else:
                 shape.append(sizes[word])
         return tuple(shape)
@@ -139,7 +142,7 @@ class Tensor:
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
             "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0,
-            "t": model.token_types, "c": model.classes,
+            "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
             **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 

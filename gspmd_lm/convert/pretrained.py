@@ -133,7 +133,7 @@ class Pretrained:
         model = self.config.model
 
         def some(key: jax.Array) -> dict[str, jax.Array]:
-            drawn: dict[str, Any] = flatten_dict(nn.unbox(init(model, key)), sep=".")
+            drawn: Any = flatten_dict(nn.unbox(init(model, key)), sep=".")
             return {path: drawn[path] for path in self.new}
 
         return jax.device_get(jax.jit(some)(jax.random.key(self.config.train.seed)))

@@ -25,12 +25,13 @@ from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import TARGET
+from gspmd_lm.data.pairs import Pairs
 from gspmd_lm.data.sources import DocumentSource, Progress, SourcePart
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 
 FORMAT = 3  # to be raised when the same source and tokenizer give other files
-Encoder = Tokenizer | Chat | Labelled  # what makes tokens of documents; the last two of records
+Encoder = Tokenizer | Chat | Labelled | Pairs  # what makes tokens of documents; the last three of records
 _NOTHING = hashlib.sha256().hexdigest()
 SEGMENT_BYTES = 16 * 1024 * 1024  # bytes of documents between two notes of progress
 HELD_OUT = "held_out"
@@ -55,7 +56,7 @@ class Progressed:
     left_out: int = 0  # documents of the parts that are also in the files for evaluation
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     # How many tokens have no target after them: in documents the ends, in conversations all but those before the
-    # assistant's tokens, in labelled texts all.
+    # assistant's tokens, in labelled texts all, in pairs those of sources.
     ends: dict[str, int] = dataclasses.field(default_factory=dict)
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -212,7 +213,7 @@ def _build(
                     noted.left_out += 1
                     continue
                 name = HELD_OUT if hashed <= noted.held_out_up_to else name
-                if isinstance(tokenizer, Chat | Labelled):
+                if isinstance(tokenizer, Chat | Labelled | Pairs):
                     parts[name].append(ids)
                     noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
                 else:
@@ -254,7 +255,7 @@ def _survey(
             "none would be left to train on\n"
             "  fix   lower data.held_out (0 holds none out), or add documents"
         )
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat | Labelled) else "<u4"
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and not isinstance(tokenizer, Chat | Labelled | Pairs) else "<u4"
     return Progressed(
         dtype,
         len(hashes),

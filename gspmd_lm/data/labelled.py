@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 # token of the second text, and the last token of a record of which something was cut. LAST ends a record.
 SECOND, CUT = np.uint32(1 << 28), np.uint32(1 << 29)
 LABEL_WORDS = 2
-_TOGETHER = 1024  # records encoded at once
+TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
 
@@ -53,20 +53,16 @@ class Labelled:
 
         Raises an InputError that names `place` if a text or the label is missing, or if no class has this label.
         """
-        texts = [self._text(record, name, place) for name in self.data.fields]
-        label = self._label(record, place)
-        if self.classes and label not in self.classes:
-            raise InputError(
-                f"{place}: {self.data.label}={label} is no label of the training data ({_listed(self.classes)})\n"
-                "  fix   correct it, or train on records with this label too"
-            )
+        texts = [text_of(record, name, place) for name in self.data.fields]
+        label = label_of(self.data, record, place)
+        check_class(label, self.classes, f"{place}: {self.data.label}")
         return json.dumps([texts, label]).encode()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The uint32 tokens of records that `document` returned, with their labels and bits."""
         tokens = []
-        for start in range(0, len(documents), _TOGETHER):
-            records = [json.loads(document) for document in documents[start : start + _TOGETHER]]
+        for start in range(0, len(documents), TOGETHER):
+            records = [json.loads(document) for document in documents[start : start + TOGETHER]]
             encodings = self._tokenizer.encode_batch_fast([self._input(texts) for texts, _ in records])
             tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
         return tokens
@@ -90,53 +86,18 @@ class Labelled:
                 f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
                 "  fix   name the column of the labels, or set data.label_kind to number for numbers to predict"
             )
-        whole = all(label.removeprefix("-").isdecimal() for label in found)
-        self.classes = tuple(sorted(found, key=int) if whole else sorted(found))
+        self.classes = ordered(found)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace_json(path, self.classes)
         except OSError as error:
             raise unwritable(path, error.strerror, "the classes ") from error
 
-    def about_classes(self) -> str:
-        """For the user: the classes and their numbers."""
-        return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(self.classes)])}"
-
-    def _text(self, record: Mapping[str, Any], name: str, place: str) -> str:
-        text = _found(record, name, place, "fields")
-        if not isinstance(text, str):
-            what = "empty" if text is None else f"a {type(text).__name__}, not text"
-            raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
-        return text
-
-    def _label(self, record: Mapping[str, Any], place: str) -> str | float:
-        """The label of a record: the name of a class, or a number."""
-        name = self.data.label
-        label = _found(record, name, place, "label")
-        if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
-            raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
-        try:
-            if self.data.label_kind == "number":
-                number = float("" if isinstance(label, bool) else label)
-                if abs(number) <= float(np.finfo(np.float32).max):
-                    return number
-            elif isinstance(label, bool):
-                return str(label).lower()
-            elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
-                return str(int(label) if isinstance(label, float) and label.is_integer() else label)
-        except (TypeError, ValueError):
-            pass
-        wanted = "a finite number" if self.data.label_kind == "number" else "a text or a number"
-        raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
-
     def _input(self, texts: Sequence[str]) -> Any:
         """One text or a pair, as the tokenizer takes it."""
-        valid = []
-        for text in texts:
-            text, replaced = NO_CHARACTER.subn("\ufffd", text)
-            self.replaced_bytes += replaced
-            valid.append(text)
-        return valid[0] if len(valid) == 1 else tuple(valid)
+        cleaned = [valid(text) for text in texts]
+        self.replaced_bytes += sum(replaced for _, replaced in cleaned)
+        return cleaned[0][0] if len(cleaned) == 1 else tuple(text for text, _ in cleaned)
 
     def _marked(self, encoding: tokenizers.Encoding, label: str | float) -> np.ndarray:
         ids = np.asarray(encoding.ids, np.uint32)
@@ -145,6 +106,47 @@ class Labelled:
         value = np.float32(label) if self.data.label_kind == "number" else np.int32(self.classes.index(str(label)))
         word = int(value.view(np.uint32))
         return np.concatenate([np.asarray([word >> 16, word & 0xFFFF], np.uint32), ids])
+
+
+def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float:
+    """The label of a record: the name of a class, or a number. Raises an InputError that names `place`."""
+    name = data.label
+    label = _found(record, name, place, "label")
+    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+        raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
+    try:
+        if data.label_kind == "number":
+            number = float("" if isinstance(label, bool) else label)
+            if abs(number) <= float(np.finfo(np.float32).max):
+                return number
+        elif isinstance(label, bool):
+            return str(label).lower()
+        elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
+            return str(int(label) if isinstance(label, float) and label.is_integer() else label)
+    except (TypeError, ValueError):
+        pass
+    wanted = "a finite number" if data.label_kind == "number" else "a text or a number"
+    raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
+
+
+def ordered(found: Collection[str]) -> tuple[str, ...]:
+    """Classes in order: that of numbers if all of them are whole numbers."""
+    whole = all(label.removeprefix("-").isdecimal() for label in found)
+    return tuple(sorted(found, key=int) if whole else sorted(found))
+
+
+def about_classes(classes: Sequence[str]) -> str:
+    """For the user: the classes and their numbers."""
+    return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(classes)])}"
+
+
+def check_class(label: str | float, classes: Sequence[str], place: str) -> None:
+    """Raises an InputError that begins with `place` if there are classes, and none has this label."""
+    if classes and label not in classes:
+        raise InputError(
+            f"{place}={label} is no label of the training data ({_listed(classes)})\n"
+            "  fix   correct it, or train on records with this label too"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,6 +190,20 @@ def rows(stream: np.ndarray, seq: int, numbers: bool) -> LabelledRows:
     """The rows of the tokens of records."""
     starts = np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
     return LabelledRows(stream, seq, numbers, starts)
+
+
+def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
+    """A text of a record. Raises an InputError that names `place` if it is missing."""
+    text = _found(record, name, place, "fields")
+    if not isinstance(text, str):
+        what = "empty" if text is None else f"a {type(text).__name__}, not text"
+        raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
+    return text
+
+
+def valid(text: str) -> tuple[str, int]:
+    """A text with U+FFFD in the place of what is no character, and of how many that was."""
+    return NO_CHARACTER.subn("\ufffd", text)
 
 
 def _found(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:

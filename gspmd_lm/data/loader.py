@@ -15,11 +15,11 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, labelled, packing, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, images, labelled, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
 from gspmd_lm.errors import InputError
 
-Rows = packing.Rows | labelled.LabelledRows
+Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | images.ImageRows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -135,11 +135,13 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
     The rows have what `config.objective` predicts: next tokens; masked tokens, of which evaluation always has the same;
-    or a label. A source that has no cache yet is tokenized, and `progress` is told about it. Evaluation reads its rows
-    once, in an order that does not depend on the seed. Raises InputError if the source, the tokenizer, the labels or
-    their sizes do not fit.
+    a label; or the text that a source goes with. A source that has no cache yet is tokenized, and `progress` is told
+    about it. Evaluation reads its rows once, in an order that does not depend on the seed. Raises InputError if the
+    source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective == "masked"
+    if config.model.patches:
+        return _of_images(config, images.open_images(config, progress))
     _check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
@@ -160,6 +162,9 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         elif isinstance(tokens, labelled.Labelled):
             rows = labelled.rows(split.stream, data.seq, numbers=data.label_kind == "number")
             targets, cut = len(rows), rows.cut
+        elif isinstance(tokens, pairs.Pairs):
+            rows = pairs.rows(split.stream, config)
+            cut = rows.cut
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
             targets = len(rows) * data.seq
@@ -189,10 +194,13 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         if isinstance(tokens, chat.Chat):
             about += f"{size:,} tokens, {targets:,} of them the assistant's"
             about += f", {cut:,} conversations cut into rows" * (cut > 0)
+        elif isinstance(tokens, pairs.Pairs):
+            about += f"{size:,} tokens, {targets:,} of them of texts"
+            about += f", {cut:,} pairs of which something was cut" * (cut > 0)
         elif isinstance(tokens, labelled.Labelled):
             about += f"{size - labelled.LABEL_WORDS * len(rows):,} tokens"
             about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
-            more = [tokens.about_classes()] if training and tokens.classes else []
+            more = [labelled.about_classes(tokens.classes)] if training and tokens.classes else []
         else:
             about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them masked" * masked
         lines = [f"{use}: {about} ({origin})", *more]
@@ -228,13 +236,32 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
+def _of_images(config: Config, opened: images.Opened) -> tuple[Loader, Loader | None]:
+    """The loaders of images."""
+
+    def loader_of(use: str, rows: images.ImageRows, seed: int) -> Loader:
+        lines = [f"{use}: {len(rows):,} images ({opened.names})"] + [opened.notes] * (use == "training")
+        return Loader(
+            rows=rows,
+            batch=config.data.batch,
+            seed=seed,
+            repeat=use == "training",
+            tokens_per_epoch=len(rows),
+            description="\n".join(lines),
+            fingerprint=f"{opened.fingerprint}-{use}",
+            classes=rows.classes,
+        )
+
+    train = loader_of("training", opened.train, config.data.seed)
+    return train, loader_of("evaluation", opened.held_out, 0) if opened.held_out else None
+
+
 def _check_objective(config: Config) -> None:
     """Raises InputError if the records of the data are not those that the objective needs."""
     data, objective = config.data, config.objective
-    if objective == "seq2seq":
+    if objective == "seq2seq" and not data.fields and sources.random_rows(data.source) is None:
         raise InputError(
-            "objective: seq2seq: no source of data gives rows for it\n"
-            "  fix   gspmd_lm.train(config, data=batch) takes batches from a function of the step"
+            "objective: seq2seq: records have a source and a text\n  fix   set data.fields to the names of both"
         )
     if objective == "classes" and not data.label:
         raise InputError(
@@ -262,6 +289,8 @@ def _source(
     source = path = None
     if data.conversations:
         tokens = chat.Chat(data.tokenizer)
+    elif data.fields and config.model.encoder:
+        tokens = pairs.Pairs(config, tokenizer.load_tokenizer(data.tokenizer))
     elif data.fields:
         tokens = labelled.Labelled(data, tokenizer.load_tokenizer(data.tokenizer))
     elif size:
@@ -276,7 +305,7 @@ def _source(
             f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
             "  fix   --set model.vocab=0, which means the tokenizer's size"
         )
-    of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled) else None
+    of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
     source = source or sources.open_source(data, progress, of_record)
     if isinstance(tokens, labelled.Labelled):
         if tokens.has_types and config.model.token_types == 1:
@@ -288,7 +317,7 @@ def _source(
         if data.label_kind == "class" and len(tokens.classes) != config.model.classes:
             raise InputError(
                 f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "
-                f"{config.model.classes:,} ({tokens.about_classes()})\n"
+                f"{config.model.classes:,} ({labelled.about_classes(tokens.classes)})\n"
                 f"  fix   --set model.classes={len(tokens.classes)}, or correct the labels"
             )
     return source, tokens, path
@@ -321,14 +350,17 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
 
     def split_loader(training: bool) -> Loader:
         use, seed = ("training", data.seed) if training else ("evaluation", 0)
+        of_rows = data.seed % 2**63, int(not training)
+        seq2seq = config.model.encoder is not None
         return Loader(
-            rows=packing.random(count, data.seq, vocab, (data.seed % 2**63, int(not training))),
+            rows=pairs.random(count, config, of_rows) if seq2seq else packing.random(count, data.seq, vocab, of_rows),
             batch=data.batch,
             seed=seed,
             repeat=training,
             tokens_per_epoch=count * data.seq,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}"
+            + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-masked {data.masked_share}" if masked else ""),
             masks=Masks(0, vocab, (), data.masked_share, seed) if masked else None,
         )

@@ -114,10 +114,11 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
     With `of_record`, each record of the files is turned into a document by it. Raises InputError if a name matches
     nothing, nothing is left to read, or a file cannot be read.
     """
-    columns = (*data.fields, data.label) if data.fields else ()
+    columns = tuple(filter(None, (*data.fields, data.label)))
     for one in (*data.sources, *data.held_out_sources):
         if random_rows(one.path) is not None:
-            what, fix = ("labels", "files of records") if columns else ("documents", "stdlib or a folder of texts")
+            records = "labels" if data.label else "records", "files of records"
+            what, fix = records if columns else ("documents", "stdlib or a folder of texts")
             raise InputError(f"data.source: {one.path} has no {what}\n  fix   give {fix}")
     notes = corpus.FileNotes()
     held_out = _files_of(data.held_out_sources, "data.held_out", columns, notes, progress)

@@ -30,6 +30,8 @@ def with_vocab_size(config: Config) -> Config:
     Raises InputError if the tokenizer cannot be read.
     """
     data, model = config.data, config.model
+    if model.patches:
+        return config
     size = trained_size(data.tokenizer)
     if size and random_rows(data.source):
         raise InputError(

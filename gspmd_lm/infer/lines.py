@@ -56,14 +56,15 @@ def refuse(path: Path, wrong: Sequence[str], lines: Sequence[Any], fix: str) -> 
 
 
 def read_prompts(
-    path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False
+    path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False, sources: bool = False
 ) -> list[PromptLine]:
     """The prompts of a file. `render` makes prompts of "messages"; without `render`, they are an error. chat: a
-    "prompt" is a user's message too.
+    "prompt" is a user's message too. sources: an encoder reads the prompts.
 
     Raises InputError that lists every line without a prompt that can be used.
     """
     path, wrong, prompts = Path(path), [], []
+    encode = tokenizer.encode_source if sources else tokenizer.encode_prompt
     for place, fields in objects(path, wrong):
         if "prompt" in fields and "messages" in fields:
             wrong.append(f"{place}: both prompt and messages")
@@ -82,7 +83,7 @@ def read_prompts(
             message = {"role": "user", "content": fields["prompt"]}
             prompts.append(PromptLine(place, fields, _ids(render(fields | {"messages": [message]}))))
         else:
-            prompts.append(PromptLine(place, fields, _ids(tokenizer.encode_prompt(fields["prompt"]))))
+            prompts.append(PromptLine(place, fields, _ids(encode(fields["prompt"]))))
     refuse(path, wrong, prompts, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')
     return prompts
 

@@ -96,7 +96,8 @@ class Model:
             render = chat.Chat(name)
             ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]
         else:
-            ids = [self.tokenizer.encode_prompt(one).tolist() for one in several]
+            encode = self.tokenizer.encode_source if self.config.model.encoder else self.tokenizer.encode_prompt
+            ids = [encode(one).tolist() for one in several]
         generator = self._ready(ids, max_new_tokens)
         results = generator.results(
             ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)

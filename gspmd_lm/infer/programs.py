@@ -12,12 +12,13 @@ from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, choose
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import ShardedProgram, placed
-from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled, split_sequence
+from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled, split_sequence
 from gspmd_lm.model.transformer import SOURCE, extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
@@ -363,6 +364,18 @@ def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict
 def parameters(model: configs.ModelConfig) -> Arrays:
     """The weights of a model that is not trained."""
     return arrays(functools.partial(init, model), DECODER)
+
+
+def check_causal(config: Config, or_seq2seq: bool = False) -> None:
+    """Raises InputError for a model that does not predict the next token, for programs that generate or score.
+
+    or_seq2seq: a model that does so given a source will do, too.
+    """
+    if config.objective not in ("causal", *["seq2seq"] * or_seq2seq):
+        raise InputError(
+            f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
+            "the next token\n  fix   use a config of objective: causal"
+        )
 
 
 def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:

@@ -17,11 +17,11 @@ from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, parameters, rounded_up
+from gspmd_lm.infer.programs import Forward, check_causal, parameters, rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs
-from gspmd_lm.model.supported import Pass, check_causal, layer_problems, no_pipeline, settled
+from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes

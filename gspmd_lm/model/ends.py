@@ -62,12 +62,16 @@ def embedded(
         x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
     keys_BT = None
     if dropout_key is not None and cfg.dropout:
-        # A key for each token, so that its mask is the same wherever the token is computed.
         places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, batch["row"])
-        keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
+        keys_BT = token_keys(dropout_key, batch["row"], places_BT)
         x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
     return x_BTD, embedding, keys_BT
+
+
+def token_keys(dropout_key: jax.Array, row_B: jax.Array, places_BT: jax.Array) -> jax.Array:
+    """A key for each token, so that its mask is the same wherever the token is computed."""
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(dropout_key, row_B)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys_B, places_BT)
 
 
 def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:

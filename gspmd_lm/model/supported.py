@@ -34,6 +34,16 @@ def attention_lacks(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
+    reason, encoder = _stack_lacks(kernel, config.model, rules, asked, capability), config.model.of_encoder
+    if reason or not encoder:
+        return reason
+    source = asked if asked.padded else asked._replace(seq=config.source_seq)
+    reason = _stack_lacks(kernel, encoder, rules, source, capability)
+    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of the encoder"
+
+
+def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, capability: tuple[int, ...]) -> str | None:
+    """What a pass asks of attention in one stack of blocks and `kernel` does not support, or None."""
     over, seq, local_seq = split_sequence(rules), asked.seq, asked.seq
     if kernel != "xla" and not over and (rules.split("rules", "q", "seq") or rules.split("rules", "k", "kv_seq")):
         return "a sequence that is split in some arrays only (rules for q.seq or k.kv_seq)"
@@ -41,11 +51,11 @@ def attention_lacks(
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
         num_shards = rules.num_shards(over)
-        zigzag = zigzag_supported(seq, num_shards, rules.context, config.model.mask)
+        zigzag = zigzag_supported(seq, num_shards, rules.context, model.mask)
         local_seq = seq // num_shards // (2 if zigzag else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
         kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
-        for kind in config.model.layer_kinds
+        for kind in model.layer_kinds
         if not kind.linear_attention
     ]
 
@@ -223,6 +233,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             "attention_sinks: true": model.attention_sinks,
             "mask: full": model.mask == "full",
             "relative_positions": model.relative_positions,
+            "encoder": model.encoder,
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
@@ -232,18 +243,6 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
 def layer_problems(config: Config, rules: Rules, platform: str, asked: Pass) -> list[Problem]:
     """What a pass asks of attention (see `attention_problems`) and of experts that does not fit the rules."""
     return [*attention_problems(config, rules, platform, asked), *_experts_problems(config, rules, platform)]
-
-
-def check_causal(config: Config, or_seq2seq: bool = False) -> None:
-    """Raises InputError for a model that does not predict the next token, for programs that generate or score.
-
-    or_seq2seq: a model that does so given a source will do, too.
-    """
-    if config.objective not in ("causal", *["seq2seq"] * or_seq2seq):
-        raise InputError(
-            f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
-            "the next token\n  fix   use a config of objective: causal"
-        )
 
 
 def no_pipeline(rules: Rules) -> list[Problem]:

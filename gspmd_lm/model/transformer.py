@@ -1,4 +1,5 @@
-"""The models of texts: token ids in, and hidden states with the output table out, or scores of classes."""
+"""The models that a config describes, of texts: token ids in, and hidden states with the output table or scores of
+classes out. That of images is in images.py."""
 
 from typing import Any
 
@@ -11,6 +12,7 @@ from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
+from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
@@ -91,7 +93,7 @@ def classify(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> jax.Array:
     """The scores of classes, [B, classes], float32, for plain (unboxed) parameters."""
-    scored: Any = TextClassifier(cfg).apply({"params": params}, batch, dropout_key)
+    scored: Any = _module(cfg).apply({"params": params}, batch, dropout_key)
     return scored
 
 
@@ -126,4 +128,12 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     if cfg.encoder:
         batch |= {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
         batch["segment_ids"] = tokens
-    return (TextClassifier if cfg.classes else Decoder)(cfg).init(key, batch)["params"]
+    if cfg.patches:
+        batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
+    return _module(cfg).init(key, batch)["params"]
+
+
+def _module(cfg: config.ModelConfig) -> Stack:
+    if cfg.patches:
+        return ImageClassifier(cfg)
+    return TextClassifier(cfg) if cfg.classes else Decoder(cfg)

@@ -30,7 +30,8 @@ AXES = {
     "layer_embed": ("Y", "width of a token's embedding for one layer"),
     "types": ("-", "rows of a table of token types"),
     "ranges": ("-", "ranges of distances from query to key"),
-    "classes": ("X", "classes of texts"),
+    "classes": ("X", "classes of texts or images"),
+    "pixels": ("-", "numbers of a patch of an image"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -60,6 +61,12 @@ WEIGHTS = {
     "pooler_bias": "its bias",
     "classifier": "matrix that scores classes",
     "classifier_bias": "its bias",
+    "distillation_classifier": "matrix that scores classes at the second learned row of an image (DeiT)",
+    "distillation_classifier_bias": "its bias",
+    "stem": "projection of the patches of images",
+    "stem_bias": "its bias",
+    "class_row": "learned row that stands before patches, and that the class of an image is read at",
+    "distillation_row": "learned row that follows it (DeiT)",
     "relative_bias": "each head's bias of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
@@ -134,6 +141,7 @@ WEIGHTS |= {
 EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
+    "patches": "patches of images",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
     "residual": "the residual stream between blocks",
     "block_input": "what the projections of a block read: the normed residual, gathered",
@@ -157,7 +165,9 @@ ACTIVATIONS = {
 ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
-_OUTSIDE = ("tokens", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores")
+_OUTSIDE = (
+    "tokens", "patches", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores",
+)  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,

@@ -212,7 +212,7 @@ def gathered_once(over: Split, tokens: Sum, box: Box, dtype: Any, w: jax.Array) 
     """
     axes = (box.axes[0], "", "", *box.axes[1:])
     in_use = jax.lax.stop_gradient(use(Weight(w, box.path, axes, dtype)))
-    slot = gradient_slot(Weight(w, box.path, axes, jnp.dtype("float32")).holding(None), tokens, w)
+    slot: Any = gradient_slot(Weight(w, box.path, axes, jnp.dtype("float32")).holding(None), tokens, w)
     if tokens.over.num_shards > 1:
         place = over.over, (), (), tokens.over.over, *(split(box.path, axis).over for axis in box.axes[1:])
         slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, 3))[0]

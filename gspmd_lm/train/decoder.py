@@ -60,8 +60,9 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The arrays of a batch, int32 but for labels that are numbers, which are float32.
+    """The arrays of a batch, int32 but for patches, and for labels that are numbers, which are float32.
 
+    patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none. labels [B], in their place if the objective is
     classes: the class of the row's text, -1 for none, or its number.
@@ -69,6 +70,9 @@ def inputs(config: Config) -> Mapping[str, Input]:
     has any. row [B]: the number of the row in the batch.
     """
     data, classes = config.data, config.objective == "classes"
+    if patches := config.model.patches:
+        arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
+        return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
     names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}

@@ -35,7 +35,7 @@ class InitFrom:
 
         Raises InputError if a run with adapters would never train them.
         """
-        have, wanted = (_shapes(state.arrays(_plain(one)).params) for one in (self.config, self.run))
+        have, wanted = _shapes(self.config), _shapes(self.run)
         new = tuple(path for path, shape in wanted.items() if have.get(path) != shape)
         if new and self.run.model.lora:
             raise InputError(
@@ -58,7 +58,7 @@ class InitFrom:
         shardings = flatten_dict(step.placement.shardings("weights", arrays.named_params, arrays.params), sep=".")
 
         def draw(key: jax.Array) -> dict[str, jax.Array]:
-            drawn: dict[str, Any] = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
+            drawn: Any = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
             return {path: drawn[path] for path in self.new}
 
         drawn = jax.jit(draw, out_shardings={path: shardings[path] for path in self.new})
@@ -113,11 +113,12 @@ def find(config: Config) -> InitFrom:
     raise InputError(f"{place}: {what}\n  fix   {fix}")
 
 
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    flat: dict[str, Any] = flatten_dict(params, sep=".")
-    return {path: array.shape for path, array in flat.items()}
-
-
 def _plain(config: Config) -> Config:
     """The config without adapters."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights without adapters, by their paths."""
+    params: Any = flatten_dict(state.arrays(_plain(config)).params, sep=".")
+    return {path: one.shape for path, one in params.items()}

@@ -11,6 +11,7 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
+from gspmd_lm.config.images import Patches
 from gspmd_lm.errors import InputError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +35,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
                       "relative_positions": {},
                   "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
                   "latent_attention": {"kv_rank": 8, "v_head_dim": 4}, "rope_dim": 4},
-        "data": {},
+        "data": {"images": {}},
         "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
         "train": {},
     }  # fmt: skip
@@ -43,7 +44,11 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    for key in [key for key in KEYS if "[]" not in key.name]:  # a list is empty by default
+    of_images = [key for key in KEYS if key.name.startswith("model.patches.")]  # most of the others go without them
+    images = vars(Patches(image=8, size=4))
+    for key in of_images:
+        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == images[key.name.rpartition(".")[2]], key
+    for key in [key for key in KEYS if "[]" not in key.name and key not in of_images]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw
         for section in sections:

@@ -9,6 +9,7 @@ import pytest
 from test_attribution import collectives_of, program, simulated
 
 from gspmd_lm.config import Lora, RelativePositions
+from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
@@ -62,6 +63,8 @@ _FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": 
 ENCODERS = {
     "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
     "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
+    "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
+            "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
     "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
 }  # fmt: skip
 
@@ -89,7 +92,7 @@ def test_every_array_of_every_family_is_known(small, built, read, family, layout
             product.node.name
         )
     for node in found.activations:
-        assert found.made_from(node.placed.array) or node.placed.array == "tokens"
+        assert found.made_from(node.placed.array) or node.placed.array in ("tokens", "patches")
     checked = rules_file.load(layout)
     if config.model.kv_heads % checked.mesh.get("tensor", 1):
         checked = without(checked, "rules.kv_heads")

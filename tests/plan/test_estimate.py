@@ -8,6 +8,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, RelativePositions
+from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import attention, op_time
 from gspmd_lm.hardware import target as targets
@@ -91,9 +92,11 @@ NEAR = RelativePositions(ranges=8)
     [
         {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER},
         {"objective": "classes", "classes": 3, **ENCODER},
+        {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
+         "patches": Patches(image=12, size=4), "context": 10},
         {"objective": "masked", "mask": "full", "relative_positions": NEAR},
     ],
-)
+)  # fmt: skip
 def test_what_an_encoder_sends_is_what_the_trace_says(small, built, read, layout, settings):
     config = small(**settings)
     step = built(config, layout)

@@ -28,9 +28,9 @@ def target():
     return targets.parse("h100:8")
 
 
-@pytest.mark.parametrize("more", [1.0, 1.3])
-def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, more):
-    layout = rules_file.load("fsdp8", overrides=["rules.remat=none"])
+@pytest.mark.parametrize(("file", "more"), [("fsdp8", 1.0), ("fsdp8", 1.3), ("pp2_fsdp2_tp2", 1.0)])
+def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, file, more):
+    layout = rules_file.load(file, overrides=["rules.remat=none"])
     twice = dataclasses.replace(llama, data=dataclasses.replace(llama.data, batch=2 * llama.data.batch))
     estimator = Estimator(twice, target, traces_of(twice))
     peak_bytes = estimator.estimate(layout.fill(8)).peak_bytes
@@ -40,7 +40,7 @@ def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(l
     kept, fixed = found.warnings
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
-    changed = rules_file.load("fsdp8", overrides=["rules.remat=none", *sets]).fill(8)
+    changed = rules_file.load(file, overrides=["rules.remat=none", *sets]).fill(8)
     assert sets and more * estimator.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
 
 

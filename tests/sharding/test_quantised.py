@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from gspmd_lm.foresight.equations import inner_jaxprs
+from gspmd_lm.model.weights import first_output
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import reduced
-from gspmd_lm.sharding.quantised import quantise
+from gspmd_lm.sharding.quantised import at_rest, quantise, whole
 from tests.sharding.test_partial_sums import BLOCK_INPUT, HIDDEN, RESIDUAL, SPLITS, B, T, drawn, placement_of, weight
 
 DTYPES = {"int8": (jnp.int8, jnp.int8), "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}  # forward, and of gradients
@@ -111,6 +112,33 @@ def test_no_split_changes_how_an_operand_is_rounded(split, dtype):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
     jax.tree.map(compare, run(placement_of(SPLITS[split])), run(None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "split",
+    [name if name == "both axes of a weight" else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS],
+)
+def test_a_weight_that_rests_in_8_bits_is_multiplied_as_the_numbers_that_it_stands_for(split, dtype):
+    """Forward, without a derivative; in matmuls, and whole where it is no matmul's."""
+    arrays, x_BTD = drawn(NAMES)
+    small = {name: at_rest(w, tuple(range(-w.ndim, first_output(axes_of(name)) - w.ndim)), DTYPES[dtype][0])
+             for name, w in arrays.items()}  # fmt: skip
+    exact = {name: one.values.astype(jnp.float32) * jnp.expand_dims(one.scale, one.over) for name, one in small.items()}
+
+    def run(placement, arrays):
+        with placed_by(placement):
+            y = jax.jit(lambda arrays, x_BTD: block(arrays, x_BTD, ""))(arrays, x_BTD)
+            return y, jax.jit(lambda array: whole(weight("wq", array)))(arrays["wq"])
+
+    wanted = run(None, exact)
+    for placement in (None, placement_of(SPLITS[split])):
+        for found, want in zip(run(placement, small), wanted, strict=True):
+            np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def axes_of(name):
+    return weight(name, None).axes
 
 
 def rounds(jaxpr):

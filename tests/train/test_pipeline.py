@@ -154,6 +154,12 @@ def test_what_cannot_be_gathered_once_is_refused(small):
         assert any(said in problem.message for problem in problems) == bool(said)
 
 
+def test_when_weights_are_gathered_is_one_of_two():
+    (problem,) = rules_of(FIRST, gather="turns").problems
+    assert problem.message == "pipeline: weights are gathered once in a turns (did you mean turn?)"
+    assert problem.fix == "use turn or step"
+
+
 @pytest.mark.parametrize(("remat", "matmuls"), [("dots", 3), ("block", 4)])
 def test_matmuls_of_stages_are_kept_as_those_without_stages(remat, matmuls):
     place = MeshPlacement(

@@ -9,7 +9,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.sharding import rules_file
 
 T5 = {
     "objective": "seq2seq", "encoder": Encoder(layers=1, heads=16, kv_heads=16, mlp=32, context=24),
@@ -109,3 +111,11 @@ def test_pairs_that_share_a_row_are_as_if_they_were_alone(model):
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):
     with pytest.raises(ValueError, match=words):
         small(**changes)
+
+
+def test_a_kernel_is_asked_for_both_stacks(small):
+    config = small(**BART | {"compute_dtype": "bfloat16", "context": 256, "data": {"seq": 128, "source_seq": 192}})
+    rules = rules_file.load("single")
+    lacks = attention_lacks("splash", config, rules, Pass(128, segments=True))
+    assert lacks == "data.source_seq: 192 (only multiples of 128) of the encoder"
+    assert attention_lacks("splash", config, rules, Pass(100)) == "data.seq: 100 (only multiples of 128)"

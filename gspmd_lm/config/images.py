@@ -1,0 +1,49 @@
+"""Images in place of texts: how a model cuts them into patches, and how they are prepared for it."""
+
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, Count, Positive, Size
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Patches:
+    """The patches of square images (ViT, arXiv 2010.11929). The class of an image is read at a learned first row."""
+
+    image: Size  # pixels on a side of an image
+    size: Size  # pixels on a side of a patch
+    channels: Size = 3  # 3: red, green and blue; 1: grey
+    # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of
+    # its own, and an image's scores are the mean of both.
+    distillation: Literal["none", "row", "head"] = "none"
+
+    def __post_init__(self):
+        if self.image % self.size:
+            raise ValueError(f"image={self.image} is not a multiple of size={self.size}")
+
+    @property
+    def first(self) -> int:
+        """The learned rows, which stand before the patches."""
+        return 1 + (self.distillation != "none")
+
+    @property
+    def rows(self) -> int:
+        """All rows of an image."""
+        return self.first + (self.image // self.size) ** 2
+
+    @property
+    def pixels(self) -> int:
+        """The numbers of a patch."""
+        return self.channels * self.size**2
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Images:
+    """How the pixels of files become the numbers of patches, as the preprocessor_config.json of a model says it."""
+
+    resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
+    resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
+    # What is subtracted from pixels, which are from 0 to 1: a number for each channel, or one for all.
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[Positive, ...] = (0.5,)  # what the rest is divided by, likewise

@@ -1,0 +1,155 @@
+"""The families that see images: ViT and DeiT, with a head of classes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.config import paths
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.encoder_families import Classes
+from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Flag, Renamed, Values
+from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.strict_json import parse_object, shown
+from gspmd_lm.errors import InputError
+
+PREPROCESSOR = "preprocessor_config.json"
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+_ROWS_DIVIDE_BY = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagePatches:
+    """The sizes of an image and of its patches, from which the rows of an image follow."""
+
+    distillation: str
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        image, size = self._side(reader, "image_size", 224), self._side(reader, "patch_size", 16)
+        channels = reader.whole(["num_channels"], 3, 1)
+        if image % size:
+            reader.refuse("image_size", image, f"is not a multiple of patch_size: {size}")
+            image = size
+        values["patches"] = {"image": image, "size": size, "channels": channels, "distillation": self.distillation}
+        values |= {"vocab": 0, "context": 1 + (self.distillation != "none") + (image // size) ** 2}
+
+    def _side(self, reader: ConfigReader, name: str, default: int) -> int:
+        side = reader.get([name], default)
+        if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:
+            side = side[0]
+        if type(side) is int and 0 < side < 2**16:
+            return side
+        reader.refuse(name, side, "must be a whole number above zero, the pixels of both sides of a square")
+        return default
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (patches := model.patches):
+            return {}
+        return {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
+
+
+def padded_rows(context: int) -> int:
+    """data.seq of the rows of an image: with padding, so that a split sequence divides."""
+    return -(-context // _ROWS_DIVIDE_BY) * _ROWS_DIVIDE_BY
+
+
+def preprocessing(folder: Path) -> dict[str, Any]:
+    """The section data.images, as the folder's preprocessor_config.json says it; {} without such a file.
+
+    Raises InputError for preparations that are not supported.
+    """
+    path = folder / PREPROCESSOR
+    if not path.is_file():
+        return {}
+    raw, wrong = parse_object(paths.read_text(path), path), []
+
+    def side(name: str) -> int:
+        size = raw.get(name)
+        sides = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
+        if len({*sides}) != 1 or not isinstance(sides[0], int) or (isinstance(size, dict) and "height" not in size):
+            wrong.append(f"{name}: {shown(size)} is not the height and width of a square")
+            return 1
+        return sides[0]
+
+    found: dict[str, Any] = {}
+    if raw.get("do_resize", True) and "size" in raw:
+        found["resize"] = side("size")
+    resample = raw.get("resample", 2)
+    if resample in _RESAMPLE:
+        found["resample"] = _RESAMPLE[resample]
+    else:
+        wrong.append(f"resample: {shown(resample)} is not 2 (bilinear) or 3 (bicubic)")
+    normalised = raw.get("do_normalize", True)
+    for name, ours, plain in (("image_mean", "mean", 0.0), ("image_std", "std", 1.0)):
+        numbers = raw.get(name, [0.5]) if normalised else [plain]
+        if isinstance(numbers, list) and numbers and all(isinstance(one, int | float) for one in numbers):
+            found[ours] = [float(one) for one in numbers]
+        else:
+            wrong.append(f"{name}: {shown(numbers)} is not a list of numbers")
+    factor = raw.get("rescale_factor", 1 / 255)
+    if not raw.get("do_rescale", True) or not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-6:
+        wrong.append(f"rescale_factor: {shown(factor)} does not bring pixels to 0 to 1")
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise InputError(f"{path}: preparations of images that are not supported\n{lines}\n"
+                         "  fix   take the file out of a copy of the folder, and set data.images")  # fmt: skip
+    return found
+
+
+def _codecs(distillation: str) -> tuple[FieldCodec, ...]:
+    return (
+        Renamed("hidden_size", "embed", 768), Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS),
+        Renamed("num_attention_heads", "heads", 12), Renamed("intermediate_size", "mlp", 3072), *PLAIN_LAYERNORM,
+        Constant("kv_heads", heads), Constant("head_dim", head_dim), Renamed("layer_norm_eps", "norm_eps", 1e-12),
+        Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), ImagePatches(distillation),
+        Constant("mask", "full"), Constant("positions", "learned"), Flag("qkv_bias", ("qkv_bias",), True),
+        Constant("attention_out_bias", True), Constant("mlp_bias", True), Classes(),
+    )  # fmt: skip
+
+
+def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
+    layer, embeddings = f"{base}encoder.layer.{{}}", f"{base}embeddings"
+    attention = f"{layer}.attention.attention"
+    ours = ("classifier", "distillation_classifier")
+    return (
+        Tensor(f"{embeddings}.cls_token", "1 1 D", ("class_row",)),
+        Tensor(f"{embeddings}.distillation_token", "1 1 D", ("distillation_row",)),
+        Tensor(f"{embeddings}.position_embeddings", "1 p D", ("position_embedding",)),
+        *linear(f"{embeddings}.patch_embeddings.projection", "D x", "stem", biases=("stem_bias",)),
+        *norm(f"{layer}.layernorm_before", "attention_norm", bias=True),
+        *linear(f"{attention}.query", "(N H) D", "attention.wq"),
+        *linear(f"{attention}.key", "(K H) D", "attention.wk"),
+        *linear(f"{attention}.value", "(K H) D", "attention.wv"),
+        *linear(f"{layer}.attention.output.dense", "D (N H)", "attention.wo"),
+        *norm(f"{layer}.layernorm_after", "mlp_norm", bias=True),
+        *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
+        *linear(f"{layer}.output.dense", "D F", "mlp.w_down"),
+        *norm(f"{base}layernorm", "final_norm", bias=True),
+        *(
+            tensor
+            for theirs, name in zip(classifiers, ours, strict=False)
+            for tensor in linear(theirs, "c D", name, biases=(f"{name}_bias",))
+        ),
+    )
+
+
+# Fields of an unused head, and of pictures that a decoder draws.
+_IRRELEVANT = ("encoder_stride", "pooler_act", "pooler_output_size")
+_HEADS = (r"^(vit\.|deit\.)?pooler\.", r"^(cls_|distillation_)?classifier\.")
+_TEACHER = "DeiTForImageClassificationWithTeacher"
+IMAGE_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "ViT", "vit", "ViTForImageClassification", "vit.", _codecs("none"), _tensors("vit.", "classifier"),
+        irrelevant=_IRRELEVANT, heads=_HEADS,
+    ),
+    Family(
+        "DeiT", "deit", "DeiTForImageClassification", "deit.", _codecs("row"), _tensors("deit.", "classifier"),
+        irrelevant=_IRRELEVANT, heads=_HEADS,
+    ),
+    Family(
+        "DeiT", "deit", _TEACHER, "deit.", _codecs("head"),
+        _tensors("deit.", "cls_classifier", "distillation_classifier"), irrelevant=_IRRELEVANT, heads=_HEADS,
+    ),
+)  # fmt: skip

@@ -1,0 +1,265 @@
+"""Images with labels: those of folders, each named after its class, and those in tables, cut into patches."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gspmd_lm.config import Config, Data
+from gspmd_lm.config import data as config_data
+from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.data import corpus, formats, labelled
+from gspmd_lm.data.remote import Progress
+from gspmd_lm.errors import InputError
+
+ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_THREADS = 8
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names of pixels with so many channels
+_NOTED = 256  # images between two calls of `progress`
+
+
+class LabelledImage(NamedTuple):
+    """An image that is not decoded yet."""
+
+    place: str  # its file, or file and row
+    label: str
+    sha256: bytes
+    encoded: Path | bytes
+
+    def read(self) -> bytes:
+        return self.encoded if isinstance(self.encoded, bytes) else _bytes(self.encoded)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageRows:
+    """Rows with one image in each, which is decoded when it is read."""
+
+    images: Sequence[LabelledImage]
+    classes: tuple[str, ...]
+    patches: Patches
+    prepared: Images
+    seq: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """float32 patches [len(indices), seq, pixels of a patch], and int32 labels [len(indices)].
+
+        Patches stand behind the rows whose places learned rows take; all other rows are zero. An index of -1 gives
+        zeros and the label -1. Raises an InputError that names the file of an image that cannot be decoded.
+        """
+        patches = np.zeros((len(indices), self.seq, self.patches.pixels), np.float32)
+        labels = np.full(len(indices), -1, np.int32)
+
+        def put(i: int, image: LabelledImage) -> None:
+            found = cut(pixels(image, self.patches, self.prepared), self.patches)
+            patches[i, self.patches.first : self.patches.rows] = found
+            labels[i] = self.classes.index(image.label)
+
+        wanted = [(i, self.images[index]) for i, index in enumerate(indices) if index >= 0]
+        if wanted:
+            with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+                list(pool.map(put, *zip(*wanted, strict=True)))
+        return {"patches": patches, "labels": labels}
+
+
+class Opened(NamedTuple):
+    """The rows of a config's images, and what is said of them."""
+
+    train: ImageRows
+    held_out: ImageRows | None
+    names: str  # of the sources
+    notes: str  # lines
+    fingerprint: str
+
+
+def open_images(config: Config, progress: Progress | None = None) -> Opened:
+    """The images of `data.source` and of `data.held_out`, a share of which is chosen by content.
+
+    Raises InputError if there are none, if a file is no image, or if their labels are not those of the model.
+    """
+    _pillow()
+    data, patches = config.data, config.model.patches
+    assert patches
+    notes = corpus.FileNotes()
+    every = list(_found(data, data.sources, "data.source", notes, progress))
+    apart = list(_found(data, data.held_out_sources, "data.held_out", notes, progress))
+    classes = labelled.ordered({image.label for image in every})
+    if len(classes) != config.model.classes:
+        raise InputError(
+            f"data.source: images of {len(classes):,} classes, and model.classes is {config.model.classes:,} "
+            f"({labelled.about_classes(classes)})\n  fix   --set model.classes={len(classes)}, or correct the labels"
+        )
+    for image in apart:
+        labelled.check_class(image.label, classes, f"{image.place}: the class")
+    distinct = sorted({image.sha256 for image in every})
+    count = max(1, round(data.held_out_share * len(distinct))) if data.held_out_share else 0
+    if count >= len(distinct):
+        raise InputError(
+            f"data.held_out={data.held_out_share}: {len(distinct)} distinct images leave none to train on\n"
+            "  fix   lower data.held_out (0 holds none out), or add images"
+        )
+    kept_out = {*distinct[:count]} | {image.sha256 for image in apart}
+    train = [image for image in every if image.sha256 not in kept_out]
+    apart = apart or [image for image in every if image.sha256 in kept_out]
+    facts = hashlib.sha256(repr((patches, data.images, data.seq, classes)).encode())
+    for image in (*train, *apart):
+        facts.update(image.sha256 + image.label.encode())
+    rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
+    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
+    both = len(every) - len(train) if data.held_out_sources else 0
+    lines = [
+        f"left out of training: {both:,} images that are also in data.held_out" * (both > 0),
+        labelled.about_classes(classes),
+        str(notes),
+    ]
+    return Opened(rows(train), rows(apart) if apart else None, names, "\n".join(filter(None, lines)), facts.hexdigest())
+
+
+def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarray:
+    """The numbers of an image that the model sees, float32 [height, width, channels].
+
+    Pillow resizes it, its middle is cut out, and its channels are normalised, in the order of transformers' processors.
+    """
+    from PIL import Image, ImageOps
+
+    kind = _MODES.get(patches.channels)
+    if kind is None:
+        raise InputError(
+            f"model.patches.channels={patches.channels}: files have images of {', '.join(map(str, _MODES))} channels\n"
+            "  fix   set it to one of these, or train with data=batch"
+        )
+    side = prepared.resize or patches.image
+    with _reading(image.place):
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(image.read())))  # as the camera was held
+        resample = Image.Resampling[prepared.resample.upper()]
+        sized = np.asarray(turned.convert(kind).resize((side, side), resample), np.float32)
+    start = (side - patches.image) // 2
+    middle = sized.reshape(side, side, patches.channels)[start : start + patches.image, start : start + patches.image]
+    mean, std = np.asarray(prepared.mean, np.float32), np.asarray(prepared.std, np.float32)
+    return (middle / np.float32(255) - mean) / std
+
+
+def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
+    """The patches of an image, [patches, channels * size * size], row by row from the top left one."""
+    count, size = patches.image // patches.size, patches.size
+    apart = image_HWC.reshape(count, size, count, size, patches.channels)
+    return apart.transpose(0, 2, 4, 1, 3).reshape(count * count, patches.pixels)
+
+
+@contextlib.contextmanager
+def _reading(place: str) -> Iterator[None]:
+    """A context in which what Pillow says of a file becomes an InputError that names its place."""
+    from PIL import Image
+
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{place}: cannot be read as an image ({error})\n  fix   make it whole, or leave it out"
+        ) from error
+
+
+def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> LabelledImage:
+    """An image whose header was read. Raises an InputError that names its place."""
+    from PIL import Image
+
+    with _reading(place):
+        mode = Image.open(io.BytesIO(encoded)).mode
+    if mode[0] in "IF":
+        raise InputError(f"{place}: has pixels of mode {mode}\n  fix   save it with 8 bits for each channel")
+    return LabelledImage(place, label, hashlib.sha256(encoded).digest(), path or encoded)
+
+
+def _found(
+    data: Data, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
+) -> Iterator[LabelledImage]:
+    """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
+    for one in sources:
+        if one.weight:
+            raise InputError(f"{place}: {one.path}: images have no weights\n  fix   drop the weight")
+        name = Path(one.path).expanduser()
+        if not data.fields and not name.is_dir():
+            raise InputError(
+                f"{place}: {one.path}: no folder\n  fix   name a folder with one folder of images for each class, or "
+                "tables, with data.fields=[image] and data.label=label"
+            )
+        of_one = _of_tables(data, one, place, notes, progress) if data.fields else _of_folder(name, place, notes)
+        for number, image in enumerate(of_one, 1):
+            if progress and number % _NOTED == 0:
+                progress(f"reading images of {one.path}", 0, 0)
+            yield image
+
+
+def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[LabelledImage]:
+    """The images below a folder. Their class is the folder right below it that they lie in."""
+    count = 0
+    for at, below, names in os.walk(folder, followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for path in (Path(at, name) for name in sorted(names) if not name.startswith(".")):
+            if path.suffix.lower() not in ENDINGS:
+                notes.skipped("no ending of an image", path)
+                continue
+            inside = path.relative_to(folder).parts
+            if len(inside) < 2:
+                raise InputError(
+                    f"{path}: lies in no folder of a class\n  fix   move it to {folder}/CLASS, or name the folder "
+                    f"above {folder}"
+                )
+            count += 1
+            yield _checked(str(path), inside[0], _bytes(path), path)
+    if not count:
+        raise InputError(f"{place}: {folder}: no images\n  fix   give files that end in {' '.join(ENDINGS)}")
+
+
+def _of_tables(
+    data: Data, source: config_data.Source, place: str, notes: corpus.FileNotes, progress: Progress | None
+) -> Iterator[LabelledImage]:
+    """The images in the records of files, as bytes or as {bytes}. They are held in memory, encoded."""
+    column = data.fields[0]
+    for path in corpus.files([source.path], place, notes, progress):
+        kind = formats.format_of(path)
+        if not kind or not kind.table:
+            notes.skipped("no table", path)
+            continue
+        for where, record in formats.records(path, (column, data.label)):
+            held = record.get(column)
+            encoded = held.get("bytes") if isinstance(held, dict) else held
+            if not isinstance(encoded, bytes):
+                what = f"is a {type(encoded).__name__}" if column in record else f"is not one of {', '.join(record)}"
+                raise InputError(
+                    f"{where}: {column} {what}: there are no bytes of an image\n"
+                    "  fix   name in data.fields the column with the bytes of images, or with {bytes}"
+                )
+            yield _checked(where, str(labelled.label_of(data, record, where)), encoded)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
+        ) from error
+
+
+def _pillow() -> None:
+    """Raises InputError where Pillow is not installed."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "model.patches: images are decoded by Pillow, which is not installed\n"
+            "  fix   pip install 'gspmd_lm[vision]'"
+        ) from error

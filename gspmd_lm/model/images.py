@@ -1,0 +1,69 @@
+"""The model of images: patches in, scores of classes out (ViT, arXiv 2010.11929; DeiT, arXiv 2012.12877)."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.ends import SCORES, token_keys
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, dropout
+from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import like, shard, use
+from gspmd_lm.sharding.matmuls import gathered, project
+
+PATCHES = "patches: batch seq pixels"
+FIRST_ROWS = ("class_row", "distillation_row")
+
+
+class ImageClassifier(Stack):
+    """A stack of blocks from the patches of images to the scores of their classes."""
+
+    @nn.compact
+    def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
+        """[B, classes], float32.
+
+        `batch` holds row [B] and patches [B, T, X]: of each image, rows whose places the learned rows take, then its
+        patches, and beyond the context rows of padding. No row sees padding.
+        """
+        cfg, patches_BTX = self.cfg, batch["patches"]
+        T = patches_BTX.shape[1]
+        places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
+        of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
+        if cfg.context < T:
+            of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
+        x_BTD, keys_BT = _patched(self, cfg, patches_BTX), None
+        if dropout_key is not None and cfg.dropout:
+            keys_BT = token_keys(dropout_key, batch["row"], places_BT)
+            x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+        x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
+        scores_BX = _scored(self, cfg, x_BTD[:, :1], "classifier")
+        if cfg.patches and cfg.patches.distillation == "head":
+            return (scores_BX + _scored(self, cfg, x_BTD[:, 1:2], "distillation_classifier")) / 2
+        return scores_BX
+
+
+def _scored(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, name: str) -> jax.Array:
+    """The scores that one row of each image gives, [B, classes], float32."""
+    classifier = matrix(module, name, "embed classes", (cfg.embed, cfg.classes), cfg)
+    with gathered(like(row_B1D, RESIDUAL), BLOCK_INPUT, RESIDUAL) as in_B1D:
+        scores_B1X = shard(project(in_B1D, classifier), SCORES)
+    return (scores_B1X + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
+
+
+def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
+    """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
+    assert cfg.patches
+    dtype, T = jnp.dtype(cfg.compute_dtype), patches_BTX.shape[1]
+    stem = matrix(module, "stem", "pixels embed", (cfg.patches.pixels, cfg.embed), cfg)
+    with gathered(patches_BTX.astype(dtype), PATCHES, PATCHES) as in_BTX:
+        x_BTD = like(like(project(in_BTX, stem), BLOCK_INPUT), RESIDUAL)
+    x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
+    # Selected and not put before the patches: their sequence may be split over devices.
+    for place, name in enumerate(FIRST_ROWS[: cfg.patches.first]):
+        row_D = use(matrix(module, name, "embed", (cfg.embed,), cfg))
+        x_BTD = jnp.where(jnp.arange(T)[:, None] == place, row_D, x_BTD)
+    if cfg.positions == "learned":
+        table_PD = use(matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg))
+        x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
+    return like(x_BTD, RESIDUAL)

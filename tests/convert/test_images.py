@@ -1,0 +1,153 @@
+"""ViT and DeiT against transformers: scores, and folders there and back. `pytest -m parity` computes them anew.
+
+With GSPMD_LM_RECORD=1 that run writes golden/images.json: config.json, shapes of tensors and scores of each case.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from einops import rearrange
+
+from gspmd_lm import InputError
+from gspmd_lm.convert import export, pretrained
+from gspmd_lm.model.transformer import classify
+from tests.convert import ours, references
+
+GOLDEN = Path(__file__).parent / "golden" / "images.json"
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 64, "image_size": 12,
+    "patch_size": 4,
+}  # fmt: skip
+LABELS = {"id2label": {"0": "one", "1": "two", "2": "three"}, "label2id": {"one": 0, "two": 1, "three": 2}}
+CASES = {
+    "vit": ("ViTForImageClassification", SIZES | LABELS),
+    "vit-grey": ("ViTForImageClassification", SIZES | {"num_channels": 1, "qkv_bias": False, "num_labels": 5}),
+    "deit": ("DeiTForImageClassification", SIZES | LABELS | {"hidden_act": "gelu_new"}),
+    "deit-teacher": ("DeiTForImageClassificationWithTeacher", SIZES | LABELS),
+}
+
+
+def images(config):
+    shape = (4, config["num_channels"], config["image_size"], config["image_size"])
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def folder_of(case, folder):
+    weights = {name: references.weight(name, tuple(shape), 0) for name, shape in case["tensors"].items()}
+    return references.save(folder, dict(case["config"]), weights)
+
+
+def scores(opened, seq):
+    """The scores of our model, with so many rows for each image."""
+    patches, model = opened.config.model.patches, opened.config.model
+    cut = rearrange(images(opened.like), "B c (h p) (w q) -> B (h w) (c p q)", p=patches.size, q=patches.size)
+    rows = np.pad(cut, ((0, 0), (patches.first, seq - model.context), (0, 0)), constant_values=7.0)
+    batch = {"patches": rows, "row": np.arange(len(rows))}
+    params = ours.on_one_device(opened)
+    return np.asarray(jax.jit(lambda params, batch: classify(model, params, batch))(params, batch))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_transformers_and_files_come_back(name, golden, tmp_path):
+    case = golden[name]
+    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
+    assert (opened.family.architecture, opened.config.objective) == (CASES[name][0], "classes")
+    assert opened.config.data.seq == 16  # 10 or 11 rows and padding
+    found, want = scores(opened, opened.config.data.seq), np.array(case["scores"])
+    assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
+    params = jax.device_get(ours.on_one_device(opened))
+    for like in (opened.like, None):
+        export.write_folder(tmp_path / f"out {like is None}", opened.config.model, params, like)
+        written, original = ours.tensors(tmp_path / f"out {like is None}"), ours.tensors(tmp_path / "in")
+        assert written.keys() == original.keys()
+        assert all(np.array_equal(written[tensor], original[tensor]) for tensor in original)
+        config = json.loads((tmp_path / f"out {like is None}" / "config.json").read_text())
+        assert config["architectures"] == [CASES[name][0]]
+    assert like is None
+
+
+def test_a_base_model_gets_a_new_head(golden, tmp_path):
+    case = golden["vit"]
+    tensors = {name.removeprefix("vit."): shape for name, shape in case["tensors"].items() if "classifier" not in name}
+    tensors["pooler.dense.weight"] = [32, 32]
+    case = {"config": {**case["config"], "architectures": ["ViTModel"]}, "tensors": tensors}
+    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT, "model.classes=7"])
+    assert set(opened.new) == {"classifier", "classifier_bias"}
+    assert scores(opened, 16).shape == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image_size": [12, 16]}, r"image_size: \[12, 16\] must be a whole number"),
+        ({"patch_size": 5}, "image_size: 12 is not a multiple of patch_size: 5"),
+        ({"hidden_act": "swish!"}, "hidden_act"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
+    case = golden["vit"]
+    folder = folder_of({**case, "config": {**case["config"], **changes}}, tmp_path / "in")
+    with pytest.raises(InputError, match=words):
+        pretrained.open_folder(folder, [])
+
+
+def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
+    folder = folder_of(golden["vit"], tmp_path / "in")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({
+        "do_resize": True, "size": {"height": 14, "width": 14}, "resample": 3, "do_normalize": True,
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "rescale_factor": 1 / 255,
+    }))  # fmt: skip
+    found = pretrained.open_folder(folder, []).config.data.images
+    assert dataclasses.asdict(found) == {
+        "resize": 14, "resample": "bicubic", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
+    }  # fmt: skip
+    path.write_text(json.dumps({"size": {"shortest_edge": 14}, "resample": 1}))
+    with pytest.raises(InputError, match=r"shortest_edge(.|\n)*resample: 1 is not"):
+        pretrained.open_folder(folder, [])
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_itself(name, tmp_path):
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    architecture, fields = CASES[name]
+    kind = getattr(transformers, architecture)
+    kind(kind.config_class(**fields)).save_pretrained(tmp_path / "empty")
+    config = json.loads((tmp_path / "empty" / "config.json").read_text())
+    tensors = {tensor: list(array.shape) for tensor, array in ours.tensors(tmp_path / "empty").items()}
+    case = {"config": config, "tensors": tensors}
+    folder = folder_of(case, tmp_path / "in")
+
+    def computed(folder):
+        model, report = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+        assert not any(report.values()), report
+        with torch.no_grad():
+            return model.eval()(torch.from_numpy(images(config))).logits.numpy()
+
+    want = computed(folder)
+    if os.environ.get("GSPMD_LM_RECORD"):
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        GOLDEN.write_text(json.dumps(known | {name: {**case, "scores": want.tolist()}}, indent=1) + "\n")
+    np.testing.assert_allclose(json.loads(GOLDEN.read_text())[name]["scores"], want, rtol=0, atol=1e-5)
+    opened = pretrained.open_folder(folder, [ours.EXACT])
+    for seq in (opened.config.model.context, 24):
+        assert np.abs(scores(opened, seq) - want).max() <= 1e-5 * np.abs(want).max()
+    params = jax.device_get(ours.on_one_device(opened))
+    for kept in (True, False):
+        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
+        np.testing.assert_array_equal(computed(tmp_path / f"out {kept}"), want)

@@ -1,0 +1,172 @@
+"""Images of folders and of tables: their classes, their patches, and what is no image."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import gspmd_lm
+from gspmd_lm import InputError
+from gspmd_lm import config as configs
+from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.data import images, loader
+
+Image = pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
+CLASSES = ("cat", "dog", "owl")
+
+
+def drawn(number, side=8):
+    """An image that tells its class by its colour, with noise of its own."""
+    noise = np.random.default_rng(number).integers(0, 100, (side, side, 3))
+    return Image.fromarray((noise + 150 * (np.arange(3) == number % 3)).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(12):
+        path = tmp_path / "pictures" / CLASSES[number % 3] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn(number).save(path)
+    return tmp_path / "pictures"
+
+
+def config_of(source, *, held_out=0.25, steps=3, model=(), **data):
+    plain = {
+        "layers": 1,
+        "embed": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 32,
+        "vocab": 0,
+        "context": 5,
+        "mask": "full",
+        "norm": "layernorm",
+        "norm_bias": True,
+        "mlp_kind": "plain",
+        "activation": "gelu",
+        "positions": "learned",
+        "classes": 3,
+        "patches": {"image": 8, "size": 4},
+        "compute_dtype": "float32",
+    }
+    of_data = {"source": str(source), "batch": 8, "seq": 8, "held_out": held_out, **data}
+    return configs.from_dict(
+        {"name": "pictures", "objective": "classes", "model": plain | dict(model), "data": of_data,
+         "train": {"steps": steps, "eval_batches": 9, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
+    )  # fmt: skip
+
+
+def test_rows_are_patches_of_the_images_behind_the_learned_row(folder):
+    train, held_out = loader.open_loaders(config_of(folder, held_out=0.0))
+    assert held_out is None and train.classes == CLASSES and len(train.rows) == 12
+    found = train.rows.read([1, -1])  # cat: 00 03 06 09
+    whole = (np.asarray(drawn(3), np.float32) / 255 - 0.5) / 0.5
+    for row, (top, left) in enumerate([(0, 0), (0, 4), (4, 0), (4, 4)], 1):
+        corner = whole[top : top + 4, left : left + 4].transpose(2, 0, 1)
+        np.testing.assert_allclose(found["patches"][0, row], corner.ravel(), atol=1e-6)
+    assert not found["patches"][0, [0, 5, 6, 7]].any() and not found["patches"][1].any()
+    assert found["labels"].tolist() == [0, -1]
+
+
+def test_tables_hold_the_same_images(folder, tmp_path):
+    paths = sorted(folder.glob("*/*.png"))
+    columns = {
+        "image": [{"bytes": path.read_bytes(), "path": path.name} for path in paths],
+        "plain": [path.read_bytes() for path in paths],
+        "label": [path.parent.name for path in paths],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    want = loader.open_loaders(config_of(folder))
+    for column in ("image", "plain"):
+        found = loader.open_loaders(config_of(tmp_path / "train.parquet", fields=[column], label="label"))
+        for one, other in zip(found, want, strict=True):
+            for name, array in one.rows_at(0, slice(None)).items():
+                np.testing.assert_array_equal(array, other.rows_at(0, slice(None))[name])
+    with pytest.raises(InputError, match=r"row 1: label is a str: there are no bytes of an image"):
+        loader.open_loaders(config_of(tmp_path / "train.parquet", fields=["label"], label="label"))
+
+
+def test_what_is_held_out_follows_from_the_contents(folder):
+    before = loader.open_loaders(config_of(folder))
+    assert [len(one.rows) for one in before] == [9, 3]
+    held_out = {image.sha256 for image in before[1].rows.images}
+    assert not held_out & {image.sha256 for image in before[0].rows.images}
+    for path in folder.glob("*/*.png"):
+        path.rename(path.with_name(f"x{99 - int(path.stem)}.png"))
+    after = loader.open_loaders(config_of(folder))
+    assert {image.sha256 for image in after[1].rows.images} == held_out
+    assert before[0].fingerprint != loader.open_loaders(config_of(folder, images={"mean": [0.1]}))[0].fingerprint
+
+
+def test_images_are_resized_and_their_middle_is_cut_out(tmp_path):
+    drawn(1, side=20).save(tmp_path / "one.png")
+    image = images.LabelledImage("one", "cat", b"", tmp_path / "one.png")
+    found = images.pixels(image, Patches(image=8, size=4, channels=1), Images(resize=12, resample="bicubic"))
+    whole = drawn(1, side=20).convert("L").resize((12, 12), Image.Resampling.BICUBIC)
+    np.testing.assert_allclose(found[..., 0], np.asarray(whole, np.float32)[2:10, 2:10] / 127.5 - 1, atol=1e-6)
+
+
+def test_what_is_no_image_is_named(folder):
+    (folder / "cat" / "notes.txt").write_text("about cats")
+    assert "skipped, no ending of an image: 1" in loader.open_loaders(config_of(folder))[0].description.replace(
+        str(folder / "cat" / "notes.txt"), "1"
+    )
+    wrong = folder / "owl" / "wrong.png"
+    wrong.write_bytes(b"no image at all")
+    with pytest.raises(InputError, match=r"owl/wrong\.png: cannot be read as an image(.|\n)*fix "):
+        loader.open_loaders(config_of(folder))
+    wrong.write_bytes((folder / "owl" / "02.png").read_bytes()[:-60])  # whole up to its header
+    train, _ = loader.open_loaders(config_of(folder, held_out=0.0))
+    with pytest.raises(InputError, match=r"owl/wrong\.png: cannot be read as an image"):
+        train.rows.read(range(len(train.rows)))
+    Image.fromarray(np.ones((4, 4), np.uint16)).save(wrong)
+    with pytest.raises(InputError, match=r"owl/wrong\.png: has pixels of mode I;16"):
+        loader.open_loaders(config_of(folder))
+    wrong.rename(folder / "loose.png")
+    with pytest.raises(InputError, match=r"loose\.png: lies in no folder of a class"):
+        loader.open_loaders(config_of(folder))
+
+
+def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
+    with pytest.raises(InputError, match=r"images of 3 classes, and model\.classes is 4(.|\n)*model\.classes=3"):
+        loader.open_loaders(config_of(folder, model={"classes": 4}))
+    with pytest.raises(InputError, match=r"nowhere: no folder(.|\n)*data\.fields"):
+        loader.open_loaders(config_of(tmp_path / "nowhere"))
+    other = tmp_path / "other" / "fox"
+    other.mkdir(parents=True)
+    drawn(40).save(other / "fox.png")
+    with pytest.raises(InputError, match=r"fox\.png: the class=fox is no label of the training data"):
+        loader.open_loaders(config_of(folder, held_out=str(tmp_path / "other")))
+    with pytest.raises(InputError, match="12 distinct images leave none to train on"):
+        loader.open_loaders(config_of(folder, held_out=0.99))
+
+
+def test_a_run_learns_the_classes_and_keeps_them(folder, tmp_path):
+    last = gspmd_lm.train(config_of(folder, steps=25), "none", tmp_path / "run", platform="cpu")
+    assert json.loads((tmp_path / "run" / "classes.json").read_text()) == list(CLASSES)
+    assert last["loss"] < 0.4
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = next(row for row in reversed(logged) if "eval_accuracy" in row)
+    assert scores["eval_labels"] == 3 and scores["eval_accuracy"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parity
+@pytest.mark.parametrize(("side", "resample"), [(16, "bilinear"), (20, "bicubic")])
+def test_pixels_are_those_of_the_processors_of_transformers(tmp_path, side, resample):
+    import transformers
+
+    drawn(5, side=37).save(tmp_path / "one.png")
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    kind = transformers.DeiTImageProcessorPil if side == 20 else transformers.ViTImageProcessorPil
+    crop = {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}} if side == 20 else {}
+    theirs = kind(size={"height": side, "width": side}, resample=3 if resample == "bicubic" else 2,
+                  image_mean=list(mean), image_std=list(std), **crop)  # fmt: skip
+    want = theirs(Image.open(tmp_path / "one.png"), return_tensors="np")["pixel_values"][0]
+    image = images.LabelledImage("one", "cat", b"", tmp_path / "one.png")
+    prepared = Images(resize=side, resample=resample, mean=mean, std=std)
+    found = images.pixels(image, Patches(image=16, size=4), prepared)
+    np.testing.assert_allclose(found.transpose(2, 0, 1), want, atol=2e-6)

@@ -1,0 +1,74 @@
+"""What an encoder-decoder writes: what whole texts give token by token, in any layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.errors import InputError
+from gspmd_lm.infer import generate
+from gspmd_lm.model.loss import logits
+from gspmd_lm.model.transformer import decode
+
+NEW = 9
+T5 = {
+    "objective": "seq2seq", "encoder": Encoder(layers=1, start_token=5), "positions": "none", "kv_heads": 4,
+    "relative_positions": RelativePositions(ranges=8, distance=6),
+}  # fmt: skip
+LEARNED = {"objective": "seq2seq", "encoder": Encoder(start_token=2), "positions": "learned", "position_offset": 2,
+           "qkv_bias": True, "layers": 3}  # fmt: skip
+SPLIT = {"mesh": {"context": 2, "tensor": 4}, "rules": {
+    "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "seq": "context", "cache.kv_seq": "context",
+}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(speaking, generator, prompts):
+    """A function that gives what a model writes, with the model and its weights: written(T5, "single")."""
+
+    def write(model, rules, **options):
+        made = generator(speaking(**model), rules, **options)
+        return [result.tokens for result in made.results(prompts, new_tokens=NEW, ends=())], made
+
+    return write
+
+
+@pytest.mark.parametrize("model", [T5, LEARNED], ids=["T5", "learned"])
+def test_a_cache_changes_no_token(model, written, weights, speaking, prompts):
+    found, _ = written(model, "single")
+    cfg = speaking(**model).model
+    params = jax.tree.map(jnp.asarray, weights(cfg))
+
+    @jax.jit
+    def likeliest(source, tokens):
+        batch = {"row": np.arange(1)}
+        for prefix, ids in (("", tokens), ("source_", source)):
+            named = {"tokens": ids, "positions": np.arange(ids.shape[1])[None], "segment_ids": np.ones(ids.shape, int)}
+            batch |= {f"{prefix}{name}": x for name, x in named.items()}
+        x_BTD, table, bias = decode(cfg, params, batch)
+        return logits(x_BTD, table, bias, cfg)[0].argmax(-1)
+
+    for prompt, text in zip(prompts, found, strict=True):
+        whole = likeliest(np.array([prompt]), np.array([[cfg.encoder.start_token, *text[:-1]]]))
+        assert whole.tolist() == text
+    assert len({token for text in found for token in text}) > 5  # what repeats itself shows little
+
+
+@pytest.mark.parametrize(
+    "rules",
+    ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("decode_tp8", "dp2_tp4", SPLIT))],
+    ids=str,
+)
+def test_a_layout_changes_no_token(rules, written):
+    model = T5 | {"kv_heads": 8} if rules == "decode_tp8" else T5
+    assert written(model, rules)[0] == written(model, "single")[0]
+
+
+def test_sources_and_texts_have_rooms_of_their_own(speaking):
+    config = speaking(**T5 | {"encoder": Encoder(context=20)})
+    generate.check_prompts(config, [[1] * 20], 32)
+    with pytest.raises(InputError, match="prompt 1: 21 tokens are more than the encoder's context=20"):
+        generate.check_prompts(config, [[1] * 21], 1)
+    with pytest.raises(InputError, match=r"33 new tokens are more than model\.context=32"):
+        generate.check_prompts(config, [[1]], 33)

@@ -1,0 +1,54 @@
+"""Images cut into patches: the loss is the same under every layout, and padding and wrong sizes are dealt with."""
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from gspmd_lm.config.images import Images, Patches
+
+VIT = {
+    "objective": "classes", "classes": 3, "mask": "full", "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain",
+    "activation": "gelu", "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    "vocab": 0, "padded_vocab": 0, "patches": Patches(image=16, size=4), "context": 17,
+}  # fmt: skip
+ROWS = {"seq": 24}  # 17 rows of an image, and padding up to what 8 devices divide
+DEIT = {**VIT, "patches": Patches(image=12, size=4, channels=1, distillation="head"), "context": 11}
+KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}}
+LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("pp2_fsdp2_tp2", "deit")]
+
+
+DEFAULT = ("fsdp2_tp4", "vit")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_layout_changes_nothing(layout, kind, small, course):
+    settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **KINDS[kind])
+    alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-6)
+    got, want = (flatten_dict(one.gradients, sep=".") for one in (found, alone))
+    for name in want.keys() - {"layers.attention.bk"}:  # softmax does not know what all keys have in common
+        size = np.linalg.norm(want[name])
+        assert size > 0 and np.linalg.norm(got[name] - want[name]) < 1e-5 * size
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": "masked", "classes": 0}, "model.patches needs objective: classes"),
+        ({"vocab": 61}, "model.patches has no tokens: set vocab=61 to 0"),
+        ({"context": 16}, "model.patches gives 17 rows of an image: set context=16 to 17"),
+        ({"data": {"seq": 16}}, "set data.seq=16 to 17, or above for padding"),
+        ({"positions": "rope"}, "model.patches goes with positions: learned or none, not rope"),
+        ({"token_types": 2}, "model.patches does not go with token_types"),
+        ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
+        ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**{**VIT, "data": ROWS, **changes})
+    with pytest.raises(ValueError, match="image=16 is not a multiple of size=5"):
+        Patches(image=16, size=5)
