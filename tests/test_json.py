@@ -13,8 +13,8 @@ PACKAGE = Path(files.__file__).parent
 # Where JSON is read that no other program wrote: messages between processes, copies in memory, what the compiler said
 # in a folder that is sealed, and cells of text that are documents of this run.
 OF_OURS = {
-    "files.py", "runtime/processes.py", "workdir/compatible.py", "data/chat.py", "foresight/compile.py",
-    "foresight/report.py", "foresight/hlo/instruction.py",
+    "files.py", "runtime/processes.py", "workdir/compatible.py", "data/chat.py", "data/labelled.py",
+    "data/pairs.py", "foresight/compile.py", "foresight/report.py", "foresight/hlo/instruction.py",
 }  # fmt: skip
 
 

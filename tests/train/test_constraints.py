@@ -88,7 +88,10 @@ def test_the_dimensions_of_activations(sized):
     arrays = state.arrays(config)
     found = state.activations(config, arrays, 1, one)
     found["cache"] = programs.recorded(config, arrays, programs.whole_context(config), one)["prefill"].arrays["cache"]
-    of_others = {"embedded", "routing", "state", "q_latent", "kv_latent", "k_rope"}
+    of_others = {
+        "embedded", "routing", "state", "q_latent", "kv_latent", "k_rope", "patches", "memory", "transformed",
+        "class_scores",
+    }  # fmt: skip
     assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - of_others
     for name, (names, shape) in found.items():
         assert names == tuple(ARRAYS[name].split()), name
