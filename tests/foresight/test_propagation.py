@@ -216,6 +216,20 @@ def test_the_gradient_of_a_looked_up_table_and_what_else_reads_the_rows_is_excha
     assert kinds(found) == [("all-gather", "fsdp", 8 * 4 / 2, 1), ("all-to-all", "fsdp", 8 * 8 * 4 / 2 / 2, 1)]
 
 
+def test_rows_are_sent_in_place_of_two_tables_though_each_table_is_less():
+    def step(number):
+        def sums(tables, ids, dy):
+            return [put(jnp.zeros_like(tables[n]).at[ids[n]].add(dy), None, "fsdp") for n in range(number)]
+
+        return sums
+
+    table, ids, dy = array((8, 8), None, "fsdp"), array((16,), "fsdp", dtype=jnp.uint32), array((16, 8), "fsdp", None)
+    one, two = (reading(step(number), [table] * 2, [ids] * 2, dy) for number in (1, 2))
+    of_table, of_rows, of_ids = 8 * 8 * 4 / 2, 16 * 8 * 4 / 2 / 2, 16 * 4 / 2
+    assert kinds(one) == [("reduce-scatter", "fsdp", of_table, 1)] and of_table < of_rows + of_ids < 2 * of_table
+    assert kinds(two) == [("all-gather", "fsdp", of_ids, 1), ("all-to-all", "fsdp", of_rows, 1)]
+
+
 def test_a_part_of_a_mesh_axis_splits_a_dimension_that_is_cut_in_two():
     """Four devices have one of eight heads each twice: two for each of two keys, over which the heads are added up."""
     sums = reading(lambda x: put(x.reshape(4, 2, 4).sum(2), None, "tensor"), array((4, 8), None, "tensor"))

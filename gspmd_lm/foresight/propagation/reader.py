@@ -106,6 +106,12 @@ class Way(NamedTuple):
     costs: list[CollectiveCost]
     begin: ArraySharding  # from where it is sent
     copies: Sequence[tuple[ArraySharding, ArraySharding]] = ()  # other arrays, and where they are then, too
+    spared: Sequence[Transfer] = ()  # what was noted before and need not be sent then
+
+    @property
+    def more_bytes(self) -> float:
+        """What is sent, less what need not be sent then."""
+        return total_bytes(self.costs) - sum(transfer.bytes for transfer in self.spared)
 
 
 class Reader:
@@ -185,13 +191,27 @@ class Reader:
         result = dataclasses.replace(source.with_dims(target).reduced(), scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
             return dataclasses.replace(result, is_constant=False)
-        way = self.cheapest(aval, source, target)
+        way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
         self.add_transfers(operation, aval, way.begin, target, way.costs, chosen)
+        if source.scatter and source.unreduced:
+            self._add_sum(source.scatter.updates_sharding.identity, way, noted)
         if source.identity is not None and way.costs:
             self._add_copy(source, result)
         for array, moved in way.copies:
             self._add_copy(array, moved)
         return dataclasses.replace(result, identity=source.identity)
+
+    def _add_sum(self, rows: Any, way: Way, noted: int) -> None:
+        """Notes that the table was sent, of which the transfers from number `noted` are, or that its rows were.
+
+        Where the rows are sent, earlier tables to which they were added need not be.
+        """
+        if not way.copies:
+            self.record.sums[rows] = [*self.record.sums.get(rows, ()), *self.record.transfers[noted:]]
+        elif way.spared:
+            spared = {id(transfer) for transfer in way.spared}
+            self.record.transfers = [one for one in self.record.transfers if id(one) not in spared]
+            del self.record.sums[rows]
 
     def _add_copy(self, array: ArraySharding, moved: ArraySharding) -> None:
         self.record.copies[array.identity] = (*self.record.copies.get(array.identity, ()), moved)
@@ -206,10 +226,13 @@ class Reader:
         ]
         if source.scatter and source.unreduced:
             ways.append(self._scattered_elsewhere(aval, source, target))
-        return min(ways, key=lambda way: total_bytes(way.costs))
+        return min(ways, key=lambda way: way.more_bytes)
 
     def _scattered_elsewhere(self, aval: Any, source: ArraySharding, target: Dims) -> Way:
-        """Sends the rows that are added up to where the sum is wanted, with their indices."""
+        """Sends the rows that are added up to where the sum is wanted, with their indices.
+
+        Other sums of the same rows, such as those of the tables of tokens and of positions, are then made there, too.
+        """
         updates, updates_sharding, indices, indices_sharding, dimension = source.scatter
         columns = [target[dimension[d]] if d in dimension else () for d in range(updates.ndim)]
         over = axes_of(columns)
@@ -225,7 +248,9 @@ class Reader:
             costs += sent
         looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
         costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
-        return Way(costs, source, copies)
+        sums = self.record.sums.get(updates_sharding.identity, ()) if copies else ()
+        times = self.times(source.loop_depth)
+        return Way(costs, source, copies, [one for one in sums if one.times_per_step == times])
 
     def move_operand(
         self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False, chosen: bool = True
