@@ -16,13 +16,15 @@ from gspmd_lm.convert.names import linear, norm
 class EncoderPart:
     """What a config.json says of the encoder alone, and of the token that stands before a text."""
 
-    names: Mapping[str, str]  # setting -> the field that states it; in all others, the encoder is as the decoder
+    # Setting -> the names of the field that states it, as for Renamed. In all others, the encoder is as the decoder.
+    names: Mapping[str, str]
     start_token: int  # of a config.json that says none
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         most = {"layers": MOST_LAYERS}
         encoder = {
-            setting: reader.number([name], most=most.get(setting, LARGEST)) for setting, name in self.names.items()
+            setting: reader.number(names.split(), most=most.get(setting, LARGEST))
+            for setting, names in self.names.items()
         }
         if "heads" in encoder:
             encoder |= {"kv_heads": encoder["heads"], "head_dim": values["embed"] // encoder["heads"]}
@@ -32,7 +34,7 @@ class EncoderPart:
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.encoder and model.of_encoder):
             return {}
-        sizes = {name: getattr(model.of_encoder, setting) for setting, name in self.names.items()}
+        sizes = {names.split()[0]: getattr(model.of_encoder, setting) for setting, names in self.names.items()}
         return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": model.encoder.start_token}
 
 
@@ -98,10 +100,11 @@ class T5Head:
         return {"tie_word_embeddings": model.tied_embeddings, "scale_decoder_outputs": model.logit_scale != 1}
 
 
+_T5_LAYERS = "num_layers num_hidden_layers"
 _T5 = (
-    Renamed("vocab_size", "vocab"), Renamed("d_model", "embed"), Renamed("d_kv", "head_dim", 64),
-    Renamed("d_ff", "mlp"), Renamed("num_heads", "heads"), Constant("kv_heads", heads),
-    Renamed("num_layers", "layers", most=MOST_LAYERS),
+    Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("d_kv head_dim", "head_dim", 64),
+    Renamed("d_ff", "mlp"), Renamed("num_heads num_attention_heads", "heads"), Constant("kv_heads", heads),
+    Renamed(_T5_LAYERS, "layers", most=MOST_LAYERS),
     Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
     Renamed("n_positions", "context", 512), Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
     Constant("positions", "none"), Constant("query_scale", 1.0), Distances(),
@@ -180,18 +183,18 @@ _BEFORE, _AFTER = "has other norms, which are not supported", "adds an array, wh
 SEQ2SEQ_FAMILIES = (
     Family(
         "T5", "t5", "T5ForConditionalGeneration", "",
-        (*_T5, FeedForward("relu"), T5Head(), EncoderPart({"layers": "num_layers"}, 0)),
+        (*_T5, FeedForward("relu"), T5Head(), EncoderPart({"layers": _T5_LAYERS}, 0)),
         T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ),
     Family(
         "mT5", "mt5", "MT5ForConditionalGeneration", "",
-        (*_T5, FeedForward("gated-gelu"), TIED, EncoderPart({"layers": "num_layers"}, 0)),
+        (*_T5, FeedForward("gated-gelu"), TIED, EncoderPart({"layers": _T5_LAYERS}, 0)),
         T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ),
     Family(
         "BART", "bart", "BartForConditionalGeneration", "model.",
         (
-            Renamed("vocab_size", "vocab"), Renamed("d_model", "embed"), Renamed("decoder_ffn_dim", "mlp"),
+            Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
             Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
             Renamed("max_position_embeddings", "context", 1024), Constant("kv_heads", heads),
             Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
@@ -201,7 +204,8 @@ SEQ2SEQ_FAMILIES = (
             Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
             Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
             EncoderPart(
-                {"layers": "encoder_layers", "heads": "encoder_attention_heads", "mlp": "encoder_ffn_dim"}, 2
+                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
+                 "mlp": "encoder_ffn_dim"}, 2
             ),
             Fixed("normalize_before", False, _BEFORE), Fixed("add_final_layer_norm", False, _BEFORE),
             Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),

@@ -14,7 +14,7 @@ class ChatGLM(nn.Module):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()
-        self.config = types.SimpleNamespace(**config)
+        self.config = types.SimpleNamespace(**{"is_encoder_decoder": False} | config)
         self.generation_config = types.SimpleNamespace()
         D, V, layers = config["hidden_size"], config["padded_vocab_size"], range(config["num_layers"])
         norm = RMSNorm(D, config["layernorm_epsilon"])
