@@ -145,7 +145,9 @@ def test_transformers_itself(name, tmp_path):
     folder = folder_of(case, tmp_path / "in")
 
     def computed(folder):
-        model, report = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+        model, report = kind.from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+        )
         assert not any(report.values()), report
         with torch.no_grad():
             return model.eval()(torch.from_numpy(images(config))).logits.numpy()
