@@ -37,16 +37,9 @@ class Labelled:
         self.fingerprint = f"{tokens.fingerprint}-{data.label_kind}-{data.seq}"
         self.replaced_bytes = 0
         self.classes: tuple[str, ...] = ()  # the number of a class is its place here; () until `learn_classes`
-        self._tokenizer = tokens.template()
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(data.seq)
-        self.has_types = len(data.fields) > 1 and 1 in self._tokenizer.encode("a", "b").type_ids
-        special = self._tokenizer.num_special_tokens_to_add(is_pair=len(data.fields) > 1)
-        if data.seq <= special:
-            raise InputError(
-                f"data.seq={data.seq}: a text has {special} special tokens, which leaves no room for others\n"
-                f"  fix   set data.seq to {special + 1} or more"
-            )
+        is_pair = len(data.fields) > 1
+        self._tokenizer = cutting(tokens, "seq", data.seq, is_pair)
+        self.has_types = is_pair and 1 in self._tokenizer.encode("a", "b").type_ids
 
     def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
         """The texts and the label of a record, as JSON for `encode_all`.
@@ -108,6 +101,23 @@ class Labelled:
         return np.concatenate([np.asarray([word >> 16, word & 0xFFFF], np.uint32), ids])
 
 
+def cutting(tokens: Tokenizer, key: str, size: int, is_pair: bool = False) -> tokenizers.Tokenizer:
+    """The tokenizer of texts, or of pairs of them, that cuts what is longer than `size` tokens, which `data.key` says.
+
+    Raises InputError if special tokens leave no room for others.
+    """
+    made = tokens.template()
+    special = made.num_special_tokens_to_add(is_pair=is_pair)
+    if size <= special:
+        raise InputError(
+            f"data.{key}={size}: a text has {special} special tokens, which leaves no room for others\n"
+            f"  fix   set data.{key} to {special + 1} or more"
+        )
+    made.no_padding()
+    made.enable_truncation(size)
+    return made
+
+
 def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float:
     """The label of a record: the name of a class, or a number. Raises an InputError that names `place`."""
     name = data.label
@@ -164,7 +174,7 @@ class LabelledRows:
     @property
     def cut(self) -> int:
         """Of how many records something was cut."""
-        return int(np.count_nonzero(self.stream[self.starts[1:] - 1] & CUT))
+        return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, token_types, segment_ids and positions [len(indices), seq], and labels [len(indices)].
@@ -188,8 +198,17 @@ class LabelledRows:
 
 def rows(stream: np.ndarray, seq: int, numbers: bool) -> LabelledRows:
     """The rows of the tokens of records."""
-    starts = np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
-    return LabelledRows(stream, seq, numbers, starts)
+    return LabelledRows(stream, seq, numbers, record_starts(stream))
+
+
+def record_starts(stream: np.ndarray) -> np.ndarray:
+    """Where records begin in a stream in which LAST ends each, [records + 1]; the last one is its length."""
+    return np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
+
+
+def count_cut(stream: np.ndarray, starts: np.ndarray) -> int:
+    """Of how many records something was cut."""
+    return int(np.count_nonzero(stream[starts[1:] - 1] & CUT))
 
 
 def text_of(record: Mapping[str, Any], name: str, place: str) -> str:

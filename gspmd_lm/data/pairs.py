@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.data.labelled import CUT, TOGETHER, text_of, valid
+from gspmd_lm.data.labelled import CUT, TOGETHER, count_cut, cutting, record_starts, text_of, valid
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.errors import InputError
 
 # A pair in the cache is a uint32 array: the tokens of its source, and those of its text, which carry TARGET. LAST ends
 # a pair, with CUT if something was cut off.
@@ -28,16 +27,7 @@ class Pairs:
         sizes = {"source_seq": config.source_seq, "seq": data.seq}
         self.fingerprint = f"{tokens.fingerprint}-pairs-{config.source_seq}-{data.seq}"
         self.replaced_bytes = 0
-        self._tokenizers = [tokens.template() for _ in sizes]
-        for made, (name, size) in zip(self._tokenizers, sizes.items(), strict=True):
-            special = made.num_special_tokens_to_add(is_pair=False)
-            if size <= special:
-                raise InputError(
-                    f"data.{name}={size}: a text has {special} special tokens, which leaves no room for others\n"
-                    f"  fix   set data.{name} to {special + 1} or more"
-                )
-            made.no_padding()
-            made.enable_truncation(size)
+        self._tokenizers = [cutting(tokens, key, size) for key, size in sizes.items()]
 
     def document(self, record: Mapping[str, Any], place: str, field: str) -> bytes:
         """The source and the text of a record, as JSON for `encode_all`.
@@ -86,7 +76,7 @@ class PairRows:
     @property
     def cut(self) -> int:
         """Of how many pairs something was cut."""
-        return int(np.count_nonzero(self.stream[self.starts[1:] - 1] & CUT))
+        return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, targets, segment_ids and positions [len(indices), seq], and source_tokens, source_segment_ids
@@ -122,7 +112,7 @@ class PairRows:
 def rows(stream: np.ndarray, config: Config) -> PairRows:
     """The rows of the tokens of pairs, in their order: each holds as many as it has room for."""
     assert config.model.encoder
-    starts = np.concatenate([[0], 1 + np.flatnonzero(stream >= LAST)])
+    starts = record_starts(stream)
     of_text = np.concatenate([[0], np.cumsum((stream & TARGET) > 0)])[starts]
     of_source = starts - of_text
     firsts = [0]

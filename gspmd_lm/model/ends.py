@@ -93,10 +93,18 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
     """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
     first_B1D = like(x_BTD[:, :1], RESIDUAL)
     pooled_B1O = jnp.tanh(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
-    classifier = matrix(module, "classifier", "stream_width classes", (cfg.embed, cfg.classes), cfg)
-    with gathered(pooled_B1O, TRANSFORMED, TRANSFORMED) as in_B1O:
-        scores_B1X = shard(project(in_B1O, classifier), SCORES)
-    return (scores_B1X + bias(module, "classifier_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
+    return scored(module, cfg, pooled_B1O, "classifier", TRANSFORMED, TRANSFORMED)
+
+
+def scored(
+    module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, name: str, gathered_spec: str, reduced_spec: str
+) -> jax.Array:
+    """The scores that the matrix `name` gives one row of each text or image, [B, classes], float32."""
+    axis = gathered_spec.rpartition(" ")[2]
+    classifier = matrix(module, name, f"{axis} classes", (cfg.embed, cfg.classes), cfg)
+    with gathered(row_B1D, gathered_spec, reduced_spec) as in_B1D:
+        scores_B1X = shard(project(in_B1D, classifier), SCORES)
+    return (scores_B1X + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
 
 
 def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:

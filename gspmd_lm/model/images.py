@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.ends import SCORES, token_keys
+from gspmd_lm.model.ends import scored, token_keys
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, dropout
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
@@ -37,18 +37,11 @@ class ImageClassifier(Stack):
             keys_BT = token_keys(dropout_key, batch["row"], places_BT)
             x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
         x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
-        scores_BX = _scored(self, cfg, x_BTD[:, :1], "classifier")
+        class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
+        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)
         if cfg.patches and cfg.patches.distillation == "head":
-            return (scores_BX + _scored(self, cfg, x_BTD[:, 1:2], "distillation_classifier")) / 2
+            return (scores_BX + scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)) / 2
         return scores_BX
-
-
-def _scored(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, name: str) -> jax.Array:
-    """The scores that one row of each image gives, [B, classes], float32."""
-    classifier = matrix(module, name, "embed classes", (cfg.embed, cfg.classes), cfg)
-    with gathered(like(row_B1D, RESIDUAL), BLOCK_INPUT, RESIDUAL) as in_B1D:
-        scores_B1X = shard(project(in_B1D, classifier), SCORES)
-    return (scores_B1X + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
 
 
 def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
