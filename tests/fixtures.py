@@ -112,6 +112,9 @@ def batch_of():
                 "source_segment_ids": np.where(place < cut, 1, 2).astype(np.int32),
                 "source_positions": np.where(place < cut, place, place - cut).astype(np.int32),
             }
+        if model.frames:
+            shape = built_step.task.inputs["source_frames"].shape
+            arrays["source_frames"] = rng.standard_normal(shape, np.float32)
         if model.patches:
             arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
         wanted = built_step.abstract_batch

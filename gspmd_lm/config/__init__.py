@@ -22,6 +22,7 @@ from gspmd_lm.config.lora import Lora as Lora
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
+from gspmd_lm.config.sounds import Frames as Frames
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
@@ -133,8 +134,10 @@ class Config:
 
     @property
     def source_seq(self) -> int:
-        """Tokens of a source; 0 where there is no encoder."""
-        return (self.data.source_seq or self.data.seq) if self.model.encoder else 0
+        """Tokens of a source, or rows of a sound; 0 where there is no encoder."""
+        if not (encoder := self.model.of_encoder):
+            return 0
+        return self.data.source_seq or (encoder.context if self.model.frames else self.data.seq)
 
     def _wrong_objective(self) -> list[str]:
         """What of the sections does not go with what is predicted."""
@@ -153,7 +156,11 @@ class Config:
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
-                (encoder := model.of_encoder) and self.source_seq > encoder.context,
+                (encoder := model.of_encoder) and not model.frames and self.source_seq > encoder.context,
+            f"model.frames gives {encoder and encoder.context} rows of a sound: set data.source_seq={self.source_seq} "
+            "to as many, or above for padding":
+                encoder and model.frames and self.source_seq < encoder.context,
+            "model.frames needs model.encoder, which reads them": model.frames and not encoder,
             "data.fields needs label too: the texts and the label of a record belong together":
                 self.data.fields and not self.data.label and objective != "seq2seq",
             "objective: seq2seq needs data.fields=[source, text], without data.label":

@@ -59,7 +59,7 @@ class Data:
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
     # The fields or columns of the texts of a record. With a label: one or two, and each row holds one record. For a
-    # model with an encoder: the source, and the text that is made from it.
+    # model with an encoder: the source, a text or the file of a sound, and the text that is made from it.
     fields: tuple[str, ...] = ()
     label: str = ""  # the field or column of the label
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
@@ -71,7 +71,8 @@ class Data:
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
-    source_seq: Count = 0  # tokens per source that model.encoder reads; 0 means seq
+    # Tokens per source that model.encoder reads; 0 means seq. With model.frames: rows per sound; 0 means its context.
+    source_seq: Count = 0
     # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
     held_out: Annotated[
         Annotated[BelowOne, pydantic.Tag("<share>")] | _Text | _Several, pydantic.Discriminator(_tag_held_out)

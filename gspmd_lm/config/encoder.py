@@ -1,12 +1,14 @@
 """The section `model.encoder` of a config: the stack of blocks that reads a source before a decoder writes."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Count
 
+Token = Annotated[int, pydantic.Field(ge=0)]
 _SIZES = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
 
 
@@ -15,7 +17,7 @@ class Encoder:
     """A stack of blocks that sees all of a source, and whose output each layer of the decoder attends to (T5, BART).
 
     It is like the decoder but for its mask, which is full, and for the sizes here; 0 means the decoder's. Both look up
-    tokens in one table.
+    tokens in one table, or, with model.frames, the encoder hears sounds (Whisper).
     """
 
     layers: Count = 0  # how many blocks
@@ -25,6 +27,11 @@ class Encoder:
     mlp: Count = 0  # the hidden width of the feed-forward network
     context: Count = 0  # the longest source
     start_token: Count = 0  # the token that stands before a text that is written
+    # With model.frames: the tokens that each text begins with, which generation does not choose (Whisper: the language,
+    # the task, and that there are no times).
+    first_tokens: tuple[Token, ...] = ()
+    suppressed: tuple[Token, ...] = ()  # tokens that generation never chooses
+    suppressed_first: tuple[Token, ...] = ()  # tokens that it does not choose first
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -34,6 +41,12 @@ class Encoder:
     def with_all_sizes(self, model: Any) -> "Encoder":
         """The same encoder with the sizes of the decoder, `model`, written out."""
         return dataclasses.replace(self, **{name: getattr(self, name) or getattr(model, name) for name in _SIZES})
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """The settings that are tokens, by their names."""
+        names = ("first_tokens", "suppressed", "suppressed_first")
+        return {"start_token": (self.start_token,), **{name: getattr(self, name) for name in names}}
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
@@ -47,7 +60,8 @@ class Encoder:
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
             f"encoder.heads={self.heads} and encoder.kv_heads={self.kv_heads}, which do not divide":
                 (self.heads or model.heads) % (self.kv_heads or model.kv_heads),
-            f"encoder.start_token={self.start_token}, which is not below vocab={model.vocab}":
-                0 < model.vocab <= self.start_token,
+            **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
+               for name, ids in self.tokens.items() if ids},
+            "encoder.first_tokens without frames": self.first_tokens and not model.frames,
         }  # fmt: skip
         return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]

@@ -16,6 +16,7 @@ from gspmd_lm.config.attention import (
 from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
+from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
 
@@ -118,6 +119,7 @@ class ModelConfig:
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
     encoder: Encoder | None = None
+    frames: Frames | None = None  # the encoder reads sounds, with fixed positions
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
@@ -134,6 +136,7 @@ class ModelConfig:
     attention_temperature: AttentionTemperature | None = None  # queries that grow with their position
     query_scale: NotNegative = 0.0  # attention scores are multiplied by it; 0 means head_dim ** -0.5
     qkv_bias: bool = False  # whether the query, key and value projections have biases
+    key_bias: bool = True  # whether the key projection is one of those that have (Whisper, BEiT: not)
     attention_out_bias: bool = False  # whether the projection after attention has a bias
     mlp_bias: bool = False  # whether the feed-forward network has biases
     unembedding_bias: bool = False  # whether the logits have a bias
@@ -322,6 +325,7 @@ class ModelConfig:
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
         own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        own |= {"positions": "learned", "position_offset": 0} if self.frames else {}
         return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
 
     @property

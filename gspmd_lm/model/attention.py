@@ -38,7 +38,8 @@ class Attention(nn.Module):
         self.wg = matrix(self, "wg", "embed heads head_dim", (D, N, H), cfg) if cfg.attention_gate else None
         if cfg.qkv_bias:
             self.bq = bias(self, "bq", "heads head_dim", (N, H), cfg)
-            self.b_keys = [bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in kv_names]
+            with_bias = kv_names if cfg.key_bias else kv_names.replace("k", "")
+            self.b_keys = {name: bias(self, f"b{name}", "kv_heads head_dim", (K, H), cfg) for name in with_bias}
         self.of_heads, relative = None, cfg.relative_positions
         if cfg.attention_sinks:
             self.of_heads = bias(self, "sinks", "heads", (N,), cfg)
@@ -85,7 +86,8 @@ class Attention(nn.Module):
             k, v = (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
             q = q + self.bq
-            k, v = (x + b for x, b in zip((k, v), self.b_keys, strict=True)) if own_kv else (k, v)
+            if own_kv:
+                k, v = (x + self.b_keys[name] if name in self.b_keys else x for name, x in (("k", k), ("v", v)))
         K, V = (keys_spec(name, of_memory=cfg.reads > 0) for name in "kv")
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
         if cfg.qk_norm:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.sharding.axes import ADAPTERS, BALANCE_BIAS
+from gspmd_lm.sharding.axes import ADAPTERS, BALANCE_BIAS, SINUSOIDS
 
 Tree = dict[str, Any]  # nested, with anything for leaves
 
@@ -33,8 +33,8 @@ def partition(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, Tree]:
     if cfg.lora:
         return weights(params), adapters(params)
     flat = _flat(params)
-    moved = {path for path in flat if path[-1] == BALANCE_BIAS}
-    frozen, trained = ({path: flat[path] for path in flat if (path in moved) is kind} for kind in (True, False))
+    fixed = {path for path in flat if path[-1] in (BALANCE_BIAS, SINUSOIDS)}
+    frozen, trained = ({path: flat[path] for path in flat if (path in fixed) is kind} for kind in (True, False))
     return unflatten_dict(frozen), unflatten_dict(trained)
 
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.moe import RouterOutput
+from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard
@@ -22,7 +24,7 @@ SOURCE = "source_"  # how the arrays of a source are called, beside those of the
 
 
 class Encoder(Stack):
-    """A stack of blocks from the tokens of a source to what a decoder reads."""
+    """A stack of blocks from the tokens of a source, or from the frames of a sound, to what a decoder reads."""
 
     @nn.compact
     def __call__(
@@ -35,7 +37,10 @@ class Encoder(Stack):
         source = {name.removeprefix(SOURCE): x for name, x in batch.items() if name.startswith(SOURCE)}
         source |= {"row": batch["row"]}
         key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
-        x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding)
+        if self.cfg.frames:
+            x_BTD, keys_BT = heard(self, self.cfg, source, key)
+        else:
+            x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding)
         memory_BSD = shard(self.blocks(x_BTD, source, keys_BT)[0], MEMORY)
         memory = {"memory": memory_BSD, "memory_segment_ids": source["segment_ids"]}
         return {name: x for name, x in batch.items() if not name.startswith(SOURCE)} | memory
@@ -58,13 +63,13 @@ class Decoder(Stack):
         padding), and places [B, T] if tokens do not stand in their order (see kernels/context.py). Without
         `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
-        For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]. A token attends to the
-        source whose segment has the number of its own. Once a cache has the keys of the source, it holds
+        For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]; of sounds source_frames,
+        see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own. Once a cache has the keys of the source, it holds
         memory_segment_ids [B, S] in their place.
         """
         cfg = self.cfg
         x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key)
-        if cfg.of_encoder and f"{SOURCE}tokens" in batch:
+        if cfg.of_encoder and f"{SOURCE}positions" in batch:
             batch = Encoder(cfg.of_encoder, name="encoder")(batch, embedding, dropout_key)
         inputs = LayerInputs(cfg, name="per_layer_inputs")(x_BTD, batch["tokens"]) if cfg.layer_embed else None
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, inputs)
@@ -128,6 +133,8 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     if cfg.encoder:
         batch |= {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
         batch["segment_ids"] = tokens
+    if cfg.frames:
+        batch[f"{SOURCE}frames"] = jnp.zeros((1, 1, WINDOW, cfg.frames.bands))
     if cfg.patches:
         batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
     return _module(cfg).init(key, batch)["params"]

@@ -19,7 +19,7 @@ AXES = {
     "kv_rank": ("Z", "size of the vector that keys and values are made from"),
     "rope_dim": ("P", "the part of a key that all heads of latent attention share"),
     "key_dim": ("I", "size of a key, in the state of linear attention"),
-    "taps": ("A", "tokens that a short convolution sees"),
+    "taps": ("A", "tokens or frames that a short convolution sees"),
     "vocab": ("V", "padded vocabulary"),
     "expert": ("E", "experts"),
     "scores": ("C", "scores of a router, one for each expert"),
@@ -32,6 +32,7 @@ AXES = {
     "ranges": ("-", "ranges of distances from query to key"),
     "classes": ("X", "classes of texts or images"),
     "pixels": ("-", "numbers of a patch of an image"),
+    "bands": ("-", "numbers of a frame of sound"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -67,6 +68,11 @@ WEIGHTS = {
     "stem_bias": "its bias",
     "class_row": "learned row that stands before patches, and that the class of an image is read at",
     "distillation_row": "learned row that follows it (DeiT)",
+    "conv_in": "first convolution over frames of sound",
+    "conv_in_bias": "its bias",
+    "conv_out": "second convolution over frames of sound",
+    "conv_out_bias": "its bias",
+    "sinusoids": "table of fixed positions of sounds, which is not trained",
     "relative_bias": "each head's bias of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
@@ -122,6 +128,7 @@ WEIGHTS = {
     "bias": "bias of a norm",
 }
 BALANCE_BIAS = "balance_bias"  # it moves against the loads of a step; gradients do not change it
+SINUSOIDS = "sinusoids"  # not trained
 TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
@@ -142,6 +149,8 @@ EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "patches": "patches of images",
+    "frames": "frames of sounds",
+    "frames_hidden": "output of the first convolution over them",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
     "residual": "the residual stream between blocks",
     "block_input": "what the projections of a block read: the normed residual, gathered",
@@ -166,7 +175,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
-    "tokens", "patches", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores",
+    "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

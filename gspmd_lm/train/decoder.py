@@ -10,10 +10,12 @@ import numpy as np
 import optax
 
 from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model import lora
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.moe import balanced
+from gspmd_lm.model.sounds import FRAMES
 from gspmd_lm.model.task import Batch, Input, Task
 from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
@@ -60,14 +62,14 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The arrays of a batch, int32 but for patches, and for labels that are numbers, which are float32.
+    """The arrays of a batch, int32 but for patches, frames, and labels that are numbers, which are float32.
 
     patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none. labels [B], in their place if the objective is
     classes: the class of the row's text, -1 for none, or its number.
     segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the model
-    has any. row [B]: the number of the row in the batch.
+    has any. row [B]: the number of the row in the batch. Of a source: see `transformer.Decoder`.
     """
     data, classes = config.data, config.objective == "classes"
     if patches := config.model.patches:
@@ -77,8 +79,11 @@ def inputs(config: Config) -> Mapping[str, Input]:
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
     if config.model.encoder:
-        sources = [f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids")]
-        arrays |= {name: Input((data.batch, config.source_seq), "int32", "tokens: batch seq") for name in sources}
+        shape, frames = (data.batch, config.source_seq), config.model.frames
+        sources = ["tokens"] * (not frames) + ["positions", "segment_ids"]
+        arrays |= {f"{SOURCE}{name}": Input(shape, "int32", "tokens: batch seq") for name in sources}
+        if frames:
+            arrays[f"{SOURCE}frames"] = Input((*shape, WINDOW, frames.bands), "float32", FRAMES)
     if classes:
         kind = "int32" if data.label_kind == "class" else "float32"
         arrays["labels"] = Input((data.batch,), kind, "tokens: batch")

@@ -65,6 +65,8 @@ def model_flops(config: Config, arrays: Arrays) -> float:
     of_text = flops_per_token(model, active - of_source, data.seq, trained - of_source_trained)
     no_table = dataclasses.replace(encoder, tied_embeddings=True)  # it is among the parameters of texts
     sources = flops_per_token(no_table, of_source, config.source_seq, of_source_trained)
+    if model.frames:  # the first convolution makes two frames for each row
+        sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
     return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
 

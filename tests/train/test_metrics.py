@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions
+from gspmd_lm.config import Encoder, Frames, LatentAttention, RelativePositions
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -65,6 +65,35 @@ BERT = {
     "objective": "masked", "mask": "full", "positions": "learned", "token_types": 2, "tied_embeddings": True,
     "mlp_kind": "plain", "head_transform": True, "unembedding_bias": True, "relative_positions": NEAR,
 }  # fmt: skip
+
+
+T5 = {
+    "objective": "seq2seq", "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=24), "positions": "none",
+    "relative_positions": NEAR, "tied_embeddings": True, "data": {"source_seq": 24},
+}  # fmt: skip
+WHISPER = {
+    "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20), "positions": "learned",
+    "tied_embeddings": True, "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True, "data": {"source_seq": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [T5, WHISPER], ids=["T5", "Whisper"])
+def test_model_flops_have_those_of_an_encoder_and_of_attention_to_it(small, settings):
+    """As below. The trace makes three frames of each row of a sound where two are new."""
+    config = small(**settings)
+    task, model, data = decoder.task(config), config.model, config.data
+    arrays, of_source = state.arrays(task), config.source_seq
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
+    tokens, sources = data.batch * data.seq, data.batch * of_source
+    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq)
+    wanted = 3 * jaxpr_flops(forward.jaxpr) - tokens * 6 * model.heads * 2 * model.head_dim * unseen_keys
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        if len({*leaf.axes} - {"layers"}) == 1:  # a norm or a bias, which multiplies nothing
+            of_encoder = leaf.path.startswith("encoder.") or leaf.path.endswith(("cross.bk", "cross.bv"))
+            wanted += 6 * like.size * (sources if of_encoder else tokens)
+    if model.frames:
+        wanted -= 6 * sources * 3 * model.frames.bands * model.embed
+    assert model_flops(config, arrays) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
