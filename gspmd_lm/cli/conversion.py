@@ -13,9 +13,9 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, export, image_families, peft, pretrained, sidecars
+from gspmd_lm.convert import architecture, export, image_families, peft, pretrained, sidecars, sound_families
 from gspmd_lm.convert.strict_json import parse_object
-from gspmd_lm.data import chat
+from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.session import Session
@@ -144,6 +144,9 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
     if model.patches:
         written |= image_families.preprocessor(model.patches, config.data.images)
+    if model.frames:
+        found = parse_object(path.read_text(), path) if (path := imported.get(sidecars.GENERATION)) else {}
+        written = sound_families.sidecars(model, found, tokenizer.load_tokenizer(config.data.tokenizer).end) | written
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
-from gspmd_lm.convert import multimodal
+from gspmd_lm.convert import multimodal, sound_families
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
@@ -66,6 +66,9 @@ def run_config(
     settings["train"] = {"steps": 1000}
     if "patches" in values and (found := preprocessing(tokenizer.parent)):
         settings["data"]["images"] = found
+    if "frames" in values:
+        sound_families.check_preprocessing(tokenizer.parent, values["frames"]["bands"])
+        values["encoder"] |= sound_families.generation(tokenizer.parent)
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)
@@ -128,6 +131,8 @@ def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
     seq = padded_rows(values["context"]) if "patches" in values else seq
     of_data = {"seq": seq} | ({"label_kind": "number"} if values.get("classes") == 1 else {})
+    if "frames" in values:
+        of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 
 

@@ -14,17 +14,19 @@ from typing import Literal
 import numpy as np
 
 from gspmd_lm import config
+from gspmd_lm.model.sounds import TAPS
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
 #   p  rows of a position table, t  rows of a table of token types, r  ranges of distances, c  classes
+#   b  numbers of a frame of sound
 #   x  numbers of a patch, which are three dimensions of the file: channels, height and width
 #   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
-LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x"}
+LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b"}
 ENCODER = "encoder."  # how the weights of an encoder begin
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
@@ -131,7 +133,7 @@ class Tensor:
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
         model = self.of(model)
-        N, K, H, A = model.heads, model.kv_heads, model.head_dim, 0
+        N, K, H, A = model.heads, model.kv_heads, model.head_dim, TAPS
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
         if self.linear and (sizes := model.linear_attention):
@@ -143,6 +145,7 @@ class Tensor:
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
             "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0,
             "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
+            "b": model.frames.bands if model.frames else 0,
             **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 

@@ -146,33 +146,36 @@ T5 = (
 )
 
 
-def _bart_attention(name: str, ours: str) -> tuple[Tensor, ...]:
+def bart_attention(name: str, ours: str, kind: str = "_sum_norm") -> tuple[Tensor, ...]:
+    """kind: of norms, which have the names of those before attention or after the sum."""
     return (
         *linear(f"{name}.q_proj", "(N H) D", f"{ours}.wq"),
         *linear(f"{name}.k_proj", "(K H) D", f"{ours}.wk"),
         *linear(f"{name}.v_proj", "(K H) D", f"{ours}.wv"),
         *linear(f"{name}.out_proj", "D (N H)", f"{ours}.wo"),
-        *norm(f"{name}_layer_norm", f"{ours}_sum_norm", bias=True),
+        *norm(f"{name}_layer_norm", f"{ours}{kind}", bias=True),
     )
 
 
-def _bart_stack(prefix: str, ours: str) -> tuple[Tensor, ...]:
+def bart_stack(
+    prefix: str, ours: str, kind: str = "_sum_norm", positions: str = "position_embedding"
+) -> tuple[Tensor, ...]:
     layer = f"{prefix}.layers.{{}}"
     return (
-        Tensor(f"{prefix}.embed_positions.weight", "p D", (f"{ours}position_embedding",)),
+        Tensor(f"{prefix}.embed_positions.weight", "p D", (f"{ours}{positions}",)),
         *norm(f"{prefix}.layernorm_embedding", f"{ours}embedding_norm", bias=True),
-        *_bart_attention(f"{layer}.self_attn", f"{ours}attention"),
+        *bart_attention(f"{layer}.self_attn", f"{ours}attention", kind),
         *linear(f"{layer}.fc1", "F D", f"{ours}mlp.w_up"),
         *linear(f"{layer}.fc2", "D F", f"{ours}mlp.w_down"),
-        *norm(f"{layer}.final_layer_norm", f"{ours}mlp_sum_norm", bias=True),
+        *norm(f"{layer}.final_layer_norm", f"{ours}mlp{kind}", bias=True),
     )
 
 
 BART = (
     Tensor("model.shared.weight", "V D", ("embedding",)),
-    *_bart_stack("model.encoder", "encoder."),
-    *_bart_stack("model.decoder", ""),
-    *_bart_attention("model.decoder.layers.{}.encoder_attn", "cross"),
+    *bart_stack("model.encoder", "encoder."),
+    *bart_stack("model.decoder", ""),
+    *bart_attention("model.decoder.layers.{}.encoder_attn", "cross"),
     Tensor("final_logits_bias", "1 V", ("unembedding_bias",)),
     Tensor("lm_head.weight", "V D", ("unembedding",)),
 )

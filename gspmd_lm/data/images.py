@@ -1,6 +1,5 @@
 """Images with labels: those of folders, each named after its class, and those in tables, cut into patches."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -16,12 +15,11 @@ import numpy as np
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
-from gspmd_lm.data import corpus, formats, labelled
+from gspmd_lm.data import corpus, formats, labelled, media
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_THREADS = 8
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names of pixels with so many channels
 _NOTED = 256  # images between two calls of `progress`
 
@@ -29,13 +27,8 @@ _NOTED = 256  # images between two calls of `progress`
 class LabelledImage(NamedTuple):
     """An image that is not decoded yet."""
 
-    place: str  # its file, or file and row
+    encoded: media.Encoded
     label: str
-    sha256: bytes
-    encoded: Path | bytes
-
-    def read(self) -> bytes:
-        return self.encoded if isinstance(self.encoded, bytes) else _bytes(self.encoded)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +42,10 @@ class ImageRows:
     seq: int
 
     def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def targets(self) -> int:
         return len(self.images)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -65,24 +62,11 @@ class ImageRows:
             patches[i, self.patches.first : self.patches.rows] = found
             labels[i] = self.classes.index(image.label)
 
-        wanted = [(i, self.images[index]) for i, index in enumerate(indices) if index >= 0]
-        if wanted:
-            with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-                list(pool.map(put, *zip(*wanted, strict=True)))
+        media.at_once(put, [(i, self.images[index]) for i, index in enumerate(indices) if index >= 0])
         return {"patches": patches, "labels": labels}
 
 
-class Opened(NamedTuple):
-    """The rows of a config's images, and what is said of them."""
-
-    train: ImageRows
-    held_out: ImageRows | None
-    names: str  # of the sources
-    notes: str  # lines
-    fingerprint: str
-
-
-def open_images(config: Config, progress: Progress | None = None) -> Opened:
+def open_images(config: Config, progress: Progress | None = None) -> media.Opened:
     """The images of `data.source` and of `data.held_out`, a share of which is chosen by content.
 
     Raises InputError if there are none, if a file is no image, or if their labels are not those of the model.
@@ -92,37 +76,24 @@ def open_images(config: Config, progress: Progress | None = None) -> Opened:
     assert patches
     notes = corpus.FileNotes()
     every = list(_found(data, data.sources, "data.source", notes, progress))
-    apart = list(_found(data, data.held_out_sources, "data.held_out", notes, progress))
+    named = list(_found(data, data.held_out_sources, "data.held_out", notes, progress))
     classes = labelled.ordered({image.label for image in every})
     if len(classes) != config.model.classes:
         raise InputError(
             f"data.source: images of {len(classes):,} classes, and model.classes is {config.model.classes:,} "
             f"({labelled.about_classes(classes)})\n  fix   --set model.classes={len(classes)}, or correct the labels"
         )
-    for image in apart:
-        labelled.check_class(image.label, classes, f"{image.place}: the class")
-    distinct = sorted({image.sha256 for image in every})
-    count = max(1, round(data.held_out_share * len(distinct))) if data.held_out_share else 0
-    if count >= len(distinct):
-        raise InputError(
-            f"data.held_out={data.held_out_share}: {len(distinct)} distinct images leave none to train on\n"
-            "  fix   lower data.held_out (0 holds none out), or add images"
-        )
-    kept_out = {*distinct[:count]} | {image.sha256 for image in apart}
-    train = [image for image in every if image.sha256 not in kept_out]
-    apart = apart or [image for image in every if image.sha256 in kept_out]
+    for image in named:
+        labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")
+    train, held_out = media.apart(data, every, named, "images")
     facts = hashlib.sha256(repr((patches, data.images, data.seq, classes)).encode())
-    for image in (*train, *apart):
-        facts.update(image.sha256 + image.label.encode())
+    for image in (*train, *held_out):
+        facts.update(image.encoded.sha256 + image.label.encode())
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
     names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
-    both = len(every) - len(train) if data.held_out_sources else 0
-    lines = [
-        f"left out of training: {both:,} images that are also in data.held_out" * (both > 0),
-        labelled.about_classes(classes),
-        str(notes),
-    ]
-    return Opened(rows(train), rows(apart) if apart else None, names, "\n".join(filter(None, lines)), facts.hexdigest())
+    lines = [media.left_out(data, every, train, "images"), labelled.about_classes(classes), str(notes)]
+    about = "images", names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
+    return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
 
 
 def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarray:
@@ -139,8 +110,8 @@ def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarr
             "  fix   set it to one of these, or train with data=batch"
         )
     side = prepared.resize or patches.image
-    with _reading(image.place):
-        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(image.read())))  # as the camera was held
+    with _reading(image.encoded.place):
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(image.encoded.read())))  # as the camera was held
         resample = Image.Resampling[prepared.resample.upper()]
         sized = np.asarray(turned.convert(kind).resize((side, side), resample), np.float32)
     start = (side - patches.image) // 2
@@ -179,7 +150,7 @@ def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -
         mode = Image.open(io.BytesIO(encoded)).mode
     if mode[0] in "IF":
         raise InputError(f"{place}: has pixels of mode {mode}\n  fix   save it with 8 bits for each channel")
-    return LabelledImage(place, label, hashlib.sha256(encoded).digest(), path or encoded)
+    return LabelledImage(media.Encoded.of(place, encoded, path), label)
 
 
 def _found(
@@ -218,7 +189,7 @@ def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[La
                     f"above {folder}"
                 )
             count += 1
-            yield _checked(str(path), inside[0], _bytes(path), path)
+            yield _checked(str(path), inside[0], media.bytes_of(path), path)
     if not count:
         raise InputError(f"{place}: {folder}: no images\n  fix   give files that end in {' '.join(ENDINGS)}")
 
@@ -243,15 +214,6 @@ def _of_tables(
                     "  fix   name in data.fields the column with the bytes of images, or with {bytes}"
                 )
             yield _checked(where, str(labelled.label_of(data, record, where)), encoded)
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
-        ) from error
 
 
 def _pillow() -> None:

@@ -15,11 +15,11 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, images, labelled, packing, pairs, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, images, labelled, media, packing, pairs, sounds, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
 from gspmd_lm.errors import InputError
 
-Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | images.ImageRows
+Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.MediaRows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -141,8 +141,10 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     """
     data, masked = config.data, config.objective == "masked"
     if config.model.patches:
-        return _of_images(config, images.open_images(config, progress))
+        return _of_media(config, images.open_images(config, progress))
     _check_objective(config)
+    if config.model.frames:
+        return _of_media(config, sounds.open_sounds(config, progress))
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
@@ -236,20 +238,20 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
-def _of_images(config: Config, opened: images.Opened) -> tuple[Loader, Loader | None]:
-    """The loaders of images."""
+def _of_media(config: Config, opened: media.Opened) -> tuple[Loader, Loader | None]:
+    """The loaders of images or sounds."""
 
-    def loader_of(use: str, rows: images.ImageRows, seed: int) -> Loader:
-        lines = [f"{use}: {len(rows):,} images ({opened.names})"] + [opened.notes] * (use == "training")
+    def loader_of(use: str, rows: media.MediaRows, seed: int) -> Loader:
+        lines = [f"{use}: {len(rows):,} {opened.what} ({opened.names})"] + [opened.notes] * (use == "training")
         return Loader(
             rows=rows,
             batch=config.data.batch,
             seed=seed,
             repeat=use == "training",
-            tokens_per_epoch=len(rows),
-            description="\n".join(lines),
+            tokens_per_epoch=rows.targets,
+            description="\n".join(filter(None, lines)),
             fingerprint=f"{opened.fingerprint}-{use}",
-            classes=rows.classes,
+            classes=opened.classes,
         )
 
     train = loader_of("training", opened.train, config.data.seed)

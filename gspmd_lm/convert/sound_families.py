@@ -1,0 +1,177 @@
+"""The family that hears speech and writes it down: Whisper."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.config import paths
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, heads
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, Fixed, Renamed, Values
+from gspmd_lm.convert.image_families import PREPROCESSOR
+from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.seq2seq_families import EncoderPart, bart_attention, bart_stack
+from gspmd_lm.convert.sidecars import GENERATION, as_json
+from gspmd_lm.convert.strict_json import parse_object, shown
+from gspmd_lm.data import sounds
+from gspmd_lm.errors import InputError
+
+_SUPPRESSED = {"suppressed": "suppress_tokens", "suppressed_first": "begin_suppress_tokens"}
+_FORCED = "forced_decoder_ids"
+_LANGUAGE, _TASK = "<|en|>", "transcribe"  # of a folder that says neither
+
+
+@dataclasses.dataclass(frozen=True)
+class Hearing:
+    """The numbers of a frame, and the tokens that generation puts first or does not choose."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        values["frames"] = {"bands": reader.number(["num_mel_bins"], 80)}
+        found = {name: reader.get([name]) for name in (*_SUPPRESSED.values(), _FORCED)}
+        try:
+            values["encoder"] |= _tokens(found)
+        except ValueError as error:
+            reader.problems.append(str(error))
+        if reader.flag(["apply_spec_augment"], False):
+            reader.notes.append("apply_spec_augment: true: training here hides no parts of sounds")
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (model.frames and model.encoder):
+            return {}
+        return {"num_mel_bins": model.frames.bands, **_fields(model.encoder)}
+
+
+def _tokens(found: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Settings of model.encoder, from fields about generation. Raises ValueError for one that is not understood."""
+    settings = {}
+    for setting, name in _SUPPRESSED.items():
+        ids = found.get(name) or []
+        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+            raise ValueError(f"{name}: {shown(ids)} is not a list of tokens")
+        settings[setting] = ids
+    forced = found.get(_FORCED) or []
+    try:
+        pairs = [(int(place), one) for place, one in forced]
+    except (TypeError, ValueError):
+        raise ValueError(f"{_FORCED}: {shown(forced)} is not a list of places and tokens") from None
+    ids = [one for place, one in pairs]
+    known = [place for place, _ in pairs] == [*range(1, len(pairs) + 1)] and all(type(one) is int for one in ids)
+    if known and ids:
+        settings["first_tokens"] = ids
+    return settings
+
+
+def _fields(encoder: config.Encoder) -> dict[str, Any]:
+    """The fields that `_tokens` reads as the settings of an encoder."""
+    fields = {name: [*getattr(encoder, setting)] or None for setting, name in _SUPPRESSED.items()}
+    return fields | {_FORCED: [[place, one] for place, one in enumerate(encoder.first_tokens, 1)] or None}
+
+
+def generation(folder: Path) -> dict[str, list[int]]:
+    """Settings of model.encoder, as generation_config.json of a folder says them; {} without such a file.
+
+    If the file leaves the language open, the settings say English, and if it leaves the task open, to write down what
+    is said. Raises InputError for a field that is not understood.
+    """
+    path = folder / GENERATION
+    return _generation(parse_object(paths.read_text(path), path), path) if path.is_file() else {}
+
+
+def _generation(found: Mapping[str, Any], path: Path) -> dict[str, list[int]]:
+    try:
+        settings = _tokens(found)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}\n  fix   correct it, or take it out of a copy of the folder") from error
+    languages, tasks, no_times = (found.get(name) for name in ("lang_to_id", "task_to_id", "no_timestamps_token_id"))
+    usual = [table.get(name) for table, name in ((languages, _LANGUAGE), (tasks, _TASK)) if isinstance(table, dict)]
+    usual = [one for one in (*usual, no_times) if type(one) is int]
+    if "first_tokens" not in settings and usual:
+        settings["first_tokens"] = usual
+    return settings
+
+
+def notes(model: config.ModelConfig) -> list[str]:
+    """Sentences about what generation begins with."""
+    if not (model.frames and model.encoder and model.encoder.first_tokens):
+        return []
+    ids = list(model.encoder.first_tokens)
+    return [f"texts begin with the tokens {ids}; for another language or task, --set model.encoder.first_tokens=[...]"]
+
+
+def check_preprocessing(folder: Path, bands: Any) -> None:
+    """Raises InputError if preprocessor_config.json of a folder prepares sounds in another way than data/sounds.py."""
+    path = folder / PREPROCESSOR
+    if not path.is_file():
+        return
+    raw = parse_object(paths.read_text(path), path)
+    wanted = {"sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "feature_size": bands}
+    wrong = [f"  {name}: {shown(raw[name])} is not {one}" for name, one in wanted.items() if raw.get(name, one) != one]
+    wrong += [f"  {name}: {shown(raw[name])} is not supported" for name in ("dither", "do_normalize") if raw.get(name)]
+    if wrong:
+        raise InputError("\n".join([f"{path}: preparations of sounds that are not supported", *wrong,
+                         "  fix   take the file out of a copy of the folder"]))  # fmt: skip
+
+
+def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -> dict[str, bytes]:
+    """The files with which transformers hears and writes as this model does: name -> content.
+
+    settings: the generation_config.json that came with the weights, which stays as it is if it says the same. end: the
+    token that ends a text.
+    """
+    assert model.frames and model.encoder and model.of_encoder
+    samples = model.of_encoder.context * sounds.ROW_SAMPLES
+    prepared = {
+        "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": model.frames.bands,
+        "sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "padding_value": 0.0,
+        "chunk_length": samples // sounds.RATE, "n_samples": samples, "nb_max_frames": samples // sounds.HOP,
+    }  # fmt: skip
+    written = {PREPROCESSOR: (json.dumps(prepared, indent=2) + "\n").encode()}
+    own = {name: list(getattr(model.encoder, name)) for name in ("first_tokens", *_SUPPRESSED)}
+    if not settings or {"first_tokens": [], **_generation(settings, Path(GENERATION))} != own:
+        started = {"decoder_start_token_id": model.encoder.start_token, "eos_token_id": settings.get("eos_token_id", end)}
+        written[GENERATION] = as_json({"pad_token_id": end} | dict(settings) | started | _fields(model.encoder))
+    return written
+
+
+_ENCODER = "model.encoder"
+_WHISPER = (
+    *linear(f"{_ENCODER}.conv1", "F b A", "encoder.conv_in", biases=("encoder.conv_in_bias",), mlp="embed"),
+    *linear(f"{_ENCODER}.conv2", "D F A", "encoder.conv_out", biases=("encoder.conv_out_bias",), mlp="embed"),
+    Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",)),
+    *bart_stack(_ENCODER, "encoder.", "_norm", "sinusoids"),
+    *norm(f"{_ENCODER}.layer_norm", "encoder.final_norm", bias=True),
+    *bart_stack("model.decoder", "", "_norm"),
+    *norm("model.decoder.layer_norm", "final_norm", bias=True),
+    *bart_attention("model.decoder.layers.{}.encoder_attn", "cross", "_norm"),
+    Tensor("proj_out.weight", "V D", ("unembedding",)),
+)
+# Fields of training in transformers, of another head, and of how it finds times.
+_IRRELEVANT = (
+    "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length",
+    "mask_feature_min_masks", "use_weighted_layer_sum", "classifier_proj_size", "median_filter_width",
+    "num_hidden_layers",
+)  # fmt: skip
+SOUND_FAMILIES = (
+    Family(
+        "Whisper", "whisper", "WhisperForConditionalGeneration", "model.",
+        (
+            Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
+            Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
+            Renamed("max_target_positions", "context", 448), Constant("kv_heads", heads),
+            Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+            Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
+            Constant("qkv_bias", True), Constant("key_bias", False), Constant("attention_out_bias", True),
+            Constant("mlp_bias", True), TIED,
+            EncoderPart(
+                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
+                 "mlp": "encoder_ffn_dim", "context": "max_source_positions"}, 50257
+            ),
+            Hearing(), Fixed("scale_embedding", False, "scales the token table, which this family does not do"),
+        ),
+        _WHISPER, irrelevant=_IRRELEVANT,
+    ),
+)  # fmt: skip

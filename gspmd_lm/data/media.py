@@ -1,0 +1,106 @@
+"""What images and sounds share: files that are decoded when their row is read, and which of them are held out."""
+
+import concurrent.futures
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from gspmd_lm.config import Data
+from gspmd_lm.errors import InputError
+
+_THREADS = 8
+
+
+class MediaRows(Protocol):
+    """Rows with one image or sound in each."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def targets(self) -> int:
+        """Labels or tokens to predict in all rows."""
+        ...
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of rows. An index of -1 gives a row that no score counts."""
+        ...
+
+
+class Opened(NamedTuple):
+    """The rows of a config, and what is said of them."""
+
+    train: Any  # MediaRows
+    held_out: Any  # MediaRows, or None
+    what: str  # images, or sounds
+    names: str  # of the sources
+    notes: str  # lines
+    fingerprint: str
+    classes: tuple[str, ...] = ()
+
+
+class Encoded(NamedTuple):
+    """A file that is not decoded yet."""
+
+    place: str  # its file, or file and row
+    sha256: bytes
+    content: Path | bytes
+
+    @classmethod
+    def of(cls, place: str, content: bytes, path: Path | None = None) -> "Encoded":
+        """With a path, the content is read again when it is needed."""
+        return cls(place, hashlib.sha256(content).digest(), path or content)
+
+    def read(self) -> bytes:
+        return self.content if isinstance(self.content, bytes) else bytes_of(self.content)
+
+
+class _Item(Protocol):
+    @property
+    def encoded(self) -> Encoded: ...
+
+
+Item = TypeVar("Item", bound=_Item)
+
+
+def bytes_of(path: Path) -> bytes:
+    """The content of a file. Raises InputError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
+        ) from error
+
+
+def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str) -> tuple[list[Item], list[Item]]:
+    """What is for training and what for evaluation: `held_out`, or the share of distinct contents that `data` says.
+
+    Equal ones are on one side. Raises InputError if none are left to train on.
+    """
+    distinct = sorted({one.encoded.sha256 for one in every})
+    count = max(1, round(data.held_out_share * len(distinct))) if data.held_out_share else 0
+    if count >= len(distinct):
+        raise InputError(
+            f"data.held_out={data.held_out_share}: {len(distinct)} distinct {what} leave none to train on\n"
+            f"  fix   lower data.held_out (0 holds none out), or add {what}"
+        )
+    kept_out = {*distinct[:count]} | {one.encoded.sha256 for one in held_out}
+    train = [one for one in every if one.encoded.sha256 not in kept_out]
+    return train, [*held_out] or [one for one in every if one.encoded.sha256 in kept_out]
+
+
+def left_out(data: Data, every: Sequence[Any], train: Sequence[Any], what: str) -> str:
+    """For the user: how many are left out of training; '' for none."""
+    both = len(every) - len(train) if data.held_out_sources else 0
+    return f"left out of training: {both:,} {what} that are also in data.held_out" if both else ""
+
+
+def at_once(function: Callable[[int, Any], None], wanted: Sequence[tuple[int, Any]]) -> None:
+    """Calls `function` with each of `wanted`, in threads."""
+    if wanted:
+        with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            list(pool.map(function, *zip(*wanted, strict=True)))

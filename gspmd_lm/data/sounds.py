@@ -1,0 +1,238 @@
+"""Sounds with texts, from tables that name wav files or hold them, as frames of an encoder (arXiv 2212.04356)."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import wave
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config import data as config_data
+from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.data import corpus, formats, labelled, media
+from gspmd_lm.data.remote import Progress
+from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
+from gspmd_lm.errors import InputError
+
+RATE, HOP, FOURIER = 16_000, 160, 400  # samples: of a second, from frame to frame, and of a Fourier transform
+ROW_SAMPLES = 2 * HOP  # of a row of the encoder
+LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in powers of ten, all numbers are alike
+_CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
+_NOTED = 256  # sounds between two calls of `progress`
+
+
+class Sound(NamedTuple):
+    """A sound that is not decoded yet, and the tokens of its text."""
+
+    encoded: media.Encoded
+    text: np.ndarray  # int32, its first tokens and its end included
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SoundRows:
+    """Rows with one sound and its text in each. The sound is decoded when it is read."""
+
+    sounds: Sequence[Sound]
+    seq: int
+    source_seq: int
+    model: ModelConfig
+
+    def __len__(self) -> int:
+        return len(self.sounds)
+
+    @property
+    def targets(self) -> int:
+        return sum(len(sound.text) for sound in self.sounds)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """What `pairs.PairRows` gives of pairs, with float32 source_frames [len(indices), source_seq, WINDOW, bands] in
+        place of source_tokens.
+
+        An index of -1 gives a row of padding. Raises an InputError that names a sound that cannot be decoded.
+        """
+        (rows, bands), count = sizes(self.model), len(indices)
+        frames = np.zeros((count, self.source_seq, WINDOW, bands), np.float32)
+        widths = {"": self.seq, "source_": self.source_seq}
+        fields = {f"{prefix}{name}": np.zeros((count, width), np.int32)
+                  for prefix, width in widths.items() for name in ("segment_ids", "positions")}  # fmt: skip
+        tokens, targets = np.zeros((count, self.seq), np.int32), np.full((count, self.seq), -1, np.int32)
+        assert self.model.encoder
+        start = self.model.encoder.start_token
+
+        def put(i: int, sound: Sound) -> None:
+            frames[i, :rows] = heard(sound.encoded, self.model)
+            fields["source_segment_ids"][i, :rows] = 1
+            fields["source_positions"][i, :rows] = np.arange(rows)
+            length = len(sound.text)
+            tokens[i, :length], targets[i, :length] = [start, *sound.text[:-1]], sound.text
+            fields["segment_ids"][i, :length] = 1
+            fields["positions"][i, :length] = np.arange(length)
+
+        media.at_once(put, [(i, self.sounds[index]) for i, index in enumerate(indices) if index >= 0])
+        return fields | {"tokens": tokens, "targets": targets, "source_frames": frames}
+
+
+def sizes(model: ModelConfig) -> tuple[int, int]:
+    """The rows that the encoder makes of a sound, and the numbers of a frame."""
+    assert model.frames and model.of_encoder
+    return model.of_encoder.context, model.frames.bands
+
+
+def open_sounds(config: Config, progress: Progress | None = None) -> media.Opened:
+    """The sounds of `data.source` and of `data.held_out`, a share of which is chosen by content.
+
+    Raises an InputError that names the place of a sound that is no wav file, is empty or too long, has another rate, or
+    has a text that is too long.
+    """
+    data, model, notes = config.data, config.model, corpus.FileNotes()
+    tokens = load_tokenizer(data.tokenizer)
+    if tokens.vocab_size > model.vocab:
+        raise InputError(
+            f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab={model.vocab:,}\n"
+            "  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
+        )
+    every = list(_found(config, tokens, data.sources, "data.source", notes, progress))
+    named = list(_found(config, tokens, data.held_out_sources, "data.held_out", notes, progress))
+    train, held_out = media.apart(data, every, named, "sounds")
+    facts = hashlib.sha256(repr((sizes(model), model.encoder, data.seq, config.source_seq)).encode())
+    for sound in (*train, *held_out):
+        facts.update(sound.encoded.sha256 + sound.text.tobytes())
+    rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
+    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
+    lines = [media.left_out(data, every, train, "sounds"), str(notes)]
+    about = "sounds", names, "\n".join(filter(None, lines)), facts.hexdigest()
+    return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
+
+
+def _found(
+    config: Config, tokens: Tokenizer, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
+    progress: Progress | None,
+) -> Iterator[Sound]:  # fmt: skip
+    """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
+    for source in sources:
+        if source.weight:
+            raise InputError(f"{place}: {source.path}: sounds have no weights\n  fix   drop the weight")
+        skipped = corpus.FileNotes()
+        for path in corpus.files([source.path], place, skipped, progress):
+            kind = formats.format_of(path)
+            if not kind or not kind.records:
+                skipped.skipped("no table", path)
+                continue
+            for number, (where, record) in enumerate(formats.records(path, config.data.fields), 1):
+                if progress and number % _NOTED == 0:
+                    progress(f"reading sounds of {path}", 0, 0)
+                yield _sound(config, tokens, path, where, record)
+        for reason, paths in skipped.files.items():
+            for path in paths:
+                if path.suffix.lower() != ".wav":  # tables name these
+                    notes.add(reason, path)
+
+
+def _sound(config: Config, tokens: Tokenizer, table: Path, where: str, record: dict[str, Any]) -> Sound:
+    """The sound and the text of a record. Raises an InputError that names its place."""
+    name, text_name = config.data.fields
+    held, path = record.get(name), None
+    if isinstance(held, dict):  # as the package datasets writes it
+        held = held.get("bytes") or held.get("path")
+    if isinstance(held, str) and held:
+        path = table.parent / held
+        where, held = f"{where}: {path}", media.bytes_of(path)
+    if not isinstance(held, bytes):
+        what = f"is a {type(held).__name__}" if name in record else f"is not one of {', '.join(record)}"
+        raise InputError(
+            f"{where}: {name} {what}: there is no sound\n"
+            "  fix   name in data.fields the column with wav files, their bytes, or {bytes}, and that of the texts"
+        )
+    samples(where, held, sizes(config.model)[0])
+    text, _ = labelled.valid(labelled.text_of(record, text_name, where))
+    assert config.model.encoder
+    ids = np.asarray([*config.model.encoder.first_tokens, *tokens.encode(text.encode()), tokens.end], np.int32)
+    if len(ids) > config.data.seq:
+        longer = f"set data.seq to {len(ids):,}" if len(ids) <= config.model.context else "cut the sound and its text"
+        raise InputError(
+            f"{where}: {text_name}: {len(ids):,} tokens, first and last ones included, are more than "
+            f"data.seq={config.data.seq:,} (model.context={config.model.context:,})\n"
+            f"  fix   {longer}, or leave the record out"
+        )
+    return Sound(media.Encoded.of(where, held, path), ids)
+
+
+def heard(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:
+    """The frames that each row of the encoder hears, float32 [rows, WINDOW, bands]: those around frame 2 s of row s.
+
+    Silence follows a sound that is shorter. Beyond the frames are zeros. Raises InputError as `samples` does.
+    """
+    rows, bands = sizes(model)
+    sound = samples(encoded.place, encoded.read(), rows)
+    frames = log_mel(np.pad(sound, (0, rows * ROW_SAMPLES - len(sound))), bands)
+    around = np.pad(frames, ((WINDOW // 2, WINDOW // 2), (0, 0))).astype(np.float32)
+    return np.lib.stride_tricks.sliding_window_view(around, WINDOW, axis=0)[::2].transpose(0, 2, 1)
+
+
+def samples(place: str, encoded: bytes, rows: int) -> np.ndarray:
+    """The samples of a wav file, float64 from -1 to 1, the mean of its channels.
+
+    Raises an InputError that begins with `place` if it has another rate than RATE, none, or more than `rows` hold.
+    """
+    with _reading(place), wave.open(io.BytesIO(encoded)) as file:
+        rate, width, channels, count = file.getframerate(), file.getsampwidth(), file.getnchannels(), file.getnframes()
+        if rate != RATE:
+            raise InputError(f"{place}: {rate:,} samples a second, and sounds need {RATE:,}\n  fix   {_CONVERT}")
+        if count > rows * ROW_SAMPLES:
+            raise InputError(
+                f"{place}: {count / RATE:.1f} s, and model.encoder.context={rows:,} holds {rows * ROW_SAMPLES / RATE:g} "
+                "s\n  fix   cut it into pieces with texts of their own, or leave it out"
+            )
+        content = file.readframes(count)
+    if len(content) != count * width * channels or not count:
+        what = "there are no samples" if not count else "it ends early"
+        raise InputError(f"{place}: {what}\n  fix   make it whole, or leave it out")
+    raw = np.frombuffer(content, np.uint8).reshape(-1, width)
+    if width == 1:  # from 0 to 255; wider ones have a sign
+        raw = raw ^ np.uint8(128)
+    padded = np.concatenate([np.zeros((len(raw), 4 - width), np.uint8), raw], axis=1)
+    return (padded.view("<i4").reshape(-1, channels) / 2.0**31).mean(axis=1)
+
+
+def log_mel(sound: np.ndarray, bands: int) -> np.ndarray:
+    """The frames of samples, float64 [samples / HOP, bands]: logarithms of the power in bands, as Whisper reads them."""
+    around = np.pad(sound, FOURIER // 2, mode="reflect")
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(FOURIER) / FOURIER)
+    pieces = np.lib.stride_tricks.sliding_window_view(around, FOURIER)[::HOP][: len(sound) // HOP]
+    power = np.abs(np.fft.rfft(pieces * hann)) ** 2
+    logarithms = np.log10(np.maximum(power @ mel_filters(bands), LEAST_POWER))
+    return (np.maximum(logarithms, logarithms.max() - RANGE) + 4) / 4
+
+
+@functools.lru_cache(maxsize=4)
+def mel_filters(bands: int) -> np.ndarray:
+    """What each frequency of a Fourier transform adds to each band, [FOURIER / 2 + 1, bands].
+
+    A band is a triangle between the middles of its neighbours, which are equally far from each other on the mel scale
+    of Slaney's Auditory Toolbox: linear up to 1,000 Hz, and logarithmic above. All triangles have the same area.
+    """
+    per_mel, knee, step = 200 / 3, 15.0, np.log(6.4) / 27
+    mels = np.linspace(0, knee + np.log(RATE / 2 / 1000) / step, bands + 2)
+    middles = np.where(mels < knee, per_mel * mels, 1000 * np.exp(step * (mels - knee)))
+    frequencies = np.linspace(0, RATE / 2, FOURIER // 2 + 1)[:, None]
+    below, middle, above = middles[:-2], middles[1:-1], middles[2:]
+    rising, falling = (frequencies - below) / (middle - below), (above - frequencies) / (above - middle)
+    return np.maximum(0, np.minimum(rising, falling)) * 2 / (above - below)
+
+
+@contextlib.contextmanager
+def _reading(place: str) -> Iterator[None]:
+    """A context in which what is said of a wav file becomes an InputError that names its place."""
+    try:
+        yield
+    except (wave.Error, EOFError) as error:
+        raise InputError(
+            f"{place}: cannot be read as a wav file of whole numbers ({error or 'it ends early'})\n"
+            f"  fix   {_CONVERT}, or leave it out"
+        ) from error
