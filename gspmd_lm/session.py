@@ -108,7 +108,7 @@ def compare_texts(session: Session, tokens: Tokenizer, texts: Iterable[npt.Array
         return  # a checksum of a long text would take long
     sums = hashlib.sha256()
     for ids in texts:
-        row = np.asarray(ids, np.int64)
+        row = np.asarray(ids, np.float64)  # tokens, or the frames of a sound
         sums.update(np.int64(row.size).tobytes() + row.tobytes())
     processes.compare({"tokenizer": tokens.fingerprint, "texts, as tokens": sums.hexdigest()}, session.say)
 

@@ -3,7 +3,7 @@
 import functools
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from absl import flags
@@ -14,6 +14,8 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from gspmd_lm.data import tokenizer
     from gspmd_lm.infer import generate, lines
 
@@ -23,7 +25,7 @@ _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows byte
 def _define(flags: Flags) -> None:
     on_devices(flags)
     flags.group("Prompts and texts")
-    flags.several("prompt", "Continue this prompt. This flag may be repeated.")
+    flags.several("prompt", "Continue this prompt, or write down this wav file. This flag may be repeated.")
     flags.text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
     flags.text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
     flags.yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
@@ -66,7 +68,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=True)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
-    prompts = _prompts(values, config.data.tokenizer, tokens, sources=config.model.encoder is not None)
+    prompts = _prompts(values, config.data.tokenizer, tokens, generate.encoding(config, tokens))
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
     built, notes = generate.programs_for(
         config, begun.rules, begun.devices, begun.machine.platform, [line.tokens for line in prompts],
@@ -97,9 +99,9 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
 
 def _prompts(
-    values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer", sources: bool
+    values: flags.FlagValues, name: str, tokens: "tokenizer.Tokenizer", encode: Callable[[str], "np.ndarray"]
 ) -> "list[lines.PromptLine]":
-    """The prompts of the flags or of the file, encoded. sources: an encoder reads them."""
+    """The prompts of the flags or of the file, as `encode` gives them."""
     from gspmd_lm.data import chat
     from gspmd_lm.infer import lines
 
@@ -110,13 +112,13 @@ def _prompts(
         def render(line: "lines.Fields") -> Any:
             return (chats or read_template(name)).prompt_of(line)
 
-        return lines.read_prompts(values.prompts, tokens, None if name == "bytes" else render, values.chat, sources)
-    prompts, encode = [], tokens.encode_source if sources else tokens.encode_prompt
+        return lines.read_prompts(values.prompts, tokens, None if name == "bytes" else render, values.chat, encode)
+    prompts = []
     for number, text in enumerate(values.prompt, 1):
         if _NO_CHARACTER.search(text):
             raise InputError(f"--prompt {number}: not UTF-8\n  fix   --prompts=FILE.jsonl holds any text")
         ids = chats.prompt([{"role": "user", "content": text}]) if chats else encode(text)
-        prompts.append(lines.PromptLine(f"--prompt {number}", {}, ids.tolist()))
+        prompts.append(lines.PromptLine(f"--prompt {number}", {}, lines.ids_of(ids)))
     return prompts
 
 

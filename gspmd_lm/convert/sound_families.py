@@ -132,8 +132,9 @@ def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -
     written = {PREPROCESSOR: (json.dumps(prepared, indent=2) + "\n").encode()}
     own = {name: list(getattr(model.encoder, name)) for name in ("first_tokens", *_SUPPRESSED)}
     if not settings or {"first_tokens": [], **_generation(settings, Path(GENERATION))} != own:
-        started = {"decoder_start_token_id": model.encoder.start_token, "eos_token_id": settings.get("eos_token_id", end)}
-        written[GENERATION] = as_json({"pad_token_id": end} | dict(settings) | started | _fields(model.encoder))
+        usual = {"pad_token_id": end, "eos_token_id": end, **settings}
+        started = {"decoder_start_token_id": model.encoder.start_token}
+        written[GENERATION] = as_json(usual | started | _fields(model.encoder))
     return written
 
 

@@ -21,6 +21,9 @@ class MediaRows(Protocol):
     def __len__(self) -> int: ...
 
     @property
+    def seq(self) -> int: ...
+
+    @property
     def targets(self) -> int:
         """Labels or tokens to predict in all rows."""
         ...

@@ -163,6 +163,11 @@ def _sound(config: Config, tokens: Tokenizer, table: Path, where: str, record: d
     return Sound(media.Encoded.of(where, held, path), ids)
 
 
+def of_file(name: str, model: ModelConfig) -> np.ndarray:
+    """What `heard` gives of a wav file."""
+    return heard(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
+
+
 def heard(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:
     """The frames that each row of the encoder hears, float32 [rows, WINDOW, bands]: those around frame 2 s of row s.
 
@@ -185,9 +190,10 @@ def samples(place: str, encoded: bytes, rows: int) -> np.ndarray:
         if rate != RATE:
             raise InputError(f"{place}: {rate:,} samples a second, and sounds need {RATE:,}\n  fix   {_CONVERT}")
         if count > rows * ROW_SAMPLES:
+            most = f"{rows * ROW_SAMPLES / RATE:g} s"
             raise InputError(
-                f"{place}: {count / RATE:.1f} s, and model.encoder.context={rows:,} holds {rows * ROW_SAMPLES / RATE:g} "
-                "s\n  fix   cut it into pieces with texts of their own, or leave it out"
+                f"{place}: {count / RATE:.2f} s, and model.encoder.context={rows:,} holds {most}\n"
+                "  fix   cut it into pieces with texts of their own, or leave it out"
             )
         content = file.readframes(count)
     if len(content) != count * width * channels or not count:
@@ -201,7 +207,7 @@ def samples(place: str, encoded: bytes, rows: int) -> np.ndarray:
 
 
 def log_mel(sound: np.ndarray, bands: int) -> np.ndarray:
-    """The frames of samples, float64 [samples / HOP, bands]: logarithms of the power in bands, as Whisper reads them."""
+    """The frames of samples, float64 [samples / HOP, bands]: logarithms of the power in bands, scaled for Whisper."""
     around = np.pad(sound, FOURIER // 2, mode="reflect")
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(FOURIER) / FOURIER)
     pieces = np.lib.stride_tricks.sliding_window_view(around, FOURIER)[::HOP][: len(sound) // HOP]

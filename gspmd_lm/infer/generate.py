@@ -1,20 +1,24 @@
 """Batches of prompts -> text, token by token, with the two compiled programs of infer/programs.py."""
 
 import dataclasses
+import functools
+import itertools
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from gspmd_lm.config import Config
+from gspmd_lm.data import sounds
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
 from gspmd_lm.infer.sampling import Choice, Sampling
+from gspmd_lm.infer.sizes import sizes as sizes_of
 from gspmd_lm.sharding.rules import Rules
 
 
@@ -83,7 +87,8 @@ def programs_for(
         raise InputError(f"batch={batch}: must be at least 1\n  fix   --batch=8")
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
-    sizes = programs.sizes(rules, asked, longest, new_tokens, platform, config.model.encoder)
+    written = new_tokens + given_tokens(config)
+    sizes = sizes_of(rules, asked, longest, written, platform, config.model.encoder)
     arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
     notes = [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
@@ -98,6 +103,18 @@ def programs_for(
     return built, notes
 
 
+def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    """What gives of a prompt what the model reads: its tokens, or the frames of the wav file that it names."""
+    if config.model.frames:
+        return functools.partial(sounds.of_file, model=config.model)
+    return tokenizer.encode_source if config.model.encoder else tokenizer.encode_prompt
+
+
+def given_tokens(config: Config) -> int:
+    """How many tokens a text begins with that are no part of it."""
+    return len(config.model.encoder.first_tokens) if config.model.encoder else 0
+
+
 def check_prompts(
     config: Config, prompts: Sequence[Sequence[int]], new_tokens: int, places: Sequence[str] = ()
 ) -> None:
@@ -109,8 +126,12 @@ def check_prompts(
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     if new_tokens < 1:
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
-    if encoder and new_tokens > context:
-        raise InputError(f"{new_tokens:,} new tokens are more than model.context={context:,}\n  fix   ask for fewer")
+    first = given_tokens(config)
+    if encoder and first + new_tokens > context:
+        more = f", and {first} that texts begin with," if first else ""
+        raise InputError(
+            f"{new_tokens:,} new tokens{more} are more than model.context={context:,}\n  fix   ask for fewer"
+        )
     if not prompts:
         raise InputError("there is no prompt\n  fix   give a prompt, or a file with prompts")
     wrong = [f"{place}: empty" for place, prompt in zip(places, prompts, strict=True) if not len(prompt)]
@@ -166,7 +187,8 @@ class Generator:
         sampling = sampling or Sampling()
         sizes = self.programs.sizes
         longest = max(map(len, prompts))
-        assert sizes.hold(longest, new_tokens), (longest, new_tokens, sizes)
+        given = given_tokens(self.programs.config)
+        assert sizes.hold(longest, given + new_tokens), (longest, new_tokens, sizes)
         follows = self.programs.model.encoder is None  # a text goes on from its prompt
         ends = frozenset((self.tokenizer.end,) if ends is None else ends)
         for first in range(0, len(prompts), sizes.rows):
@@ -177,7 +199,8 @@ class Generator:
                 )
                 for i, prompt in enumerate(batch)
             ]
-            for choice in self._choices(batch, first_number + first, new_tokens, sampling, texts):
+            choices = self._choices(batch, first_number + first, given + new_tokens, sampling, texts)
+            for choice in itertools.islice(choices, given, None):
                 tokens, gaps = np.asarray(choice.tokens_B), np.asarray(choice.gap_B)
                 for text, token, gap in zip(texts, tokens.tolist(), gaps.tolist(), strict=False):
                     if text.result is None:
@@ -224,7 +247,7 @@ class Generator:
     def _placed(self, batch: Sequence[Sequence[int]], number: int) -> Prompts:
         """The prompts on the devices. Each row that pads the batch holds one token of padding."""
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
-        tokens_BT = np.zeros((sizes.rows, sizes.given), np.int32)
+        tokens_BT = np.zeros(abstract.tokens_BT.shape, abstract.tokens_BT.dtype)
         start_B = np.full(sizes.rows, sizes.given - 1, np.int32)
         for row, prompt in enumerate(batch):
             start_B[row] = sizes.given - len(prompt)

@@ -56,15 +56,19 @@ def refuse(path: Path, wrong: Sequence[str], lines: Sequence[Any], fix: str) -> 
 
 
 def read_prompts(
-    path: str | Path, tokenizer: Tokenizer, render: Render | None = None, chat: bool = False, sources: bool = False
+    path: str | Path,
+    tokenizer: Tokenizer,
+    render: Render | None = None,
+    chat: bool = False,
+    encode: Callable[[str], np.ndarray] | None = None,
 ) -> list[PromptLine]:
     """The prompts of a file. `render` makes prompts of "messages"; without `render`, they are an error. chat: a
-    "prompt" is a user's message too. sources: an encoder reads the prompts.
+    "prompt" is a user's message too. encode: gives what the model reads of a prompt, by default its tokens.
 
     Raises InputError that lists every line without a prompt that can be used.
     """
     path, wrong, prompts = Path(path), [], []
-    encode = tokenizer.encode_source if sources else tokenizer.encode_prompt
+    encode = encode or tokenizer.encode_prompt
     for place, fields in objects(path, wrong):
         if "prompt" in fields and "messages" in fields:
             wrong.append(f"{place}: both prompt and messages")
@@ -72,7 +76,7 @@ def read_prompts(
             wrong.append(f"{place}: messages, but data.tokenizer has no chat template")
         elif "messages" in fields and render:
             try:
-                prompts.append(PromptLine(place, fields, _ids(render(fields))))
+                prompts.append(PromptLine(place, fields, ids_of(render(fields))))
             except InputError as error:
                 wrong.append(f"{place}: {error}")
         elif not isinstance(fields.get("prompt"), str):
@@ -81,15 +85,17 @@ def read_prompts(
             wrong.append(f"{place}: prompt is empty")
         elif chat and render:
             message = {"role": "user", "content": fields["prompt"]}
-            prompts.append(PromptLine(place, fields, _ids(render(fields | {"messages": [message]}))))
+            prompts.append(PromptLine(place, fields, ids_of(render(fields | {"messages": [message]}))))
         else:
-            prompts.append(PromptLine(place, fields, _ids(encode(fields["prompt"]))))
+            prompts.append(PromptLine(place, fields, ids_of(encode(fields["prompt"]))))
     refuse(path, wrong, prompts, 'write one object such as {"prompt": "..."} or {"messages": [...]} on each line')
     return prompts
 
 
-def _ids(ids: Sequence[int] | np.ndarray) -> list[int]:
-    return np.asarray(ids).tolist()
+def ids_of(ids: Sequence[int] | np.ndarray) -> Any:
+    """A list of tokens; the frames of a sound as they are."""
+    array = np.asarray(ids)
+    return array if array.ndim > 1 else array.tolist()
 
 
 def write_results(lines: Sequence[PromptLine], chunks: Iterable[TextChunk], out: TextIO) -> None:

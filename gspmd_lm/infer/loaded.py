@@ -7,6 +7,7 @@ from typing import Any
 from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.infer import generate as generation
+from gspmd_lm.infer.lines import ids_of
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.runtime import compile_cache
 from gspmd_lm.sharding.rules import Rules
@@ -73,7 +74,7 @@ class Model:
         The first call compiles and reads the weights. Later ones do so if they need more room.
 
         Args:
-            prompts: one text, or several.
+            prompts: one text, or several; for a model that hears sounds, the names of wav files.
             max_new_tokens: where to stop at the latest.
             temperature: of sampling; 0 takes the most likely token.
             top_k: sample from so many of the most likely tokens; 0 from all.
@@ -96,8 +97,8 @@ class Model:
             render = chat.Chat(name)
             ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]
         else:
-            encode = self.tokenizer.encode_source if self.config.model.encoder else self.tokenizer.encode_prompt
-            ids = [encode(one).tolist() for one in several]
+            encode = generation.encoding(self.config, self.tokenizer)
+            ids = [ids_of(encode(one)) for one in several]
         generator = self._ready(ids, max_new_tokens)
         results = generator.results(
             ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)
@@ -112,7 +113,8 @@ class Model:
         generation.check_prompts(self.config, ids, new_tokens, [f"prompt {n}" for n in range(1, len(ids) + 1)])
         if last is not None:
             sizes = last.programs.sizes
-            if sizes.hold(max(map(len, ids)), new_tokens) and sizes.rows >= min(len(ids), ROWS):
+            written = new_tokens + generation.given_tokens(self.config)
+            if sizes.hold(max(map(len, ids)), written) and sizes.rows >= min(len(ids), ROWS):
                 return last
         built, notes = generation.programs_for(
             self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,

@@ -13,48 +13,22 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, choose
+from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, allowed, choose
+from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
-from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import ShardedProgram, placed
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled, split_sequence
+from gspmd_lm.model.sounds import FRAMES
+from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.model.transformer import SOURCE, extend, init
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
-from gspmd_lm.sharding.rules import KERNELS, Problem, Remat, Rules
+from gspmd_lm.sharding.rules import Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import Arrays, arrays
 from gspmd_lm.sharding.shapes import checked as checked_arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes that are fixed when the programs are built."""
-
-    rows: int  # of a batch, padding included
-    prompt: int  # slots of the longest prompt; 1, for the start token, if an encoder reads the prompts
-    slots: int  # of the cache
-    source: int = 0  # tokens of the longest prompt that an encoder reads
-
-    @property
-    def given(self) -> int:
-        """Tokens of the longest prompt."""
-        return self.source or self.prompt
-
-    def hold(self, longest: int, new: int) -> bool:
-        """Whether there is room for prompts of up to `longest` tokens, and `new` tokens more."""
-        return longest <= self.given and self.prompt + new - 1 <= self.slots
-
-
-class Prompts(NamedTuple):
-    """A batch of prompts, padded on the left: slot s of a row holds its token s - start."""
-
-    tokens_BT: Any  # int32
-    start_B: Any  # int32
-    number_B: Any  # int32: of the prompt among all, for random numbers
 
 
 class DecodeState(NamedTuple):
@@ -65,41 +39,6 @@ class DecodeState(NamedTuple):
     slot: Any  # int32: their slot in the cache
     start_B: Any
     number_B: Any
-
-
-def sizes(
-    rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu", encoder: configs.Encoder | None = None
-) -> Sizes:
-    """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up for mesh axes to divide.
-
-    The last new token needs no slot: nothing attends to it. An encoder, if there is one, reads the prompts.
-    """
-
-    rows, given = rounded_up(rules, rows, prompt, platform)
-    prompt, source = (1, given) if encoder else (given, 0)
-    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")), source)
-
-
-def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = False) -> tuple[int, int]:
-    """`rows` and `seq`, each rounded up so that the mesh axes and the attention kernel divide it.
-
-    Where the rules choose no kernel, a row of as many tokens as a block of splash attention has is made whole blocks,
-    and a shorter one is left to XLA. zigzag: each device has two pieces of a row (kernels/context.py).
-    """
-    shards = _num_shards(rules, "seq") * (2 if zigzag and split_sequence(rules) else 1)
-    chosen = rules.attention.get(platform, KERNELS[platform][0] if seq >= shards * LANES else "xla")
-    block = math.lcm(shards * (LANES if chosen == "splash" else 1), _num_shards(rules, "kv_seq"))
-    return _up(rows, _num_shards(rules, "batch")), _up(seq, block)
-
-
-def _num_shards(rules: Rules, axis: str) -> int:
-    """The number that must divide the size of an axis, so that all activations can be split along it."""
-    splits = (rules.split("rules", array, axis) for array in rules.vocabulary.activations)
-    return math.lcm(*map(rules.num_shards, splits))
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.ModelConfig) -> Any:
@@ -136,10 +75,10 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int)
 
     If an encoder reads the prompts, the logits are those after the start token, which the cache holds.
     """
-    B, T = prompts.tokens_BT.shape
+    B, T = prompts.tokens_BT.shape[:2]
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
     given = {
-        "tokens": prompts.tokens_BT,
+        "frames" if cfg.frames else "tokens": prompts.tokens_BT,
         "positions": jnp.maximum(ahead_BT, 0),
         "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a segment of its own
     }
@@ -256,9 +195,9 @@ class GenerationPrograms(Forward):
     def abstract_prompts(self) -> Prompts:
         """The shapes and shardings of a batch of prompts."""
         rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
-        shape = self.sizes.rows, self.sizes.given
-        tokens = self.placement.sharding("rules", "tokens", ("batch", "seq"), shape)
-        return Prompts(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=tokens), rows, rows)
+        like = self.sizes.prompts(self.model)
+        spec = parse(FRAMES if self.model.frames else "tokens: batch seq", len(like.shape))
+        return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows)
 
     @functools.cached_property
     def abstract_decode_state(self) -> DecodeState:
@@ -336,8 +275,10 @@ class GenerationPrograms(Forward):
         self, logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array
     ) -> Choice:
         with scope("of", "sampling"):
-            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)
-            return choose(logits_BV[:, : self.config.model.vocab], settings, number_B, position_B)
+            logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
+            if self.model.encoder:
+                logits_BV = allowed(logits_BV, position_B, self.model.encoder)
+            return choose(logits_BV, settings, number_B, position_B)
 
 
 def build_programs(
@@ -351,8 +292,7 @@ def build_programs(
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
-    tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.given), jnp.int32)
-    prompts = Prompts(tokens, state.start_B, state.number_B)
+    prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B)
     return {
         "prefill": record(
             rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), arrays.params, prompts

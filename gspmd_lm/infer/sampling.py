@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd_lm.config import Encoder
 from gspmd_lm.errors import InputError
 
 
@@ -92,6 +93,24 @@ def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array
         return kept_BV + noise(settings.seed, number_B, position_B, logits_BV.shape[-1])
 
     return best(jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV))
+
+
+def allowed(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> jax.Array:
+    """The logits of the tokens that may stand at a position of a text, from 1 on; -inf for the others.
+
+    A text begins with the encoder's first tokens.
+    """
+    tokens_V, first = jnp.arange(logits_BV.shape[-1], dtype=jnp.int32), jnp.asarray(encoder.first_tokens, jnp.int32)
+
+    def is_in(ids: tuple[int, ...]) -> jax.Array:
+        return jnp.zeros_like(tokens_V, bool).at[jnp.asarray(ids, jnp.int32)].set(True)
+
+    position_B1, count = position_B[:, None], len(encoder.first_tokens)
+    never_BV = is_in(encoder.suppressed) | (is_in(encoder.suppressed_first) & (position_B1 == count + 1))
+    if count:
+        others_BV = tokens_V != first[jnp.clip(position_B1 - 1, 0, count - 1)]
+        never_BV = jnp.where(position_B1 <= count, others_BV, never_BV)
+    return jnp.where(never_BV, -jnp.inf, logits_BV)
 
 
 def best(scores_BV: jax.Array) -> Choice:

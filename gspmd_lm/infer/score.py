@@ -17,7 +17,8 @@ from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.infer.generate import to_devices
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, check_causal, parameters, rounded_up
+from gspmd_lm.infer.programs import Forward, check_causal, parameters
+from gspmd_lm.infer.sizes import rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.layers import table_specs

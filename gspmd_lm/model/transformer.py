@@ -64,8 +64,8 @@ class Decoder(Stack):
         `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
         For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]; of sounds source_frames,
-        see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own. Once a cache has the keys of the source, it holds
-        memory_segment_ids [B, S] in their place.
+        see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own.
+        Once a cache has the keys of the source, it holds memory_segment_ids [B, S] in their place.
         """
         cfg = self.cfg
         x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key)

@@ -175,7 +175,8 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
-    "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores",
+    "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
+    "transformed", "class_scores",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

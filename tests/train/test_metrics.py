@@ -68,8 +68,8 @@ BERT = {
 
 
 T5 = {
-    "objective": "seq2seq", "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=24), "positions": "none",
-    "relative_positions": NEAR, "tied_embeddings": True, "data": {"source_seq": 24},
+    "objective": "seq2seq", "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=24),
+    "positions": "none", "relative_positions": NEAR, "tied_embeddings": True, "data": {"source_seq": 24},
 }  # fmt: skip
 WHISPER = {
     "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20), "positions": "learned",

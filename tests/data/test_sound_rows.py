@@ -1,0 +1,199 @@
+"""Sounds of tables: their frames, their texts, and what is no sound."""
+
+import json
+import wave
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from gspmd_lm import InputError
+from gspmd_lm import config as configs
+from gspmd_lm.data import loader, sounds
+
+RATE = 16000
+
+
+def spoken(number, seconds):
+    """Samples from -1 to 1 of a tone that rises, and of noise."""
+    time = np.arange(int(seconds * RATE)) / RATE
+    noise = 0.02 * np.random.default_rng(number).standard_normal(len(time))
+    return 0.4 * np.sin(2 * np.pi * (150 * number + 900 * time) * time) + noise
+
+
+def written(path, samples, rate=RATE, width=2, channels=1):
+    """A wav file of whole numbers."""
+    whole = np.round(np.clip(samples, -1, 1) * (2 ** (8 * width - 1) - 1)).astype("<i4")
+    raw = whole.view(np.uint8).reshape(-1, 4)[:, :width]
+    raw = (raw ^ 128) if width == 1 else raw
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(np.repeat(raw, channels, axis=0).tobytes())
+    return path
+
+
+def config_of(source, *, bands=8, held_out=0.0, fields=("file", "text"), model=(), **data):
+    plain = {
+        "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
+        "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
+        "frames": {"bands": bands}, "encoder": {"context": 20, "start_token": 3, "first_tokens": [5, 6]},
+        "compute_dtype": "float32",
+    }  # fmt: skip
+    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 24, "held_out": held_out, **data}
+    return configs.from_dict(
+        {"name": "speech", "objective": "seq2seq", "model": plain | dict(model), "data": of_data | {"fields": fields},
+         "train": {"steps": 3, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five sounds, and a table that names them."""
+    (tmp_path / "speech" / "wav").mkdir(parents=True)
+    lines = ["file,text"]
+    for number in range(5):
+        written(tmp_path / "speech" / "wav" / f"{number}.wav", spoken(number, 0.1 + 0.05 * number))
+        lines.append(f"wav/{number}.wav,text {number}")
+    (tmp_path / "speech" / "table.csv").write_text("\n".join(lines))
+    return tmp_path / "speech"
+
+
+def test_a_row_has_the_frames_around_each_of_its_places_and_a_text(folder):
+    train, held_out = loader.open_loaders(config_of(folder))
+    assert held_out is None and len(train.rows) == 5 and "skipped" not in train.description
+    found = train.rows.read([1, -1])
+    sound = sounds.samples("", (folder / "wav" / "1.wav").read_bytes(), 20)
+    np.testing.assert_allclose(sound, spoken(1, 0.15), atol=1e-4)
+    frames = sounds.log_mel(np.pad(sound, (0, 20 * 320 - len(sound))), 8)
+    assert frames.shape == (40, 8) and frames.max() - frames.min() == pytest.approx(2)
+    heard = found["source_frames"]
+    assert heard.shape == (2, 24, 5, 8) and heard.dtype == np.float32
+    for place in (1, 7, 18):
+        np.testing.assert_allclose(heard[0, place], frames[2 * place - 2 : 2 * place + 3], atol=1e-6)
+    assert not heard[0, 0, :2].any() and not heard[0, 19, 4:].any() and not heard[0, 20:].any()
+    assert found["source_segment_ids"].tolist() == [[1] * 20 + [0] * 4, [0] * 24]
+    assert found["source_positions"][0].tolist() == [*range(20), 0, 0, 0, 0]
+    text = [5, 6, *b"text 1", 256]
+    assert found["targets"].tolist() == [text + [-1] * 3, [-1] * 12]
+    assert found["tokens"][0].tolist() == [3, *text[:-1], 0, 0, 0]
+    assert found["segment_ids"][:, :10].tolist() == [[1] * 9 + [0], [0] * 10]
+    assert train.tokens_per_epoch == 5 * 9
+
+
+def test_tables_of_other_kinds_hold_the_same_sounds(folder, tmp_path):
+    contents = [(folder / "wav" / f"{number}.wav").read_bytes() for number in range(5)]
+    columns = {
+        "audio": [{"bytes": content, "path": "other.wav"} for content in contents], "plain": contents,
+        "file": [f"wav/{number}.wav" for number in range(5)], "text": [f"text {number}" for number in range(5)],
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "all.parquet")
+    want = loader.open_loaders(config_of(folder / "table.csv"))[0].rows.read(range(5))
+    for name in ("audio", "plain", "file"):
+        found = loader.open_loaders(config_of(folder / "all.parquet", fields=(name, "text")))[0].rows.read(range(5))
+        assert all(np.array_equal(found[array], want[array]) for array in want)
+
+
+def test_rows_are_the_same_after_a_restart_and_equal_sounds_are_on_one_side(folder):
+    (folder / "wav" / "copy.wav").write_bytes((folder / "wav" / "0.wav").read_bytes())
+    with open(folder / "table.csv", "a") as table:
+        table.write("\nwav/copy.wav,text 9")
+    config = config_of(folder, held_out=0.4)
+    (train, apart), (again, _) = loader.open_loaders(config), loader.open_loaders(config)
+    assert train.fingerprint == again.fingerprint
+    first, second = (one.rows_at(7, slice(0, 4)) for one in (train, again))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    sums = [{sound.encoded.sha256 for sound in one.rows.sounds} for one in (train, apart)]
+    assert not sums[0] & sums[1] and len(train.rows) + len(apart.rows) == 6
+
+
+@pytest.mark.parametrize(("width", "channels"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_samples_of_each_width_are_read(width, channels, tmp_path):
+    path = written(tmp_path / "a.wav", spoken(2, 0.1), width=width, channels=channels)
+    np.testing.assert_allclose(
+        sounds.samples("", path.read_bytes(), 20), spoken(2, 0.1), atol=2 * 2 ** -(8 * width - 1)
+    )
+
+
+def broken(folder, what):
+    """Makes the first sound, or its text, unusable."""
+    path, table = folder / "wav" / "0.wav", folder / "table.csv"
+    if what == "rate":
+        written(path, spoken(0, 0.1), rate=44100)
+    elif what == "long":
+        written(path, spoken(0, 0.5))
+    elif what == "empty":
+        written(path, np.zeros(0))
+    elif what == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif what == "no wav":
+        path.write_bytes(b"ID3" + bytes(100))
+    elif what == "nothing":
+        path.write_bytes(b"")
+    elif what == "missing":
+        path.unlink()
+    elif what == "long text":
+        table.write_text("file,text\nwav/0.wav,a text that is long")
+    elif what == "too long text":
+        table.write_text(f"file,text\nwav/0.wav,{'a' * 30}")
+    elif what == "column":
+        table.write_text("sound,text\nwav/0.wav,a")
+    elif what == "no text":
+        (folder / "table.jsonl").write_text(json.dumps({"file": "wav/0.wav", "text": None}))
+        table.unlink()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("rate", r"table\.csv:2: .*0\.wav: 44,100 samples a second, and sounds need 16,000\n  fix   ffmpeg"),
+        ("long", r"0\.wav: 0\.50 s, and model\.encoder\.context=20 holds 0\.4 s\n  fix   cut it into pieces"),
+        ("empty", r"0\.wav: there are no samples\n  fix   make it whole"),
+        ("cut", r"0\.wav: it ends early"),
+        ("no wav", r"0\.wav: cannot be read as a wav file of whole numbers \(.*\)\n  fix   ffmpeg"),
+        ("nothing", r"0\.wav: cannot be read as a wav file of whole numbers"),
+        ("missing", r"0\.wav: cannot be read \(No such file or directory\)"),
+        ("long text", r"table\.csv:2.*: text: 22 tokens, .* data\.seq=12 \(model\.context=16\)\n  fix   cut the sound"),
+        ("too long text", r"text: 33 tokens"),
+        ("column", r"table\.csv:2: file is not one of sound, text: there is no sound\n  fix   name in data\.fields"),
+        ("no text", r"table\.jsonl:1.*: text is empty"),
+    ],
+)
+def test_what_is_no_sound_with_a_text_is_refused_with_its_place(what, words, folder):
+    broken(folder, what)
+    with pytest.raises(InputError, match=words):
+        loader.open_loaders(config_of(folder))
+
+
+def test_settings_that_contradict_each_other_are_refused(folder):
+    for changes, words in (
+        ({"source_seq": 16}, r"model\.frames gives 20 rows of a sound: set data\.source_seq=16 to as many"),
+        ({"model": {"encoder": None}}, r"model\.frames needs model\.encoder"),
+        ({"model": {"frames": None}}, "encoder.first_tokens without frames"),
+        ({"model": {"encoder": {"suppressed": [257]}}}, r"encoder\.suppressed=257, which is not below vocab=257"),
+    ):
+        with pytest.raises(InputError, match=words):
+            config_of(folder, **changes)
+
+
+def test_whoever_has_no_sounds_is_told(folder, tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match="nothing to read"):
+        loader.open_loaders(config_of(tmp_path / "none"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parity
+@pytest.mark.parametrize("bands", [80, 128])
+def test_frames_are_those_of_transformers(bands):
+    import transformers
+
+    extractor = transformers.WhisperFeatureExtractor(feature_size=bands)
+    sound = spoken(1, 7.3)
+    padded = np.pad(sound, (0, 480_000 - len(sound)))
+    found = sounds.log_mel(padded, bands).T
+    exact = extractor._np_extract_fbank_features(padded[None], "cpu")[0]
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6)
+    # With torch, transformers computes in float32.
+    quick = extractor(sound.astype(np.float32), sampling_rate=RATE, return_tensors="np").input_features[0]
+    np.testing.assert_allclose(found, quick, rtol=0, atol=2e-4)
