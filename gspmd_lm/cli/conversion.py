@@ -145,8 +145,10 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if model.patches:
         written |= image_families.preprocessor(model.patches, config.data.images)
     if model.frames:
-        found = parse_object(path.read_text(), path) if (path := imported.get(sidecars.GENERATION)) else {}
-        written = sound_families.sidecars(model, found, tokenizer.load_tokenizer(config.data.tokenizer).end) | written
+        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
+        text = written[name].decode() if name in written else path.read_text() if path else "{}"
+        end = tokenizer.load_tokenizer(config.data.tokenizer).end
+        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:

@@ -131,9 +131,12 @@ def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -
     }  # fmt: skip
     written = {PREPROCESSOR: (json.dumps(prepared, indent=2) + "\n").encode()}
     own = {name: list(getattr(model.encoder, name)) for name in ("first_tokens", *_SUPPRESSED)}
-    if not settings or {"first_tokens": [], **_generation(settings, Path(GENERATION))} != own:
+    started = {"decoder_start_token_id": model.encoder.start_token}
+    if {
+        "first_tokens": [],
+        **_generation(settings, Path(GENERATION)),
+    } != own or not started.items() <= settings.items():
         usual = {"pad_token_id": end, "eos_token_id": end, **settings}
-        started = {"decoder_start_token_id": model.encoder.start_token}
         written[GENERATION] = as_json(usual | started | _fields(model.encoder))
     return written
 

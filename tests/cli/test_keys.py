@@ -13,6 +13,7 @@ from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
+from gspmd_lm.config.sounds import Frames
 from gspmd_lm.errors import InputError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,11 +46,14 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     raw["train"] |= {"steps": 1, "samples": {"prompts": ["a"]}}
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
-    apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder()}  # most others go without these
+    # Most others go without these.
+    apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames()}
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
         section, _, field = key.name.rpartition(".")
-        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == getattr(apart[section], field), key
+        default = getattr(apart[section], field)
+        default = list(default) if isinstance(default, tuple) else default
+        assert key.default == keys.REQUIRED or core_yaml.load(key.default) == default, key
     for key in [key for key in KEYS if "[]" not in key.name and key not in of_apart]:  # a list is empty by default
         *sections, field = key.name.split(".")
         within, again = plain, raw

@@ -58,9 +58,9 @@ def filled():
 
 @pytest.fixture(scope="session")
 def generator(weights, filled, prompts):
-    """A function that builds the generator of a config under rules, for the prompts above and 10 new tokens."""
+    """A function that builds the generator of a config under rules, for 10 new tokens after prompts, those above."""
 
-    def build(cfg, rules, batch=3):
+    def build(cfg, rules, batch=3, prompts=prompts):
         rules = filled(rules)
         devices = jax.devices()[: rules.devices]
         built, _ = programs_for(cfg, rules, devices, "cpu", prompts, new_tokens=10, batch=batch, tokenizer=Bytes())

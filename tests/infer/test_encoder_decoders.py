@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.config import Encoder, Frames, RelativePositions
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
 from gspmd_lm.model.loss import logits
@@ -63,6 +63,32 @@ def test_a_cache_changes_no_token(model, written, weights, speaking, prompts):
 def test_a_layout_changes_no_token(rules, written):
     model = T5 | {"kv_heads": 8} if rules == "decode_tp8" else T5
     assert written(model, rules)[0] == written(model, "single")[0]
+
+
+WHISPER = {
+    "objective": "seq2seq", "frames": Frames(bands=6), "positions": "learned", "qkv_bias": True, "key_bias": False,
+    "encoder": Encoder(context=20, start_token=5, first_tokens=(7, 9), suppressed=tuple(range(0, 256, 2)),
+                       suppressed_first=tuple(range(1, 200, 2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cp8", SPLIT))],
+                         ids=str)  # fmt: skip
+def test_a_layout_changes_nothing_that_is_written_of_sounds(rules, speaking, generator):
+    config = speaking(**WHISPER)
+    heard = [np.random.default_rng(number).standard_normal((20, 5, 6)).astype(np.float32) for number in range(3)]
+
+    def written(rules):
+        made = generator(config, rules, prompts=heard)
+        return [result.tokens for result in made.results(heard, new_tokens=NEW, ends=())]
+
+    texts = written("single")
+    assert written(rules) == texts
+    assert all(len(text) == NEW and text[0] >= 200 and all(token % 2 for token in text) for text in texts)
+    with pytest.raises(
+        InputError, match=r"31 new tokens, and 2 that texts begin with, are more than model\.context=32"
+    ):
+        generate.check_prompts(config, heard, 31)
 
 
 def test_sources_and_texts_have_rooms_of_their_own(speaking):

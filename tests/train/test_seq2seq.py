@@ -49,6 +49,9 @@ def test_a_layout_changes_nothing(kind, layout, small, course):
     alone, found = course(config, "single", 3, unroll=1), course(config, layout, 3)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk", "cross.bk"))
+    if config.model.frames:  # positions that are fixed
+        before, after = (params["encoder"]["sinusoids"] for params in (found.before, found.after))
+        assert np.array_equal(before, after)
 
 
 @pytest.fixture(scope="module", params=KINDS)
