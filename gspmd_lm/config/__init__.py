@@ -176,7 +176,8 @@ class Config:
         """What does not go with images."""
         model, data = self.model, self.data
         if not model.patches:
-            return []
+            plane = model.relative_positions and model.relative_positions.side
+            return ["model.relative_positions.side needs model.patches"] if plane else []
         rows, numbers = model.patches.rows, {1, model.patches.channels}
         problems = {
             "model.patches does not go with data.label_kind: number": data.label_kind == "number",
@@ -185,6 +186,10 @@ class Config:
             f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
                 {len(data.images.mean), len(data.images.std)} - numbers,
             "model.patches needs objective: classes": self.objective != "classes",
+            f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
+            "relative_positions.side and patches.distillation":
+                model.relative_positions and (model.relative_positions.side, model.patches.first) != (
+                    model.patches.side, 1),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,

@@ -54,14 +54,27 @@ class RelativePositions:
 
     Half of the ranges hold one distance each, beginning with 0. The others grow with the logarithm of the distance.
     With mask: full, half of the ranges are of keys that come after the query.
+
+    With a side, distances are those of the patches of an image in two dimensions, each of which has a range of its own
+    (BEiT, arXiv 2106.08254).
     """
 
     ranges: Size = 32  # how many ranges of distances there are
     distance: Size = 128  # from this distance on, all keys are in the last range
     shared: bool = True  # whether all layers have one table (T5), or each has its own
+    side: Count = 0  # patches on a side of an image, behind a learned row; 0: distances are those in a row
+
+    @property
+    def ranges_of_plane(self) -> int:
+        """How many ranges there are in two dimensions: three are of the learned row, as query, as key, and as both."""
+        return (2 * self.side - 1) ** 2 + 3
 
     def __post_init__(self):
-        if self.ranges % 4 or self.distance <= self.ranges // 2:
+        if self.side:
+            if self.ranges != self.ranges_of_plane:
+                raise ValueError(f"side={self.side} gives {self.ranges_of_plane} ranges: set ranges={self.ranges} to "
+                                 f"{self.ranges_of_plane}")  # fmt: skip
+        elif self.ranges % 4 or self.distance <= self.ranges // 2:
             raise ValueError(
                 f"ranges={self.ranges} must be a multiple of 4, and distance={self.distance} above half of it"
             )

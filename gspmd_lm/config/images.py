@@ -9,7 +9,7 @@ from gspmd_lm.config.types import STRICT, Count, Positive, Size
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Patches:
-    """The patches of square images (ViT, arXiv 2010.11929). The class of an image is read at a learned first row."""
+    """The patches of square images (ViT, arXiv 2010.11929). A learned row stands before them."""
 
     image: Size  # pixels on a side of an image
     size: Size  # pixels on a side of a patch
@@ -17,10 +17,14 @@ class Patches:
     # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of
     # its own, and an image's scores are the mean of both.
     distillation: Literal["none", "row", "head"] = "none"
+    # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT).
+    pool: Literal["first", "mean"] = "first"
 
     def __post_init__(self):
         if self.image % self.size:
             raise ValueError(f"image={self.image} is not a multiple of size={self.size}")
+        if self.pool == "mean" and self.distillation == "head":
+            raise ValueError("pool: mean does not go with distillation: head, which is read at a row")
 
     @property
     def first(self) -> int:
@@ -30,7 +34,12 @@ class Patches:
     @property
     def rows(self) -> int:
         """All rows of an image."""
-        return self.first + (self.image // self.size) ** 2
+        return self.first + self.side**2
+
+    @property
+    def side(self) -> int:
+        """Patches on a side of an image."""
+        return self.image // self.size
 
     @property
     def pixels(self) -> int:

@@ -55,6 +55,7 @@ class ModelConfig:
     # one brings the output of the last layer back (OPT-350m).
     embedding_width: Count = 0
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
+    layer_scale: NotNegative = 0.0  # they are multiplied by learned numbers, which begin with it; 0 means none (BEiT)
     # Residual streams side by side, of which a block reads the first. A small matrix predicts all of them from each
     # other before the block, and corrects all of them after it (AltUp, arXiv 2301.13310).
     residual_streams: Size = 1
@@ -114,7 +115,7 @@ class ModelConfig:
     rope_theta: Positive = 10000.0  # the base of RoPE's frequencies
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
-    relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5)
+    relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
@@ -210,6 +211,8 @@ class ModelConfig:
         problems = {
             "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
                 self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
+            "layer_scale goes with block: sequential, and without encoder":
+                self.layer_scale and (self.block == "parallel" or self.encoder),
             "layer_embed enters more residual streams: set residual_streams":
                 self.layer_embed and self.residual_streams == 1,
             f"layer_vocab={self.layer_vocab} is above vocab={self.vocab}": 0 < self.vocab < self.layer_vocab,

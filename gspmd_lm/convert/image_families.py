@@ -1,4 +1,4 @@
-"""The families that see images: ViT and DeiT, with a head of classes."""
+"""The families that see images: ViT, DeiT and BEiT, with a head of classes."""
 
 import dataclasses
 import json
@@ -16,9 +16,51 @@ from gspmd_lm.convert.names import linear, norm
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError
 
+_BIAS = "relative_position_bias.relative_position_bias_table"
 PREPROCESSOR = "preprocessor_config.json"
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _ROWS_DIVIDE_BY = 8
+
+
+_NO_POSITIONS = "has two kinds of biases by distance, which is not supported"
+
+
+@dataclasses.dataclass(frozen=True)
+class BeitPositions:
+    """BEiT's positions: a table of rows, biases by distance of each layer or of all layers, or none."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        learned = reader.flag(["use_absolute_position_embeddings"], False)
+        own = reader.flag(["use_relative_position_bias"], False)
+        shared = reader.flag(["use_shared_relative_position_bias"], False)
+        if own and shared:
+            reader.refuse("use_shared_relative_position_bias", shared, _NO_POSITIONS)
+        values["positions"] = "learned" if learned else "none"
+        if own or shared:
+            side = values["patches"]["image"] // values["patches"]["size"]
+            relative = {"side": side, "ranges": (2 * side - 1) ** 2 + 3, "shared": shared}
+            values["relative_positions"] = relative
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        relative = model.relative_positions
+        return {
+            "use_absolute_position_embeddings": model.positions == "learned",
+            "use_relative_position_bias": relative is not None and not relative.shared,
+            "use_shared_relative_position_bias": relative is not None and relative.shared,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class BeitPooling:
+    """Where BEiT reads the class: at the mean of the patches, which has a norm, or at the first row of normed ones."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        mean = reader.flag(["use_mean_pooling"], True)
+        values["final_norm"] = not mean
+        values["patches"]["pool"] = "mean" if mean else "first"
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {"use_mean_pooling": not model.final_norm}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +171,14 @@ def _codecs(distillation: str) -> tuple[FieldCodec, ...]:
     )  # fmt: skip
 
 
+_BEIT = (
+    *(codec for codec in _codecs("none") if getattr(codec, "setting", "") != "positions"
+      and getattr(codec, "name", "") != "qkv_bias"),
+    BeitPositions(), BeitPooling(), Constant("qkv_bias", True), Constant("key_bias", False),
+    Renamed("layer_scale_init_value", "layer_scale", 0.1, may_be_zero=True),
+)  # fmt: skip
+
+
 def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
     layer, embeddings = f"{base}encoder.layer.{{}}", f"{base}embeddings"
     attention = f"{layer}.attention.attention"
@@ -146,7 +196,12 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
         *norm(f"{layer}.layernorm_after", "mlp_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
         *linear(f"{layer}.output.dense", "D F", "mlp.w_down"),
+        Tensor(f"{layer}.lambda_1", "D", ("attention_layer_scale",)),
+        Tensor(f"{layer}.lambda_2", "D", ("mlp_layer_scale",)),
+        Tensor(f"{attention}.{_BIAS}", "r N", ("attention.relative_bias",)),
+        Tensor(f"{base}encoder.{_BIAS}", "r N", ("relative_bias",)),
         *norm(f"{base}layernorm", "final_norm", bias=True),
+        *norm(f"{base}pooler.layernorm", "pooled_norm", bias=True),
         *(
             tensor
             for theirs, name in zip(classifiers, ours, strict=False)
@@ -155,6 +210,14 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
     )
 
 
+# Tensors of pretraining, and numbers that follow from the sizes.
+_BEIT_UNUSED = (r"embeddings\.mask_token$", r"relative_position_index$")
+# Fields of training in transformers, and of other heads.
+_BEIT_IRRELEVANT = (
+    "use_mask_token", "vocab_size", "drop_path_rate", "add_fpn", "auxiliary_channels", "auxiliary_concat_input",
+    "auxiliary_loss_weight", "auxiliary_num_convs", "out_features", "out_indices", "stage_names", "pool_scales",
+    "reshape_hidden_states", "semantic_loss_ignore_index", "use_auxiliary_head",
+)  # fmt: skip
 # Fields of an unused head, and of pictures that a decoder draws.
 _IRRELEVANT = ("encoder_stride", "pooler_act", "pooler_output_size")
 _HEADS = (r"^(vit\.|deit\.)?pooler\.", r"^(cls_|distillation_)?classifier\.")
@@ -163,6 +226,11 @@ IMAGE_FAMILIES: tuple[Family, ...] = (
     Family(
         "ViT", "vit", "ViTForImageClassification", "vit.", _codecs("none"), _tensors("vit.", "classifier"),
         irrelevant=_IRRELEVANT, heads=_HEADS,
+    ),
+    Family(
+        "BEiT", "beit", "BeitForImageClassification", "beit.", _BEIT, _tensors("beit.", "classifier"),
+        no_weights=_BEIT_UNUSED, irrelevant=_BEIT_IRRELEVANT,
+        heads=(r"^(beit\.)?pooler\.layernorm\.", r"^classifier\."),
     ),
     Family(
         "DeiT", "deit", "DeiTForImageClassification", "deit.", _codecs("row"), _tensors("deit.", "classifier"),

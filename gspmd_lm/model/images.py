@@ -1,4 +1,4 @@
-"""The model of images: patches in, scores of classes out (ViT, arXiv 2010.11929; DeiT, arXiv 2012.12877)."""
+"""The model of images: patches in, scores of classes out. ViT: arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.ends import scored, token_keys
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, dropout
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm, dropout
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -38,6 +38,11 @@ class ImageClassifier(Stack):
             x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
         x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
+        if cfg.patches and cfg.patches.pool == "mean":
+            is_patch_BT1 = ((places_BT >= cfg.patches.first) & (places_BT < cfg.context))[..., None]
+            sum_B1D = jnp.where(is_patch_BT1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
+            mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
+            class_row_B1D = Norm(cfg, name="pooled_norm")(mean_B1D)
         scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)
         if cfg.patches and cfg.patches.distillation == "head":
             return (scores_BX + scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)) / 2

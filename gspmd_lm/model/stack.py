@@ -17,7 +17,7 @@ from gspmd_lm.model.delta import GatedDeltaNet
 from gspmd_lm.model.latent_attention import LatentAttention
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout
 from gspmd_lm.model.moe import Experts, RouterOutput
-from gspmd_lm.model.weights import matrix
+from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
@@ -68,6 +68,9 @@ class Block(nn.Module):
             y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
             if cfg.post_norms:
                 y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
+            if cfg.layer_scale:
+                start = nn.initializers.constant(cfg.layer_scale)
+                y_BTD *= use(weight(self, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
             if cfg.residual_scale != 1:
                 y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
             x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)

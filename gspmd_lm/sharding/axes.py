@@ -121,6 +121,8 @@ WEIGHTS = {
     "router_bias": "bias of the router's logits",
     "balance_bias": "what is added to scores when experts are chosen",
     "shared_gate": "what turns a token into the logit of the shared experts' gate",
+    "attention_layer_scale": "learned numbers that the output of attention is multiplied by",
+    "mlp_layer_scale": "those of the output of the MLP",
     "b_gate": "bias of w_gate",
     "b_up": "bias of w_up",
     "b_down": "bias of w_down",

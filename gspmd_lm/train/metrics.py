@@ -28,8 +28,8 @@ def flops_per_token(
     looked_up += model.token_types * model.embed
     if relative := model.relative_positions:
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
-    if model.classes:  # one token of a row is scored
-        looked_up += model.embed * (model.embed + model.classes)
+    if model.classes:  # one token of a row is scored, of a text after a matrix
+        looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":
         looked_up += model.context * model.embed
     looked_up += model.vocab_rows * model.layers * model.layer_embed

@@ -1,4 +1,4 @@
-"""ViT and DeiT against transformers: scores, and folders there and back. `pytest -m parity` computes them anew.
+"""ViT, DeiT and BEiT against transformers: scores, and folders there and back. `pytest -m parity` computes them anew.
 
 With GSPMD_LM_RECORD=1 that run writes golden/images.json: config.json, shapes of tensors and scores of each case.
 """
@@ -29,6 +29,17 @@ CASES = {
     "vit": ("ViTForImageClassification", SIZES | LABELS),
     "vit-grey": ("ViTForImageClassification", SIZES | {"num_channels": 1, "qkv_bias": False, "num_labels": 5}),
     "deit": ("DeiTForImageClassification", SIZES | LABELS | {"hidden_act": "gelu_new"}),
+    "beit": ("BeitForImageClassification", SIZES | LABELS | {"use_relative_position_bias": True}),
+    "beit-shared": (
+        "BeitForImageClassification",
+        SIZES
+        | LABELS
+        | {
+            "use_shared_relative_position_bias": True,
+            "use_absolute_position_embeddings": True,
+            "use_mean_pooling": False,
+        },
+    ),
     "deit-teacher": ("DeiTForImageClassificationWithTeacher", SIZES | LABELS),
 }
 

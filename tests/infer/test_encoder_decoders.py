@@ -72,7 +72,7 @@ WHISPER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rules", ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cp8", SPLIT))],
+@pytest.mark.parametrize("rules", ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp8", SPLIT))],
                          ids=str)  # fmt: skip
 def test_a_layout_changes_nothing_that_is_written_of_sounds(rules, speaking, generator):
     config = speaking(**WHISPER)
@@ -85,9 +85,7 @@ def test_a_layout_changes_nothing_that_is_written_of_sounds(rules, speaking, gen
     texts = written("single")
     assert written(rules) == texts
     assert all(len(text) == NEW and text[0] >= 200 and all(token % 2 for token in text) for text in texts)
-    with pytest.raises(
-        InputError, match=r"31 new tokens, and 2 that texts begin with, are more than model\.context=32"
-    ):
+    with pytest.raises(InputError, match=r"31 new tokens, and 2 that texts begin with, are more than"):
         generate.check_prompts(config, heard, 31)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gspmd_lm.config import RelativePositions
 from gspmd_lm.config.images import Images, Patches
 from tests.courses import agree
 
@@ -12,16 +13,20 @@ VIT = {
 }  # fmt: skip
 ROWS = {"seq": 24}  # 17 rows of an image, and padding up to what 8 devices divide
 DEIT = {**VIT, "patches": Patches(image=12, size=4, channels=1, distillation="head"), "context": 11}
-KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}}
+BEIT = {
+    **VIT, "patches": Patches(image=16, size=4, pool="mean"), "positions": "none", "final_norm": False,
+    "key_bias": False, "layer_scale": 0.1, "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
+}  # fmt: skip
+KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}, "beit": BEIT}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("pp2_fsdp2_tp2", "deit")]
 
 
-DEFAULT = ("fsdp2_tp4", "vit")
+DEFAULT = ("fsdp2_tp4", "vit"), ("fsdp2_tp4", "beit")
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+    ("layout", "kind"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **KINDS[kind])
@@ -38,6 +43,14 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
         ({"context": 16}, "model.patches gives 17 rows of an image: set context=16 to 17"),
         ({"data": {"seq": 16}}, "set data.seq=16 to 17, or above for padding"),
         ({"positions": "rope"}, "model.patches goes with positions: learned or none, not rope"),
+        (
+            {"relative_positions": RelativePositions(side=3, ranges=28)},
+            "model.patches has 4 patches on a side, and one",
+        ),
+        (
+            {"patches": None, "vocab": 61, "context": 24, "relative_positions": RelativePositions(side=3, ranges=28)},
+            "model.relative_positions.side needs model.patches",
+        ),
         ({"token_types": 2}, "model.patches does not go with token_types"),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
         ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
@@ -48,3 +61,5 @@ def test_settings_that_contradict_each_other_are_refused(changes, words, small):
         small(**{**VIT, "data": ROWS, **changes})
     with pytest.raises(ValueError, match="image=16 is not a multiple of size=5"):
         Patches(image=16, size=5)
+    with pytest.raises(ValueError, match="side=4 gives 52 ranges: set ranges=32 to 52"):
+        RelativePositions(side=4)

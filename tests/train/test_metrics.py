@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, RelativePositions
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -93,6 +93,23 @@ def test_model_flops_have_those_of_an_encoder_and_of_attention_to_it(small, sett
             wanted += 6 * like.size * (sources if of_encoder else tokens)
     if model.frames:
         wanted -= 6 * sources * 3 * model.frames.bands * model.embed
+    assert model_flops(config, arrays) == pytest.approx(wanted)
+
+
+def test_model_flops_of_images_are_those_of_all_but_the_head(small):
+    """As below. The head reads one row of an image."""
+    beit = {
+        "objective": "classes", "classes": 3, "mask": "full", "vocab": 0, "padded_vocab": 0, "context": 17,
+        "patches": Patches(image=16, size=4, pool="mean"), "positions": "learned", "final_norm": False,
+        "layer_scale": 0.1, "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
+    }  # fmt: skip
+    config = small(**beit, data={"seq": 24})
+    task, rows = decoder.task(config), config.data.batch
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(rows))
+    vectors = [like for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1]
+    head = 6 * rows * config.model.embed * config.model.classes
+    wanted = 3 * jaxpr_flops(forward.jaxpr) - head + 6 * rows * 24 * sum(like.size for like in vectors)
     assert model_flops(config, arrays) == pytest.approx(wanted)
 
 

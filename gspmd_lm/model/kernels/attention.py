@@ -194,7 +194,9 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
     if cfg.relative_positions:
-        range_BTS = ranges(keys_BS[:, None, :] - queries_BT[:, :, None], cfg)
+        queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
+        plane = cfg.relative_positions.side > 0
+        range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
         bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
     elif cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
@@ -252,6 +254,19 @@ def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     log = jnp.log(jnp.maximum(far, exact).astype(jnp.float32) / exact) / math.log(relative.distance / exact)
     wide = jnp.minimum(exact + (log * (count - exact)).astype(jnp.int32), count - 1)
     return first + jnp.where(far < exact, far, wide)
+
+
+def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig) -> jax.Array:
+    """The number of the range that holds the distance of a key's patch from a query's, whose places in a row are given.
+
+    The place 0 is that of the learned row, and places beyond the patches, which are padding, have any range.
+    """
+    assert cfg.relative_positions
+    side, last = cfg.relative_positions.side, cfg.relative_positions.ranges - 1
+    (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(places - 1, 0), side) for places in (queries, keys))
+    of_patches = (query_y - key_y + side - 1) * (2 * side - 1) + query_x - key_x + side - 1
+    of_row = last - 2 * (queries == 0) * (keys > 0) - (queries > 0) * (keys == 0)
+    return jnp.where((queries == 0) | (keys == 0), of_row, jnp.clip(of_patches, 0, last))
 
 
 def alibi_slopes(heads: int) -> jax.Array:
