@@ -262,10 +262,10 @@ def _loop(
     """What is carried after so many layers of `stack` from `first` on, and what their routers did, [layers, ...]."""
     kinds, length = stack.kinds, len(stack.kinds)
     turns = layers // length
-    unrolled = unroll(turns)
-    scanned: Any = {
-        "variable_axes": {"params": 0},
-        "split_rngs": {"params": True},
+    unrolled, shared = unroll(turns), kinds[0].shared_layers
+    of_weights = {"variable_broadcast": "params"} if shared else {"variable_axes": {"params": 0}}
+    scanned: Any = of_weights | {
+        "split_rngs": {"params": not shared},
         "length": turns,
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},

@@ -21,12 +21,14 @@ SIZES = {
     "max_position_embeddings": 40,
 }  # fmt: skip
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
+NARROW = {"embedding_size": 24}
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
+    "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
 ROWS = {row.architecture: row for row in ENCODER_FAMILIES}
 LENGTHS = np.array([16, 9, 12, 5])
