@@ -20,6 +20,7 @@ from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
+from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
@@ -207,6 +208,11 @@ class Stack(nn.Module):
             x_BTD, cache, kept = carried
             x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)
             carried = x_BTD, cache, kept
+        elif self.cfg.shared_layers and carried[1] is None and not (self.is_initializing() or self.cfg.matmul_dtype):
+            weights = for_all_layers(self.variables["params"][stack.name], carried[0])
+            some, named = Layers(stack, stack.layers, parent=None), {"params": {stack.name: weights}}
+            x_BTD, routed = some.apply(named, jnp.asarray(0), carried[0], batch, keys_BT)
+            carried = x_BTD, None, None
         else:
             inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
             carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)
@@ -239,7 +245,7 @@ class Stack(nn.Module):
 
 
 class Layers(nn.Module):
-    """Some layers of a stack: those of a part of a pipeline."""
+    """Some layers of a stack: those of a part of a pipeline, or all, if they share their weights."""
 
     stack: config.Stack
     layers: int

@@ -23,13 +23,15 @@ MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": Tru
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
-    "classes": {"objective": "classes", "classes": 3, "dropout": 0.1, **BERT},
+    "shared": {**MASKED, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "layers": 3,
+               "dropout": 0.1},
+    "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS] + [("pp2_fsdp2_tp2", "masked")]
-DEFAULT = (("fsdp2_tp4", "masked"), ("cp8", "relative"))
+DEFAULT = (("fsdp2_tp4", "shared"), ("cp8", "relative"))
 
 
 @pytest.mark.parametrize(
