@@ -114,9 +114,7 @@ def _tensors(base: str) -> tuple[Tensor, ...]:
     return (*_tables(f"{base}embeddings"), *_blocks(base))
 
 
-def _masked(
-    dense: str, layer_norm: str, decoder: str, bias: str, width: str = "D", **options
-) -> tuple[Tensor, ...]:
+def _masked(dense: str, layer_norm: str, decoder: str, bias: str, width: str = "D", **options) -> tuple[Tensor, ...]:
     """A head that guesses tokens. width: as in `_tables`."""
     return (
         *linear(dense, "O D" if width == "D" else f"{width} D", "head_transform", biases=("head_transform_bias",),

@@ -210,9 +210,9 @@ class Stack(nn.Module):
             carried = x_BTD, cache, kept
         elif self.cfg.shared_layers and carried[1] is None and not (self.is_initializing() or self.cfg.matmul_dtype):
             weights = for_all_layers(self.variables["params"][stack.name], carried[0])
-            some, named = Layers(stack, stack.layers, parent=None), {"params": {stack.name: weights}}
-            x_BTD, routed = some.apply(named, jnp.asarray(0), carried[0], batch, keys_BT)
-            carried = x_BTD, None, None
+            every = Layers(stack, stack.layers, parent=None)
+            applied: Any = every.apply({"params": {stack.name: weights}}, jnp.asarray(0), carried[0], batch, keys_BT)
+            carried, routed = (applied[0], None, None), None
         else:
             inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
             carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)

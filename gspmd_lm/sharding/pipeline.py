@@ -31,9 +31,9 @@ from gspmd_lm.sharding.annotate import (
     remat,
     split,
 )
+from gspmd_lm.sharding.gathered_once import gathered_once, is_box
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.gathered_once import gathered_once, is_box
 from gspmd_lm.sharding.partial_sums import tokens_of
 from gspmd_lm.sharding.permutes import permuted
 

@@ -23,8 +23,14 @@ MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": Tru
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
-    "shared": {**MASKED, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "layers": 3,
-               "dropout": 0.1},
+    "shared": {
+        **MASKED,
+        "shared_layers": True,
+        "embedding_width": 16,
+        "embedding_in": "sum",
+        "layers": 3,
+        "dropout": 0.1,
+    },
     "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
