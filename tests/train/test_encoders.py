@@ -50,6 +50,13 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
     agree(found, alone, rtol=1e-6, atol=0, unseen=("layers.attention.bk",))
 
 
+def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
+    step = built(small(**KINDS["shared"], compute_dtype="bfloat16", matmul_precision="default"), "fsdp8")
+    sent = [one for one in read(step).transfers if one.array.startswith("layers.") and ".w" in one.array]
+    assert {one.times_per_step for one in sent} == {1}
+    assert {(one.kind, one.dtype) for one in sent} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
+
+
 @pytest.fixture(scope="module")
 def bert(small):
     cfg = small(**MASKED).model
