@@ -10,7 +10,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
-from gspmd_lm.convert.fields import Activation, Constant, FieldCodec, Fixed, Renamed, Values
+from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm
 
@@ -201,6 +201,22 @@ _ALBERT_SHARED = {
     "no_weights": _NUMBERS, "older_names": _OLD_NORMS,
     "heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\."),
 }  # fmt: skip
+_ELECTRA = (
+    *_BERT, DefaultsTo("embedding_size", "embedding_width", "embed", 128),
+    Constant("embedding_in", lambda values: "sum" if values["embedding_width"] else "tokens"),
+)  # fmt: skip
+_ELECTRA_TENSORS = (
+    *_tables("electra.embeddings", **_WIDE), *_tables("electra.embeddings", "W", **_NARROW), *_blocks("electra."),
+    *linear("electra.embeddings_project", "D W", "embedding_in", biases=("embedding_in_bias",), **_NARROW),
+)  # fmt: skip
+_ELECTRA_MASKED = (
+    "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", "generator_lm_head.bias",
+)  # fmt: skip
+_ELECTRA_SHARED = {
+    "no_weights": _NUMBERS, "older_names": _OLD_NORMS,
+    "heads": (r"^(generator|discriminator)_", r"^classifier\."),
+}  # fmt: skip
+_SUMMARY = ("summary_type", "summary_use_proj", "summary_activation")  # of a head for multiple choice
 # Of its authors' own code, which nothing of transformers' reads.
 _ALBERT_UNUSED = ("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
 
@@ -221,5 +237,17 @@ ENCODER_FAMILIES: tuple[Family, ...] = (
         "ALBERT", "albert", "AlbertForSequenceClassification", "albert.", (*_ALBERT, Classes()),
         (*_ALBERT_TENSORS, *_classes("albert.pooler", "classifier")),
         irrelevant=(*_ALBERT_UNUSED, "tie_word_embeddings"), **_ALBERT_SHARED,
+    ),
+    Family(
+        "ELECTRA", "electra", "ElectraForMaskedLM", "electra.",
+        (*_ELECTRA, *_MASKED, Fixed("hidden_act", "gelu", "is not the activation of this family's head")),
+        (*_ELECTRA_TENSORS, *_masked(*_ELECTRA_MASKED, **_WIDE), *_masked(*_ELECTRA_MASKED, "W", **_NARROW)),
+        irrelevant=_SUMMARY, **_ELECTRA_SHARED,
+    ),
+    Family(
+        "ELECTRA", "electra", "ElectraForSequenceClassification", "electra.",
+        (*_ELECTRA, Classes(), Constant("pooler_activation", "gelu")),
+        (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),
+        irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
     ),
 )  # fmt: skip

@@ -28,6 +28,7 @@ KINDS = {
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
+    "ElectraForMaskedLM": NARROW, "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
 ROWS = {row.architecture: row for row in ENCODER_FAMILIES}
@@ -54,7 +55,7 @@ def _tensors(kind):
     row, model = _model(_config(kind))
     draw, names = np.random.default_rng(0), {}
     for tensor in row.tensors:
-        if tensor.weights != ("unembedding",):
+        if tensor.weights != ("unembedding",) and tensor.is_of(model):
             for layer in range(model.layers if "{}" in tensor.name else 1):
                 names[tensor.name.format(layer)] = tensor.shape(model)
     return {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in names.items()}
