@@ -312,7 +312,7 @@ def parameter(
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
-    array, *shared = array if isinstance(array, tuple) else (array,)  # see `pipeline.gathered_once`
+    array, *shared = array if isinstance(array, tuple) else (array,)  # see `gathered_once`
     weight = Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
     return dataclasses.replace(weight, shared=tuple(shared))
 

@@ -27,6 +27,11 @@ BART = {
     "tied_embeddings": True, "unembedding_bias": True,
 }  # fmt: skip
 KINDS = {"T5": T5, "BART": BART}
+OF_EACH_LAYER = RelativePositions(ranges=8, distance=12, shared=False)
+ALIKE = {
+    "UMT5": T5 | {"relative_positions": OF_EACH_LAYER},
+    "mBART": BART | {"pre_norms": True, "sum_norms": False, "final_norm": True, "embedding_scale": 32**0.5},
+}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 
@@ -34,12 +39,12 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
     ("kind", "layout"),
     [
         pytest.param(kind, layout, marks=() if (kind, layout) == ("T5", "fsdp2_tp4") else pytest.mark.slow)
-        for kind in KINDS
+        for kind in KINDS | ALIKE
         for layout in LAYOUTS
     ],
 )
 def test_a_layout_changes_nothing(kind, layout, small, course):
-    config = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **KINDS[kind])
+    config = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **(KINDS | ALIKE)[kind])
     alone, found = course(config, "single", 3, unroll=1), course(config, layout, 3)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk", "cross.bk"))
