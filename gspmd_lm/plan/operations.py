@@ -197,7 +197,7 @@ class OpGraph:
     def _move_ops(self) -> Iterable[MoveOp]:
         for node in filter(self._covers, self.graph.nodes):
             of = node.inputs[0].shape if node.primitive == "reduce_sum" else ()
-            sums = len(of) > 2 and node.shape == (*of[:-2], of[-1])
+            sums = len(of) > 2 and of[-2] > 1 and node.shape == (*of[:-2], of[-1])
             if node in self.inside_attention or not (sums or node.primitive in ("gather", *_SORTS)):
                 continue
             after = breadth_first([node], lambda one: one.users, lambda one: one.primitive != "gather")
