@@ -13,12 +13,13 @@ from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, hea
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, Fixed, Renamed, Values
 from gspmd_lm.convert.image_families import PREPROCESSOR
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.names import linear
 from gspmd_lm.convert.seq2seq_families import EncoderPart, bart_attention, bart_stack
 from gspmd_lm.convert.sidecars import GENERATION, as_json
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.data import sounds
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding.axes import SINUSOIDS
 
 _SUPPRESSED = {"suppressed": "suppress_tokens", "suppressed_first": "begin_suppress_tokens"}
 _FORCED = "forced_decoder_ids"
@@ -146,11 +147,9 @@ _WHISPER = (
     *linear(f"{_ENCODER}.conv1", "F b A", "encoder.conv_in", biases=("encoder.conv_in_bias",), mlp="embed"),
     *linear(f"{_ENCODER}.conv2", "D F A", "encoder.conv_out", biases=("encoder.conv_out_bias",), mlp="embed"),
     Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",)),
-    *bart_stack(_ENCODER, "encoder.", "_norm", "sinusoids"),
-    *norm(f"{_ENCODER}.layer_norm", "encoder.final_norm", bias=True),
-    *bart_stack("model.decoder", "", "_norm"),
-    *norm("model.decoder.layer_norm", "final_norm", bias=True),
-    *bart_attention("model.decoder.layers.{}.encoder_attn", "cross", "_norm"),
+    *bart_stack(_ENCODER, "encoder.", "norm", SINUSOIDS),
+    *bart_stack("model.decoder", "", "norm"),
+    *bart_attention("model.decoder.layers.{}.encoder_attn", "cross", "norm"),
     Tensor("proj_out.weight", "V D", ("unembedding",)),
 )
 # Fields of training in transformers, of another head, and of how it finds times.
