@@ -67,6 +67,8 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=True)
     config = begun.config
+    if values.chat and config.model.frames:
+        raise InputError("--chat: the model hears sounds, and prompts are wav files\n  fix   drop it")
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens, generate.encoding(config, tokens))
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
