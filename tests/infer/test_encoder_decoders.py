@@ -72,8 +72,8 @@ WHISPER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rules", ["fsdp2_tp4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp8", SPLIT))],
-                         ids=str)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["fsdp2_tp4", "tp8", SPLIT], ids=str)
 def test_a_layout_changes_nothing_that_is_written_of_sounds(rules, speaking, generator):
     config = speaking(**WHISPER)
     heard = [np.random.default_rng(number).standard_normal((20, 5, 6)).astype(np.float32) for number in range(3)]
