@@ -80,8 +80,8 @@ _MASKED = (Constant("head_transform", True), Constant("unembedding_bias", True),
 _ERNIE = (Fixed("use_task_id", False, "adds embeddings of tasks, which are not supported"),)
 
 
-_NARROW = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
-_WIDE = {"is_of": lambda model: model.embedding_width == 0}
+_NARROW: dict[str, Any] = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
+_WIDE: dict[str, Any] = {"is_of": lambda model: model.embedding_width == 0}
 
 
 def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:

@@ -240,5 +240,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mt5": ("mt5", _T5 | {"tie_word_embeddings": False}),
     "umt5": ("umt5", _T5),
     "bart": ("bart", _BART),
-    "mbart": ("mbart", _BART | {"decoder_start_token_id": 5}),
+    "mbart": ("mbart", _BART | {"decoder_start_token_id": 5, "forced_bos_token_id": 7}),
 }  # fmt: skip
