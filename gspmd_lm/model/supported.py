@@ -312,7 +312,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         pieces = f"{rules.microbatches} x {microbatches}" if rules.microbatches > 1 else microbatches
         wrong(f"data.batch={rows} does not divide into {pieces} microbatches for {each} devices "
               "of a stage", f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
-    if not {*over} <= {*batch}:
+    if not {*over} <= {*batch} and pipeline.schedule != "1f1b":
         wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
               f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip
     return problems

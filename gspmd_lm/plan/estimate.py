@@ -262,7 +262,8 @@ class Estimator:
         return self._layouts[key]
 
     def _part(self, part: Part, kernels: bool) -> _PartCosts:
-        op_graph = part.op_graph(kernels and "attention" in part.trace.recorder.asked)
+        fused = kernels and "attention" in part.trace.recorder.asked
+        op_graph = part.op_graph(fused, self.target.platform == "tpu")
         shards, timed = Shards(part.rules), list[TimedOp]()
         if self.chip:
             rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"

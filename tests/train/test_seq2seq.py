@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.sharding import rules_file
@@ -47,6 +48,15 @@ def test_a_layout_changes_nothing(kind, layout, small, course):
     alone, found = course(config, "single", 3, unroll=1), course(config, layout, 3)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk", "cross.bk"))
+
+
+def test_the_gradient_of_a_bias_by_distance_is_that_of_its_table_before_devices_add_it_up(small, built):
+    """Not of all pairs of tokens, which are many more."""
+    made = built(small(**T5), "fsdp8")
+    traced = made.trace_train()
+    found = read_step(traced.jaxpr, (made.abstract_state, made.abstract_batch), traced.out_info)
+    sums = [one for one in found.transfers if one.kind == "all-reduce" and one.phase == "backward"]
+    assert {one.array: one.shape for one in sums} == {"relative_bias": (8, 8), "encoder": (8, 16)}  # ranges, heads
 
 
 @pytest.fixture(scope="module", params=KINDS)
