@@ -309,13 +309,12 @@ def parameter(
 
     It rests in `dtype` and is used in `compute_dtype`, by default the same.
     """
-    names = tuple(axes.split())
+    names, path = tuple(axes.split()), ".".join((*module.path, name))
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
     array, *shared = array if isinstance(array, tuple) else (array,)  # see `gathered_once`
-    weight = Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
-    return dataclasses.replace(weight, shared=tuple(shared))
+    return Weight(array, path, names, jnp.dtype(compute_dtype or dtype), shared=tuple(shared))
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:
