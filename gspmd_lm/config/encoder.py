@@ -39,7 +39,8 @@ class Encoder:
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
-                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
+                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types",
+                "relative_vectors")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},

@@ -10,7 +10,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
-from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, Renamed, Values
+from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, MustEqual, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm
 
@@ -217,6 +217,60 @@ _ELECTRA_SHARED = {
     "heads": (r"^(generator|discriminator)_", r"^classifier\."),
 }  # fmt: skip
 _SUMMARY = ("summary_type", "summary_use_proj", "summary_activation")  # of a head for multiple choice
+_TERMS = "has other terms of attention, which are not supported"
+
+
+@dataclasses.dataclass(frozen=True)
+class Disentangled:
+    """DeBERTa's terms of scores by distance: both, with the projections of tokens, in ranges, and normed."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        terms = reader.get(["pos_att_type"], "")
+        found = terms.lower().split("|") if isinstance(terms, str) else terms if isinstance(terms, list) else []
+        if sorted(map(str, found)) != ["c2p", "p2c"]:
+            reader.refuse("pos_att_type", terms, _TERMS)
+        buckets, distance = (reader.get([name], -1) for name in ("position_buckets", "max_relative_positions"))
+        distance = values["context"] if type(distance) is int and distance < 1 else distance
+        sizes = reader.positive("position_buckets", buckets), reader.positive("max_relative_positions", distance)
+        values["relative_vectors"] = {"ranges": 2 * sizes[0], "distance": sizes[1]}
+        values["query_scale"] = (3 * values["head_dim"]) ** -0.5
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (vectors := model.relative_vectors):
+            return {}
+        return {
+            "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+            "norm_rel_ebd": "layer_norm", "position_buckets": vectors.ranges // 2,
+            "max_relative_positions": vectors.distance, "position_biased_input": False,
+        }  # fmt: skip
+
+
+_DEBERTA = (
+    *(one for one in _BERT if getattr(one, "setting", "") not in ("positions", "norm_eps", "token_types")),
+    Renamed("layer_norm_eps", "norm_eps", 1e-7), Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
+    Constant("positions", "none"), Disentangled(), Fixed("relative_attention", True, _TERMS),
+    Fixed("share_att_key", True, _TERMS), Fixed("norm_rel_ebd", "layer_norm", _TERMS),
+    Fixed("position_biased_input", False, "adds positions to tokens, which is not supported"),
+    Fixed("conv_kernel_size", 0, "has a convolution, which is not supported"),
+    MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
+)  # fmt: skip
+_DEBERTA_LAYER = "deberta.encoder.layer.{}"
+_DEBERTA_TENSORS = (
+    Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
+    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",),
+           is_of=lambda model: model.token_types > 0),
+    *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
+    Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
+    *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
+    *linear(f"{_DEBERTA_LAYER}.attention.self.query_proj", "(N H) D", "attention.wq"),
+    *linear(f"{_DEBERTA_LAYER}.attention.self.key_proj", "(K H) D", "attention.wk"),
+    *linear(f"{_DEBERTA_LAYER}.attention.self.value_proj", "(K H) D", "attention.wv"),
+    *_blocks("deberta.")[6:],
+)  # fmt: skip
+_DEBERTA_SHARED = {
+    "no_weights": (*_NUMBERS, r"embeddings\.position_embeddings\."),  # of a model without such positions
+    "older_names": _OLD_NORMS, "heads": (r"^(cls|lm_predictions|mask_predictions|pooler|classifier)\.",),
+}  # fmt: skip
 # Of its authors' own code, which nothing of transformers' reads.
 _ALBERT_UNUSED = ("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
 
@@ -249,5 +303,19 @@ ENCODER_FAMILIES: tuple[Family, ...] = (
         (*_ELECTRA, Classes(), Constant("pooler_activation", "gelu")),
         (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),
         irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
+    ),
+    Family(
+        "DeBERTa", "deberta-v2", "DebertaV2ForMaskedLM", "deberta.",
+        (*_DEBERTA, *_MASKED, Fixed("legacy", True, "has a head of other names")), (*_DEBERTA_TENSORS, *_BERT_MASKED),
+        irrelevant=("pooler_hidden_size", "pooler_hidden_act"),
+        twice={"cls.predictions.decoder.bias": "cls.predictions.bias"}, **_DEBERTA_SHARED,
+    ),
+    Family(
+        "DeBERTa", "deberta-v2", "DebertaV2ForSequenceClassification", "deberta.",
+        (*_DEBERTA, Classes(), Constant("pooler_activation", "gelu"),
+         Fixed("pooler_hidden_act", "gelu", "is not supported"),
+         MustEqual("pooler_hidden_size", "embed", "is another width than hidden_size, which is not supported")),
+        (*_DEBERTA_TENSORS, *_classes("pooler.dense", "classifier")), irrelevant=("legacy", "tie_word_embeddings"),
+        **_DEBERTA_SHARED,
     ),
 )  # fmt: skip

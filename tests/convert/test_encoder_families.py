@@ -22,12 +22,17 @@ SIZES = {
 }  # fmt: skip
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
 NARROW = {"embedding_size": 24}
+DEBERTA = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "position_buckets": 4, "max_relative_positions": 10, "position_biased_input": False,
+}  # fmt: skip
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
+    "DebertaV2ForMaskedLM": DEBERTA, "DebertaV2ForSequenceClassification": DEBERTA | LABELS | {"type_vocab_size": 2},
     "ElectraForMaskedLM": NARROW, "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
@@ -83,7 +88,8 @@ def test_there_and_back(kind, tmp_path):
     config, params, row = found.config, jax.device_get(ours.on_one_device(found)), ROWS[kind]
     assert (config.objective, config.model.classes) == (("masked", 0) if kind.endswith("LM") else ("classes", 3))
     model, others = config.model, row.prefix != "roberta."
-    assert (model.token_types, model.position_offset, model.context) == ((2, 0, 40) if others else (1, 2, 38))
+    types = KINDS[kind].get("type_vocab_size", 0 if "Deberta" in kind else 2)
+    assert (model.token_types, model.position_offset, model.context) == ((types, 0, 40) if others else (1, 2, 38))
     for like in (found.like, None):
         out = tmp_path / f"out {like is None}"
         export.write_folder(out, config.model, params, like)
@@ -176,7 +182,7 @@ def _batch(cfg, pad):
     draw = np.random.default_rng(1)
     mask = (np.arange(16) < LENGTHS[:, None]).astype(np.int32)
     tokens = np.where(mask, draw.integers(3, 96, mask.shape), pad)
-    types = draw.integers(0, cfg.token_types, mask.shape)
+    types = draw.integers(0, max(cfg.token_types, 1), mask.shape)
     places = np.broadcast_to(np.arange(16), mask.shape)
     return {"tokens": tokens, "token_types": types, "segment_ids": mask, "positions": places, "row": np.arange(4)}
 
