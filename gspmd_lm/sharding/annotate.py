@@ -198,8 +198,7 @@ def parse(text: str, rank: int) -> Spec:
             '  fix   name each dimension of x once: "array: axis axis ..."'
         )
     if place:
-        known = place.vocabulary
-        word = f'shard(x, "{text}")'
+        known, word = place.vocabulary, f'shard(x, "{text}")'
         _check_name(word, "activation", array, known.activations)
         for axis in axes:
             _check_name(word, "axis", axis, known.axes)
@@ -309,12 +308,13 @@ def parameter(
 
     It rests in `dtype` and is used in `compute_dtype`, by default the same.
     """
-    names, path = tuple(axes.split()), ".".join((*module.path, name))
+    names = tuple(axes.split())
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
     array, *shared = array if isinstance(array, tuple) else (array,)  # see `gathered_once`
-    return Weight(array, path, names, jnp.dtype(compute_dtype or dtype), shared=tuple(shared))
+    in_use = jnp.dtype(compute_dtype or dtype)
+    return Weight(array, ".".join((*module.path, name)), names, in_use, shared=tuple(shared))
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:
