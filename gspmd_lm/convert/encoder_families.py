@@ -217,7 +217,11 @@ _ELECTRA_SHARED = {
     "heads": (r"^(generator|discriminator)_", r"^classifier\."),
 }  # fmt: skip
 _SUMMARY = ("summary_type", "summary_use_proj", "summary_activation")  # of a head for multiple choice
-_TERMS = "has other terms of attention, which are not supported"
+# What a DeBERTa must say of its attention, in the words of config.json. Without these fields it says something else.
+_TERMS = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,32 +229,32 @@ class Disentangled:
     """DeBERTa's terms of scores by distance: both, with the projections of tokens, in ranges, and normed."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        terms = reader.get(["pos_att_type"], "")
-        found = terms.lower().split("|") if isinstance(terms, str) else terms if isinstance(terms, list) else []
-        if sorted(map(str, found)) != ["c2p", "p2c"]:
-            reader.refuse("pos_att_type", terms, _TERMS)
+        for name, wanted in _TERMS.items():
+            value = reader.get([name])
+            found = value.lower().split("|") if name == "pos_att_type" and isinstance(value, str) else value
+            if value is None:
+                reader.problems.append(f"{name}: missing, and only {wanted} is supported")
+            elif (sorted(map(str, found)) if isinstance(found, list) else found) != wanted:
+                reader.refuse(name, value, f"is not supported, only {wanted}")
         buckets, distance = (reader.get([name], -1) for name in ("position_buckets", "max_relative_positions"))
         distance = values["context"] if type(distance) is int and distance < 1 else distance
+        if buckets == -1:
+            reader.problems.append("position_buckets: missing, and distances without ranges are not supported")
+            buckets = 1
         sizes = reader.positive("position_buckets", buckets), reader.positive("max_relative_positions", distance)
         values["relative_vectors"] = {"ranges": 2 * sizes[0], "distance": sizes[1]}
-        values["query_scale"] = (3 * values["head_dim"]) ** -0.5
+        values["query_scale"] = max(3 * values["head_dim"], 1) ** -0.5
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (vectors := model.relative_vectors):
             return {}
-        return {
-            "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
-            "norm_rel_ebd": "layer_norm", "position_buckets": vectors.ranges // 2,
-            "max_relative_positions": vectors.distance, "position_biased_input": False,
-        }  # fmt: skip
+        return _TERMS | {"position_buckets": vectors.ranges // 2, "max_relative_positions": vectors.distance}
 
 
 _DEBERTA = (
     *(one for one in _BERT if getattr(one, "setting", "") not in ("positions", "norm_eps", "token_types")),
     Renamed("layer_norm_eps", "norm_eps", 1e-7), Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
-    Constant("positions", "none"), Disentangled(), Fixed("relative_attention", True, _TERMS),
-    Fixed("share_att_key", True, _TERMS), Fixed("norm_rel_ebd", "layer_norm", _TERMS),
-    Fixed("position_biased_input", False, "adds positions to tokens, which is not supported"),
+    Constant("positions", "none"), Disentangled(),
     Fixed("conv_kernel_size", 0, "has a convolution, which is not supported"),
     MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
 )  # fmt: skip

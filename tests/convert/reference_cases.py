@@ -28,6 +28,11 @@ _BART = {
     "decoder_attention_heads": 8, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
     "scale_embedding": True,
 }  # fmt: skip
+# What a DeBERTa says that is supported.
+DEBERTA = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "position_buckets": 4, "max_relative_positions": 10, "position_biased_input": False,
+}  # fmt: skip
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import classify, decode
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
+from tests.convert.reference_cases import DEBERTA
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -22,10 +23,6 @@ SIZES = {
 }  # fmt: skip
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
 NARROW = {"embedding_size": 24}
-DEBERTA = {
-    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
-    "position_buckets": 4, "max_relative_positions": 10, "position_biased_input": False,
-}  # fmt: skip
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
@@ -158,6 +155,9 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("BertForMaskedLM", {"something_new": 1}, "something_new: 1 is an unknown field"),
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "several classes"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
+        ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "has a convolution"),
+        ("AlbertForMaskedLM", {"num_hidden_groups": 2}, "weights of their own beside shared ones"),
         ("RobertaForMaskedLM", {"hidden_act": "relu"}, "is not the activation of this family's head"),
         ("RobertaForMaskedLM", {"max_position_embeddings": 2}, "leaves no position after"),
     ],
