@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm.config import LatentAttention, Lora, RelativePositions
+from gspmd_lm.config import LatentAttention, Lora, RelativePositions, RelativeVectors
 from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import attention, gathers, op_time
@@ -93,6 +93,8 @@ NEAR = RelativePositions(ranges=8)
         {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER},
         {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
          "embedding_width": 16, "embedding_in": "sum", "layers": 4},
+        {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
+         "relative_vectors": RelativeVectors(ranges=8, distance=10)},
         {"objective": "classes", "classes": 3, **ENCODER},
         {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
          "patches": Patches(image=12, size=4), "context": 10},
