@@ -68,7 +68,6 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gather: str  # when weights are gathered: step or turn
-    schedule: str  # in which order stages compute: gpipe or 1f1b
 
 
 class Spec(NamedTuple):
