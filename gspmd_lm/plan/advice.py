@@ -17,7 +17,7 @@ from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
-from gspmd_lm.sharding.rules import SCHEDULES, Remat, Rules
+from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import settled
 from gspmd_lm.units import human_bytes
@@ -140,7 +140,7 @@ def with_fixes(
     traces, fixed = TraceCache(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
-        priced = not rules.pipeline or rules.pipeline.schedule == SCHEDULES[0]  # no estimate knows another one
+        priced = rules.pipeline is None or rules.pipeline.is_estimated
         if not report.memory.fits and report.phase == "train" and priced:
             filled = settled(config, rules.fill(target.devices), target.processor)
             fix = _fix(report, filled, target, Estimator(config, target, traces))
@@ -162,7 +162,7 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
-        less = "--set rules.pipeline.schedule=1f1b holds fewer microbatches at once, and "
+        less = "--set rules.pipeline.keep=stage keeps less, as explain says, and "
         return (
             f"no rules.remat and no rules.{key} is estimated to fit under this mesh; "
             f"{less if rules.pipeline else ''}plan --target={target.text} looks for another layout"

@@ -5,7 +5,7 @@ import dataclasses
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.plan.operations import NamedNodes, OpGraph
 from gspmd_lm.plan.traces import ForwardTrace, TraceCache
-from gspmd_lm.sharding.rules import SCHEDULES, Rules
+from gspmd_lm.sharding.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
     trace, times = traces.trace(rules), rules.microbatches
     if not rules.pipeline or not rules.stages:
         return [Part(rules, rules, trace, None, times, 1.0)]
-    assert rules.pipeline.schedule == SCHEDULES[0], "the others are compiled, and not estimated"
+    assert rules.pipeline.is_estimated
     within = dataclasses.replace(rules.of_a_stage, microbatches=times * rules.pipeline.microbatches)
     # In a turn, a stage computes one of so many parts of the layers, whether it has rows or not.
     runs = rules.turns[1] / (rules.num_shards(rules.stages) * rules.pipeline.repeats)

@@ -91,7 +91,7 @@ class MeshPlacement:
     @property
     def stages(self) -> Stages | None:
         over, one = self.rules.stages, self.rules.pipeline
-        return Stages(self.over(over), one.microbatches, one.repeats, one.gather) if one and over else None
+        return Stages(self.over(over), one.microbatches, one.repeats, one.gather, one.keep) if one and over else None
 
     @property
     def of_a_stage(self) -> "MeshPlacement":
