@@ -270,6 +270,9 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         return problems
     place = f"{place}\n        {row.place}" if row else place
     stages, names = rules.num_shards(over), " x ".join(f"{name}={rules.mesh[name]}" for name in over)
+    if model.shared_layers:
+        wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
+              f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     for key in _beyond_one_stream(model):
         wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip

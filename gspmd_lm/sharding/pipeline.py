@@ -28,17 +28,16 @@ from gspmd_lm.sharding.annotate import (
     Spec,
     Split,
     Stages,
-    Weight,
     per_device,
     placed_by,
     placement,
     remat,
     split,
-    use,
 )
+from gspmd_lm.sharding.gathered_once import gathered_once, is_box
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import Sum, gradient_slot, tokens_of
+from gspmd_lm.sharding.partial_sums import tokens_of
 from gspmd_lm.sharding.permutes import permuted
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
@@ -85,9 +84,9 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     def of_stages(box: Box) -> Box:
         w = _of_stages(over, R, Spec(box.path, box.axes), box.value)
         is_matrix = len(box.axes) > 2
-        return box.replace(value=gathered_once(over, tokens, box, x_BTD.dtype, w) if once and is_matrix else w)
+        return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, w, over) if once and is_matrix else w)
 
-    weights = jax.tree.map(of_stages, weights, is_leaf=_is_box)
+    weights = jax.tree.map(of_stages, weights, is_leaf=is_box)
     of_rows = jax.tree.map(lambda x: by_stage(x).reshape(M, -1, *x.shape[1:]), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
     x, sums, rows = run(weights, by_stage(x_BTD), of_rows)
@@ -119,7 +118,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         row_arrays = jax.tree.map(lambda x: placed(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
-        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=_is_box)
+        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=is_box)
         return part(weights, repeat * S + stage, placed(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
@@ -256,30 +255,12 @@ _one_stage: ContextVar[OneStage | None] = ContextVar("one_stage", default=None)
 # Weights
 
 
-def gathered_once(over: Split, tokens: Sum, box: Box, dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
-    """A weight of all stages, [S, R, k, ...], with what its matmuls share in all turns: see `Weight.shared`.
-
-    tokens: the sum over tokens within a stage. Its partial sums are added up over all turns in float32.
-    """
-    axes = (box.axes[0], "", "", *box.axes[1:])
-    in_use = jax.lax.stop_gradient(use(Weight(w, box.path, axes, dtype)))
-    slot: Any = gradient_slot(Weight(w, box.path, axes, jnp.dtype("float32")).holding(None), tokens, w)
-    if tokens.over.num_shards > 1:
-        place = over.over, (), (), tokens.over.over, *(split(box.path, axis).over for axis in box.axes[1:])
-        slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, 3))[0]
-    return w, in_use, slot
-
-
 def _added_up_in_float32(box: Box) -> Box:
     """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
     if not isinstance(box.value, tuple):
         return box
     w, in_use, slot = box.value
     return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
-
-
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, Box)
 
 
 def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
