@@ -276,7 +276,8 @@ def _loop(
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
-        "check_constancy_invariants": False,  # they hold: the check would trace every layer once more
+        # Without the check, no layer is traced once more, and weights that layers share are not made.
+        "check_constancy_invariants": shared,
     }
     one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
