@@ -91,6 +91,8 @@ NEAR = RelativePositions(ranges=8)
     "settings",
     [
         {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER},
+        {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
+         "embedding_width": 16, "embedding_in": "sum", "layers": 4},
         {"objective": "classes", "classes": 3, **ENCODER},
         {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
          "patches": Patches(image=12, size=4), "context": 10},
