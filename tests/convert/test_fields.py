@@ -151,6 +151,9 @@ def case(request, tmp_path_factory):
     mask[1, :7] = 0
 
     def logits(model):
+        if model.config.is_encoder_decoder:
+            with torch.no_grad():
+                return model(input_ids=tokens, attention_mask=mask.flip(1), decoder_input_ids=tokens[:, :20]).logits
         with torch.no_grad():
             padded = model(tokens, attention_mask=mask, return_dict=True).logits
             begun = model(tokens[:1, :39], use_cache=True, return_dict=True)
@@ -167,9 +170,8 @@ def case(request, tmp_path_factory):
 
     def distance(changed):
         try:
-            other = transformers.AutoModelForCausalLM.from_config(
-                config(changed), attn_implementation=how, dtype=torch.float32
-            )
+            of_kind = references.auto_class(raw["model_type"])
+            other = of_kind.from_config(config(changed), attn_implementation=how, dtype=torch.float32)
             other.load_state_dict(weights)
             return (logits(other.eval()) - wanted).abs().max().item()
         except Exception:
@@ -230,10 +232,8 @@ def test_no_field_that_we_do_not_read_moves_anything(case):
 def model_of(row, raw):
     from gspmd_lm import config
 
-    plain = {
-        "name": "x",
-        "model": architecture.model_settings(row, raw, "x"),
-        "data": {"seq": 1},
-        "train": {"steps": 1},
-    }
-    return config.from_dict(plain, "x").model
+    values = architecture.model_settings(row, raw, "x")
+    return config.from_dict(
+        {"name": "x", "objective": architecture.objective_of(values), "model": values, "data": {"seq": 1},
+         "train": {"steps": 1}}, "x",
+    ).model  # fmt: skip
