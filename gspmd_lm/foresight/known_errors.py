@@ -52,7 +52,7 @@ ESTIMATES: Mapping[tuple[str, bool], tuple[int, float]] = {
     ("h100", False): (32, 0.057),
     ("h100", True): (16, 0.110),
     ("v5p", False): (31, 0.054),
-    ("v6e", False): (15, 0.051),
+    ("v6e", False): (15, 0.050),
     ("v6e", True): (15, 0.059),
     ("v5e", False): (15, 0.043),
 }
