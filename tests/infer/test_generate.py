@@ -113,11 +113,11 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2_tp4", "slots split, latent", *MIXTURES)]
+SLOW = ("dp2_tp4", "slots split, latent", "kv_heads on every device", *MIXTURES)
 
 
 @pytest.mark.parametrize(
-    "layout", [*(name for name in LAYOUTS if name not in ("dp2_tp4", "slots split, latent")), *SLOWLY]
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*LAYOUTS, *MIXTURES)]
 )
 def test_a_layout_never_changes_a_token(layout, made, prompts):
     model, rules = {**LAYOUTS, **MIXTURES}[layout]
