@@ -4,7 +4,8 @@
 
 libtpu writes down the schedule of each fusion when it compiles it, which needs no TPU; a bundle takes a cycle. A gather
 is one loop, whose iterations each take 128 rows: it begins their copies, then takes them out of their tiles, then
-stores them and waits. Sorts have no loop, or one over rows that are sorted alike.
+stores them and waits. Sorts have no loop, or one over rows that are sorted alike. A table of 128 rows stays on the chip
+while rows are looked up in it, or added to it, 512 of them in an iteration.
 """
 
 import os
@@ -26,6 +27,8 @@ CASES = (
     "sort 65536",
     "sum 2",
     "sum 4",
+    "lookup 2880",
+    "add 2880",
 )
 
 
@@ -43,7 +46,7 @@ def main(chips: list[str]) -> None:
                     continue
                 for schedule in sorted(Path(folder).glob("*-final_bundles.txt")):
                     if "analysis" not in schedule.name and any(
-                        word in schedule.name for word in ("gather", "sort", "reduce")
+                        word in schedule.name for word in ("gather", "sort", "reduce", "scatter")
                     ):
                         print(f"{chip} {case}: {read(schedule)}")
 
@@ -77,6 +80,13 @@ def compile_case(chip: str, kind: str, *sizes: str) -> None:
         dtype, width = sizes
         table, at = array(dtype, 32768, int(width)), array("int32", 65536)
         jax.jit(lambda table, at: table.at[at].get(mode="promise_in_bounds")).lower(table, at).compile()
+    elif kind in ("lookup", "add"):
+        rows, width = 65536, int(sizes[0])
+        table, at, found = array("bfloat16", 128, width), array("int32", rows), array("bfloat16", rows, width)
+        if kind == "lookup":
+            jax.jit(lambda table, at: table[at]).lower(table, at).compile()
+        else:
+            jax.jit(lambda at, dy: jax.vjp(lambda b: b[at], jnp.zeros_like(dy[:128]))[1](dy)).lower(at, found).compile()
     elif kind == "sort":
         jax.jit(jnp.argsort).lower(array("int32", int(sizes[0]))).compile()
     else:

@@ -169,6 +169,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
     full = ["model.mask=full", "model.token_types=2"]
     configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
+    narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
+    configs.append(config.load("tiny", ["objective=masked", *narrow, *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
+from gspmd_lm.config import experts
 from gspmd_lm.config.attention import (
     AttentionTemperature,
     LatentAttention,
@@ -24,6 +25,7 @@ class ModelConfig:
     """One model. Sizes carry the names of the logical axes they belong to (see axes.py)."""
 
     layers: Size  # how many blocks
+    shared_layers: bool = False  # whether all blocks have the same weights (ALBERT)
     embed: Size  # the width of the residual stream
     heads: Size  # query heads
     kv_heads: Size  # key and value heads; each serves heads / kv_heads query heads
@@ -53,6 +55,9 @@ class ModelConfig:
     # The width of the token table; 0 means embed. With another width, one matrix brings its rows to embed, and a second
     # one brings the output of the last layer back (OPT-350m).
     embedding_width: Count = 0
+    # What the first matrix brings to embed. tokens: rows of the token table. sum: these with positions and types, and
+    # normed by embedding_norm, all of the table's width; a bias is added (ALBERT).
+    embedding_in: Literal["tokens", "sum"] = "tokens"
     residual_scale: Positive = 1.0  # the outputs of attention and MLP are multiplied by it (Granite)
     # Residual streams side by side, of which a block reads the first. A small matrix predicts all of them from each
     # other before the block, and corrects all of them after it (AltUp, arXiv 2301.13310).
@@ -138,8 +143,9 @@ class ModelConfig:
     mlp_bias: bool = False  # whether the feed-forward network has biases
     unembedding_bias: bool = False  # whether the logits have a bias
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
-    # The classes of a text, whose first token goes through a matrix and a tanh (BERT), or of an image; 0: none.
+    # The classes of a text, whose first token goes through a matrix and pooler_activation, or of an image; 0: none.
     classes: Count = 0
+    pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
@@ -194,17 +200,18 @@ class ModelConfig:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
-        wrong += self._wrong_streams() + self._wrong_experts() + self._wrong_masks()
+        wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
         wrong += self.latent_attention.problems(self) if self.latent_attention else []
         wrong += self.encoder.problems(self) if self.encoder else []
         if wrong:
             raise ValueError("\n".join(wrong))
 
     def _wrong_streams(self) -> list[str]:
-        """What is wrong with the keys of residual streams, and of layers that differ by their place."""
+        """What is wrong with the keys of the token table, of residual streams, and of layers that differ by place."""
         with_keys, kinds = max(self.layers - self.shared_kv_layers, 0), self.kind_of_each_layer
         lacking = ", ".join(sorted({*kinds[with_keys:]} - {*kinds[:with_keys]}))
         problems = {
+            "embedding_in: sum needs embedding_width": self.embedding_in == "sum" and not self.embedding_width,
             "laurel_rank goes with block: sequential, pre_norms: true and sum_norms: false":
                 self.laurel_rank and (self.block != "sequential" or not self.pre_norms or self.sum_norms),
             "layer_embed enters more residual streams: set residual_streams":
@@ -221,6 +228,12 @@ class ModelConfig:
             "shared_kv_layers goes with layers of kind sliding and full":
                 self.shared_kv_layers and {*kinds} - {"sliding", "full"},
         }  # fmt: skip
+        with_layers = {"experts": self.experts, "encoder": self.encoder, "sparse_layers": self.sparse_layers,
+                       "shared_kv_layers": self.shared_kv_layers, "layer_embed": self.layer_embed,
+                       "a layer_pattern of several layers": len(self.layer_pattern) > 1,
+                       f"weight_dtype: {self.weight_dtype}": self.weight_dtype in ("int8", "fp8")}  # fmt: skip
+        problems |= {f"shared_layers does not go with {key}": self.shared_layers and is_set
+                     for key, is_set in with_layers.items()}  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 
     def _wrong_masks(self) -> list[str]:
@@ -236,31 +249,6 @@ class ModelConfig:
             wrong += [f"relative_positions does not go with {key}" for key, is_set in taken.items() if is_set]
         heads = ("head_transform", "unembedding_bias", "logit_softcap", "experts", "encoder")
         return wrong + [f"classes does not go with {key}" for key in heads if self.classes and getattr(self, key)]
-
-    def _wrong_experts(self) -> list[str]:
-        """What is wrong with the keys of experts."""
-        E, k, groups, used = self.experts, self.experts_per_token, self.expert_groups, self.groups_per_token
-        if not E:
-            set_ = [name for name, default in _EXPERTS.items() if getattr(self, name) != default]
-            return [f"experts=0, so {', '.join(set_)} would have no effect: set experts"] if set_ else []
-        wrong = []
-        if not 0 < k <= E:
-            wrong.append(f"experts_per_token={k} must be from 1 to experts={E}")
-        if self.dense_layers >= self.layers:
-            wrong.append(f"dense_layers={self.dense_layers} leaves no layer of layers={self.layers} with experts")
-        elif self.dense_layers // self.sparse_step == self.layers // self.sparse_step:
-            wrong.append(f"sparse_step={self.sparse_step} leaves no layer of layers={self.layers} with experts")
-        if E % groups or used > groups:
-            wrong.append(f"expert_groups={groups} must divide experts={E} and be at least groups_per_token={used}")
-        elif k > used * (E // groups):
-            wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
-        elif groups > 1 and self.routing == "sigmoid" and E // groups < 2:
-            wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
-        if self.routing == "sparsemixer" and (self.normalized_weights or groups > 1 or self.balance_bias):
-            wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
-        if self.shared_gate and not self.shared_mlp:
-            wrong.append("shared_gate: there are no shared experts: set shared_mlp")
-        return wrong
 
     @property
     def balance_bias(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
-from gspmd_lm.convert.fields import Activation, Constant, FieldCodec, Fixed, Renamed, Values
+from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm
 
@@ -80,15 +80,24 @@ _MASKED = (Constant("head_transform", True), Constant("unembedding_bias", True),
 _ERNIE = (Fixed("use_task_id", False, "adds embeddings of tasks, which are not supported"),)
 
 
-def _tensors(base: str) -> tuple[Tensor, ...]:
-    """What all heads of a family stand on."""
-    layer, table = f"{base}encoder.layer.{{}}", f"{base}embeddings"
+_NARROW = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
+_WIDE = {"is_of": lambda model: model.embedding_width == 0}
+
+
+def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
+    """What stands before the blocks. width: the letter of the width of the token table."""
+    return (
+        Tensor(f"{table}.word_embeddings.weight", f"V {width}", ("embedding",), **options),
+        Tensor(f"{table}.position_embeddings.weight", f"p {width}", ("position_embedding",), **options),
+        Tensor(f"{table}.token_type_embeddings.weight", f"t {width}", ("type_embedding",), **options),
+        *norm(f"{table}.LayerNorm", "embedding_norm", bias=True, axis=width, **options),
+    )
+
+
+def _blocks(base: str) -> tuple[Tensor, ...]:
+    layer = f"{base}encoder.layer.{{}}"
     attention = f"{layer}.attention"
     return (
-        Tensor(f"{table}.word_embeddings.weight", "V D", ("embedding",)),
-        Tensor(f"{table}.position_embeddings.weight", "p D", ("position_embedding",)),
-        Tensor(f"{table}.token_type_embeddings.weight", "t D", ("type_embedding",)),
-        *norm(f"{table}.LayerNorm", "embedding_norm", bias=True),
         *linear(f"{attention}.self.query", "(N H) D", "attention.wq"),
         *linear(f"{attention}.self.key", "(K H) D", "attention.wk"),
         *linear(f"{attention}.self.value", "(K H) D", "attention.wv"),
@@ -100,14 +109,20 @@ def _tensors(base: str) -> tuple[Tensor, ...]:
     )
 
 
-def _masked(dense: str, layer_norm: str, decoder: str, bias: str) -> tuple[Tensor, ...]:
-    """A head that guesses tokens."""
+def _tensors(base: str) -> tuple[Tensor, ...]:
+    """What all heads of a family stand on."""
+    return (*_tables(f"{base}embeddings"), *_blocks(base))
+
+
+def _masked(dense: str, layer_norm: str, decoder: str, bias: str, width: str = "D", **options) -> tuple[Tensor, ...]:
+    """A head that guesses tokens. width: as in `_tables`."""
     return (
-        *linear(dense, "O D", "head_transform", biases=("head_transform_bias",)),
-        *norm(layer_norm, "head_norm", bias=True),
-        Tensor(f"{decoder}.weight", "V D", ("unembedding",)),
-        Tensor(bias, "V", ("unembedding_bias",)),
-    )
+        *linear(dense, "O D" if width == "D" else f"{width} D", "head_transform", biases=("head_transform_bias",),
+                **options),
+        *norm(layer_norm, "head_norm", bias=True, axis=width, **options),
+        Tensor(f"{decoder}.weight", f"V {width}", ("unembedding",), **options),
+        Tensor(bias, "V", ("unembedding_bias",), **options),
+    )  # fmt: skip
 
 
 def _classes(dense: str, out: str) -> tuple[Tensor, ...]:
@@ -163,10 +178,76 @@ def _roberta(name: str, model_type: str, kind: str) -> tuple[Family, Family]:
     )  # fmt: skip
 
 
+_ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+_ALBERT_TENSORS = (
+    *_tables("albert.embeddings", "W"),
+    *linear("albert.encoder.embedding_hidden_mapping_in", "D W", "embedding_in", biases=("embedding_in_bias",)),
+    *linear(f"{_ALBERT_LAYER}.attention.query", "(N H) D", "attention.wq"),
+    *linear(f"{_ALBERT_LAYER}.attention.key", "(K H) D", "attention.wk"),
+    *linear(f"{_ALBERT_LAYER}.attention.value", "(K H) D", "attention.wv"),
+    *linear(f"{_ALBERT_LAYER}.attention.dense", "D (N H)", "attention.wo"),
+    *norm(f"{_ALBERT_LAYER}.attention.LayerNorm", "attention_sum_norm", bias=True),
+    *linear(f"{_ALBERT_LAYER}.ffn", "F D", "mlp.w_up"),
+    *linear(f"{_ALBERT_LAYER}.ffn_output", "D F", "mlp.w_down"),
+    *norm(f"{_ALBERT_LAYER}.full_layer_layer_norm", "mlp_sum_norm", bias=True),
+)
+_GROUPS = "has layers with weights of their own beside shared ones, which is not supported"
+_ALBERT = (
+    *_ENCODER, Renamed("max_position_embeddings", "context", 512), Constant("shared_layers", True),
+    Activation("hidden_act", "gelu_new", {"gelu_tanh": "gelu_new"}), Renamed("embedding_size", "embedding_width", 128),
+    Constant("embedding_in", "sum"), Fixed("num_hidden_groups", 1, _GROUPS), Fixed("inner_group_num", 1, _GROUPS),
+)  # fmt: skip
+_ALBERT_SHARED = {
+    "no_weights": _NUMBERS, "older_names": _OLD_NORMS,
+    "heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\."),
+}  # fmt: skip
+_ELECTRA = (
+    *_BERT, DefaultsTo("embedding_size", "embedding_width", "embed", 128),
+    Constant("embedding_in", lambda values: "sum" if values["embedding_width"] else "tokens"),
+)  # fmt: skip
+_ELECTRA_TENSORS = (
+    *_tables("electra.embeddings", **_WIDE), *_tables("electra.embeddings", "W", **_NARROW), *_blocks("electra."),
+    *linear("electra.embeddings_project", "D W", "embedding_in", biases=("embedding_in_bias",), **_NARROW),
+)  # fmt: skip
+_ELECTRA_MASKED = (
+    "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", "generator_lm_head.bias",
+)  # fmt: skip
+_ELECTRA_SHARED = {
+    "no_weights": _NUMBERS, "older_names": _OLD_NORMS,
+    "heads": (r"^(generator|discriminator)_", r"^classifier\."),
+}  # fmt: skip
+_SUMMARY = ("summary_type", "summary_use_proj", "summary_activation")  # of a head for multiple choice
+# Of its authors' own code, which nothing of transformers' reads.
+_ALBERT_UNUSED = ("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
+
+
 ENCODER_FAMILIES: tuple[Family, ...] = (
     *_bert("BERT", "bert", "Bert"),
     *_roberta("RoBERTa", "roberta", "Roberta"),
     *_roberta("XLM-RoBERTa", "xlm-roberta", "XLMRoberta"),
     *_roberta("CamemBERT", "camembert", "Camembert"),
     *_bert("ERNIE", "ernie", "Ernie", _ERNIE),
-)
+    Family(
+        "ALBERT", "albert", "AlbertForMaskedLM", "albert.", (*_ALBERT, *_MASKED),
+        (*_ALBERT_TENSORS, *_masked("predictions.dense", "predictions.LayerNorm", "predictions.decoder",
+                                    "predictions.bias", "W")),
+        irrelevant=_ALBERT_UNUSED, twice={"predictions.decoder.bias": "predictions.bias"}, **_ALBERT_SHARED,
+    ),
+    Family(
+        "ALBERT", "albert", "AlbertForSequenceClassification", "albert.", (*_ALBERT, Classes()),
+        (*_ALBERT_TENSORS, *_classes("albert.pooler", "classifier")),
+        irrelevant=(*_ALBERT_UNUSED, "tie_word_embeddings"), **_ALBERT_SHARED,
+    ),
+    Family(
+        "ELECTRA", "electra", "ElectraForMaskedLM", "electra.",
+        (*_ELECTRA, *_MASKED, Fixed("hidden_act", "gelu", "is not the activation of this family's head")),
+        (*_ELECTRA_TENSORS, *_masked(*_ELECTRA_MASKED, **_WIDE), *_masked(*_ELECTRA_MASKED, "W", **_NARROW)),
+        irrelevant=_SUMMARY, **_ELECTRA_SHARED,
+    ),
+    Family(
+        "ELECTRA", "electra", "ElectraForSequenceClassification", "electra.",
+        (*_ELECTRA, Classes(), Constant("pooler_activation", "gelu")),
+        (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),
+        irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
+    ),
+)  # fmt: skip

@@ -239,14 +239,15 @@ class MustEqual:
 
 @dataclasses.dataclass(frozen=True)
 class DefaultsTo:
-    """A field whose setting is 0 if it is missing or equals another setting."""
+    """A field whose setting is 0 if it equals another setting."""
 
     name: str
     setting: str
     other: str
+    default: int = 0  # if the field is missing; 0: the other setting
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        value = reader.number([self.name], values[self.other])
+        value = reader.number([self.name], self.default or values[self.other])
         values[self.setting] = 0 if value == values[self.other] else value
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

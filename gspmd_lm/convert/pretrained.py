@@ -90,11 +90,16 @@ def _parameters(model: config.ModelConfig) -> Arrays:
 
 
 def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...], bool]:
-    """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension."""
+    """The name of a parameter within its layer, the layers it holds, and whether they are its first dimension.
+
+    What all layers share has a single tensor, whose name says no layer.
+    """
     if path.startswith(ENCODER) and model.of_encoder:
         weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
         return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
+    if model.shared_layers and head == "layers":
+        return rest, (), False
     for stack in model.stacks:
         if head == stack.name:
             kinds, end, first = len(stack.kinds), stack.first + stack.scanned, stack.first
@@ -303,7 +308,7 @@ def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Map
     held = sum(math.prod(where.shape) for where in stored.values())
     shapes = {tensor.name: tensor.shape(model) for tensor in row.tensors if tensor.is_of(model)}
     lines = [f"  {name} should be {_times(shape)}" for name, shape in shapes.items() if math.prod(shape) > held]
-    if model.layers > len(stored):
+    if model.layers > len(stored) and not model.shared_layers:
         lines.append(f"  there should be {model.layers:,} layers")
     if lines:
         raise InputError(

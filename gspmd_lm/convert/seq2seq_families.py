@@ -1,4 +1,4 @@
-"""The families of encoder-decoders: T5 and its kin, and BART."""
+"""The families of encoder-decoders: T5 and its kin, BART and mBART."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,12 +40,14 @@ class EncoderPart:
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """T5's biases of attention by ranges of distances, which all layers share."""
+    """T5's biases of attention by ranges of distances. shared: whether all layers have the same."""
+
+    shared: bool = True
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         ranges = reader.number(["relative_attention_num_buckets"], 32)
         distance = reader.number(["relative_attention_max_distance"], 128)
-        values["relative_positions"] = {"ranges": ranges, "distance": distance, "shared": True}
+        values["relative_positions"] = {"ranges": ranges, "distance": distance, "shared": self.shared}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (relative := model.relative_positions):
@@ -107,7 +109,7 @@ _T5 = (
     Renamed(_T5_LAYERS, "layers", most=MOST_LAYERS),
     Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
     Renamed("n_positions", "context", 512), Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
-    Constant("positions", "none"), Constant("query_scale", 1.0), Distances(),
+    Constant("positions", "none"), Constant("query_scale", 1.0),
 )  # fmt: skip
 
 
@@ -120,14 +122,14 @@ def _t5_attention(prefix: str, number: int, name: str, ours: str) -> tuple[Tenso
     )
 
 
-def _t5_stack(prefix: str, ours: str, mlp: int) -> tuple[Tensor, ...]:
-    """The tensors of a stack whose MLP is the part of a block with that number."""
+def _t5_stack(prefix: str, ours: str, mlp: int, distances: str) -> tuple[Tensor, ...]:
+    """The tensors of a stack whose MLP is the part of a block with that number. distances: the layer that has them."""
     layer = f"{prefix}.block.{{}}.layer.{mlp}"
     feed = f"{layer}.DenseReluDense"
     return (
         *_t5_attention(prefix, 0, "SelfAttention", f"{ours}attention"),
-        Tensor(f"{prefix}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "r N",
-               (f"{ours}relative_bias",)),
+        Tensor(f"{prefix}.block.{distances}.layer.0.SelfAttention.relative_attention_bias.weight", "r N",
+               (f"{ours}relative_bias" if distances == "0" else f"{ours}attention.relative_bias",)),
         Tensor(f"{feed}.wi.weight", "F D", (f"{ours}mlp.w_up",), is_of=lambda model: model.mlp_kind == "plain"),
         Tensor(f"{feed}.wi_0.weight", "F D", (f"{ours}mlp.w_gate",)),
         Tensor(f"{feed}.wi_1.weight", "F D", (f"{ours}mlp.w_up",), is_of=lambda model: model.mlp_kind == "gated"),
@@ -137,82 +139,103 @@ def _t5_stack(prefix: str, ours: str, mlp: int) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-T5 = (
-    Tensor("shared.weight", "V D", ("embedding",)),
-    *_t5_stack("encoder", "encoder.", 1),
-    *_t5_stack("decoder", "", 2),
-    *_t5_attention("decoder", 1, "EncDecAttention", "cross"),
-    Tensor("lm_head.weight", "V D", ("unembedding",)),
-)
+def _t5(distances: str) -> tuple[Tensor, ...]:
+    return (
+        Tensor("shared.weight", "V D", ("embedding",)),
+        *_t5_stack("encoder", "encoder.", 1, distances),
+        *_t5_stack("decoder", "", 2, distances),
+        *_t5_attention("decoder", 1, "EncDecAttention", "cross"),
+        Tensor("lm_head.weight", "V D", ("unembedding",)),
+    )
 
 
-def _bart_attention(name: str, ours: str) -> tuple[Tensor, ...]:
+def _bart_attention(name: str, ours: str, norms: str) -> tuple[Tensor, ...]:
     return (
         *linear(f"{name}.q_proj", "(N H) D", f"{ours}.wq"),
         *linear(f"{name}.k_proj", "(K H) D", f"{ours}.wk"),
         *linear(f"{name}.v_proj", "(K H) D", f"{ours}.wv"),
         *linear(f"{name}.out_proj", "D (N H)", f"{ours}.wo"),
-        *norm(f"{name}_layer_norm", f"{ours}_sum_norm", bias=True),
+        *norm(f"{name}_layer_norm", f"{ours}_{norms}", bias=True),
     )
 
 
-def _bart_stack(prefix: str, ours: str) -> tuple[Tensor, ...]:
+def _bart_stack(prefix: str, ours: str, norms: str) -> tuple[Tensor, ...]:
     layer = f"{prefix}.layers.{{}}"
     return (
         Tensor(f"{prefix}.embed_positions.weight", "p D", (f"{ours}position_embedding",)),
         *norm(f"{prefix}.layernorm_embedding", f"{ours}embedding_norm", bias=True),
-        *_bart_attention(f"{layer}.self_attn", f"{ours}attention"),
+        *_bart_attention(f"{layer}.self_attn", f"{ours}attention", norms),
         *linear(f"{layer}.fc1", "F D", f"{ours}mlp.w_up"),
         *linear(f"{layer}.fc2", "D F", f"{ours}mlp.w_down"),
-        *norm(f"{layer}.final_layer_norm", f"{ours}mlp_sum_norm", bias=True),
+        *norm(f"{layer}.final_layer_norm", f"{ours}mlp_{norms}", bias=True),
+        *norm(f"{prefix}.layer_norm", f"{ours}final_norm", bias=True),
     )
 
 
-BART = (
-    Tensor("model.shared.weight", "V D", ("embedding",)),
-    *_bart_stack("model.encoder", "encoder."),
-    *_bart_stack("model.decoder", ""),
-    *_bart_attention("model.decoder.layers.{}.encoder_attn", "cross"),
-    Tensor("final_logits_bias", "1 V", ("unembedding_bias",)),
-    Tensor("lm_head.weight", "V D", ("unembedding",)),
-)
+def _bart(norms: str) -> tuple[Tensor, ...]:
+    """BART's tensors. norms: sum_norm where norms stand after the sums, norm where they stand before sublayers."""
+    return (
+        Tensor("model.shared.weight", "V D", ("embedding",)),
+        *_bart_stack("model.encoder", "encoder.", norms),
+        *_bart_stack("model.decoder", "", norms),
+        *_bart_attention("model.decoder.layers.{}.encoder_attn", "cross", norms),
+        Tensor("final_logits_bias", "1 V", ("unembedding_bias",)),
+        Tensor("lm_head.weight", "V D", ("unembedding",)),
+    )
+
+
 # The table of T5's first layer is that of all layers; older files have one of a layer that transformers never had.
 _UNUSED = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _BEFORE, _AFTER = "has other norms, which are not supported", "adds an array, which is not supported"
+_BART = (
+    Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
+    Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
+    Renamed("max_position_embeddings", "context", 1024), Constant("kv_heads", heads),
+    Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+    Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
+    Constant("position_offset", 2), Constant("embedding_norm", True), Constant("unembedding_bias", True),
+    Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
+    Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
+    EncoderPart(
+        {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
+         "mlp": "encoder_ffn_dim"}, 2
+    ),
+    Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),
+    Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),
+)  # fmt: skip
+
+
+def _bart_family(name: str, model_type: str, kind: str, pre_norms: bool) -> Family:
+    """The row of BART, or of a family that differs in its norms. kind: how the names of its classes begin."""
+    norms = (
+        Constant("pre_norms", pre_norms), Constant("sum_norms", not pre_norms), Constant("final_norm", pre_norms),
+        Fixed("normalize_before", pre_norms, _BEFORE), Fixed("add_final_layer_norm", pre_norms, _BEFORE),
+    )  # fmt: skip
+    return Family(
+        name, model_type, f"{kind}ForConditionalGeneration", "model.", (*_BART, *norms),
+        _bart("norm" if pre_norms else "sum_norm"), (r"^(model\.)?(en|de)coder\.version$",),
+        ("num_hidden_layers", "force_bos_token_to_be_generated", "gradient_checkpointing", "extra_pos_embeddings"),
+        copies=tuple(f"model.{copy}" for copy in _COPIES),
+    )  # fmt: skip
+
 
 SEQ2SEQ_FAMILIES = (
     Family(
         "T5", "t5", "T5ForConditionalGeneration", "",
-        (*_T5, FeedForward("relu"), T5Head(), EncoderPart({"layers": _T5_LAYERS}, 0)),
-        T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        (*_T5, Distances(), FeedForward("relu"), T5Head(), EncoderPart({"layers": _T5_LAYERS}, 0)),
+        _t5("0"), _UNUSED, copies=_COPIES,
     ),
     Family(
         "mT5", "mt5", "MT5ForConditionalGeneration", "",
-        (*_T5, FeedForward("gated-gelu"), TIED, EncoderPart({"layers": _T5_LAYERS}, 0)),
-        T5, _UNUSED, copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        (*_T5, Distances(), FeedForward("gated-gelu"), TIED, EncoderPart({"layers": _T5_LAYERS}, 0)),
+        _t5("0"), _UNUSED, copies=_COPIES,
     ),
     Family(
-        "BART", "bart", "BartForConditionalGeneration", "model.",
-        (
-            Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
-            Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
-            Renamed("max_position_embeddings", "context", 1024), Constant("kv_heads", heads),
-            Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
-            Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
-            Constant("position_offset", 2), Constant("pre_norms", False), Constant("sum_norms", True),
-            Constant("final_norm", False), Constant("embedding_norm", True), Constant("unembedding_bias", True),
-            Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
-            Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
-            EncoderPart(
-                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
-                 "mlp": "encoder_ffn_dim"}, 2
-            ),
-            Fixed("normalize_before", False, _BEFORE), Fixed("add_final_layer_norm", False, _BEFORE),
-            Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),
-            Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),
-        ),
-        BART, (r"^(model\.)?(en|de)coder\.version$",),
-        ("num_hidden_layers", "force_bos_token_to_be_generated", "gradient_checkpointing", "extra_pos_embeddings"),
-        copies=("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
+        "UMT5", "umt5", "UMT5ForConditionalGeneration", "",
+        (*_T5, Distances(shared=False), FeedForward("gated-gelu"), T5Head(), EncoderPart({"layers": _T5_LAYERS}, 0)),
+        _t5("{}"), _UNUSED, ("scalable_attention",), copies=_COPIES,
     ),
+    _bart_family("BART", "bart", "Bart", pre_norms=False),
+    _bart_family("mBART", "mbart", "MBart", pre_norms=True),
 )  # fmt: skip

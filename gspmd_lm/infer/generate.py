@@ -92,8 +92,8 @@ def programs_for(
             f"a batch of {asked} is padded to {sizes.rows} rows, and results of padding are dropped ({split}); "
             f"{sizes.rows} prompts at a time cost the same"
         )
-    alone = platform == "cpu" and rules.devices == 1
-    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled=alone)
+    unrolled = platform == "cpu" and rules.devices == 1 and not config.model.shared_layers
+    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled)
     notes += built.choices
     return built, notes
 

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import (
+    ACTIVATIONS,
     BLOCK_INPUT,
+    EMBEDDED,
     RESIDUAL,
     Norm,
     activated,
@@ -39,33 +41,51 @@ def embedded(
     dtype = jnp.dtype(cfg.compute_dtype)
     reduced_spec, gathered_spec = table_specs(cfg)
     width, axis = table_axis(cfg)
+    summed = width, axis  # of what positions and types are added to
     if embedding is None:
         embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
     x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
-    if cfg.embedding_width:
-        inward = matrix(module, "embedding_in", "embedding_width embed", (width, cfg.embed), cfg)
-        with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTW:
-            x_BTD = like(like(project(in_BTW, inward), BLOCK_INPUT), RESIDUAL)
+    if cfg.embedding_width and cfg.embedding_in == "tokens":
+        x_BTD, summed = _widened(module, cfg, x_BTD), (cfg.embed, "embed")
     if cfg.embedding_scale != 1:
         x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
     # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
     if cfg.positions == "learned":
-        rows = cfg.position_offset + cfg.context
-        table_PD = use(matrix(module, "position_embedding", "positions embed", (rows, cfg.embed), cfg), jnp.float32)
-        x_BTD += table_PD[cfg.position_offset + batch["positions"]].astype(dtype)
+        table = _table(module, cfg, "position_embedding", "positions", cfg.position_offset + cfg.context, summed)
+        x_BTD += use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
     elif cfg.positions == "sinusoidal":
-        x_BTD += sinusoids(batch["positions"], cfg.embed).astype(dtype)
+        x_BTD += sinusoids(batch["positions"], summed[0]).astype(dtype)
     if cfg.token_types:
-        types = matrix(module, "type_embedding", "types embed", (cfg.token_types, cfg.embed), cfg)
+        types = _table(module, cfg, "type_embedding", "types", cfg.token_types, summed)
         x_BTD += use(types, jnp.float32)[batch["token_types"]].astype(dtype)
     if cfg.embedding_norm:
-        x_BTD = Norm(cfg, name="embedding_norm")(x_BTD)
+        x_BTD = Norm(cfg, summed[1], name="embedding_norm")(x_BTD)
     keys_BT = None
     if dropout_key is not None and cfg.dropout:
         places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
         keys_BT = token_keys(dropout_key, batch["row"], places_BT)
         x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+    if cfg.embedding_in == "sum":
+        x_BTD = _widened(module, cfg, x_BTD, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
     return x_BTD, embedding, keys_BT
+
+
+def _table(
+    module: nn.Module, cfg: config.ModelConfig, name: str, rows_axis: str, rows: int, columns: tuple[int, str]
+) -> Weight:
+    """A table whose rows are added to those of the token table."""
+    width, axis = columns
+    return matrix(module, name, f"{rows_axis} {axis}", (rows, width), cfg)
+
+
+def _widened(
+    module: nn.Module, cfg: config.ModelConfig, x_BTW: jax.Array, bias_D: jax.Array | None = None
+) -> jax.Array:
+    """Rows of the token table's width as the residual stream, [B, T, D]."""
+    inward = matrix(module, "embedding_in", "embedding_width embed", (cfg.embedding_width, cfg.embed), cfg)
+    with gathered(x_BTW, EMBEDDED, EMBEDDED) as in_BTW:
+        x_BTD = project(in_BTW, inward)
+        return like(like(x_BTD if bias_D is None else x_BTD + bias_D, BLOCK_INPUT), RESIDUAL)
 
 
 def token_keys(dropout_key: jax.Array, row_B: jax.Array, places_BT: jax.Array) -> jax.Array:
@@ -92,7 +112,8 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
     first_B1D = like(x_BTD[:, :1], RESIDUAL)
-    pooled_B1O = jnp.tanh(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
+    activation = jnp.tanh if cfg.pooler_activation == "tanh" else ACTIVATIONS[cfg.pooler_activation]
+    pooled_B1O = activation(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
     return scored(module, cfg, pooled_B1O, "classifier", TRANSFORMED, TRANSFORMED)
 
 

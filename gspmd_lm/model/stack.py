@@ -20,6 +20,7 @@ from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
+from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
@@ -207,6 +208,11 @@ class Stack(nn.Module):
             x_BTD, cache, kept = carried
             x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)
             carried = x_BTD, cache, kept
+        elif self.cfg.shared_layers and carried[1] is None and not (self.is_initializing() or self.cfg.matmul_dtype):
+            weights = for_all_layers(self.variables["params"][stack.name], carried[0])
+            every = Layers(stack, stack.layers, parent=None)
+            applied: Any = every.apply({"params": {stack.name: weights}}, jnp.asarray(0), carried[0], batch, keys_BT)
+            carried, routed = (applied[0], None, None), None
         else:
             inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
             carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)
@@ -239,7 +245,7 @@ class Stack(nn.Module):
 
 
 class Layers(nn.Module):
-    """Some layers of a stack: those of a part of a pipeline."""
+    """Some layers of a stack: those of a part of a pipeline, or all, if they share their weights."""
 
     stack: config.Stack
     layers: int
@@ -262,10 +268,10 @@ def _loop(
     """What is carried after so many layers of `stack` from `first` on, and what their routers did, [layers, ...]."""
     kinds, length = stack.kinds, len(stack.kinds)
     turns = layers // length
-    unrolled = unroll(turns)
-    scanned: Any = {
-        "variable_axes": {"params": 0},
-        "split_rngs": {"params": True},
+    unrolled, shared = unroll(turns), kinds[0].shared_layers
+    of_weights = {"variable_broadcast": "params"} if shared else {"variable_axes": {"params": 0}}
+    scanned: Any = of_weights | {
+        "split_rngs": {"params": not shared},
         "length": turns,
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},

@@ -270,6 +270,9 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         return problems
     place = f"{place}\n        {row.place}" if row else place
     stages, names = rules.num_shards(over), " x ".join(f"{name}={rules.mesh[name]}" for name in over)
+    if model.shared_layers:
+        wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
+              f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     for key in _beyond_one_stream(model):
         wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
@@ -309,7 +312,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         pieces = f"{rules.microbatches} x {microbatches}" if rules.microbatches > 1 else microbatches
         wrong(f"data.batch={rows} does not divide into {pieces} microbatches for {each} devices "
               "of a stage", f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
-    if not {*over} <= {*batch}:
+    if not {*over} <= {*batch} and pipeline.schedule != "1f1b":
         wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
               f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip
     return problems

@@ -85,16 +85,21 @@ class DecoderTransfers(Transfers):
                 self.add_output_side(y, [matmul for matmul in group if matmul.node not in adapted])
         for first, second in adapters:
             self.add_adapter(first, second)
-        for path in {matmul.path for matmul in matmuls if matmul.node not in adapted}:
-            weight, used = self.weights[path], self.graph.used[path][0]
+        for matmul in {matmul.path: matmul for matmul in matmuls if matmul.node not in adapted}.values():
+            weight, used = self.weights[matmul.path], self.graph.used[matmul.path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
             passes = 2 if weight.trained or used.trip_count > 1 else 1
+            passes = 1 if self.is_shared(matmul) else passes
             if self.part.gathers_once or self.part.gathers_ahead:
                 whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
                 self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
                 passes = 0 if self.part.gathers_once else passes - 1
             for _ in range(passes):
                 self.gather(weight, used.itemsize)
+
+    def is_shared(self, matmul: Matmul) -> bool:
+        """Whether a weight is gathered once for the matmuls of all layers, and its gradient reduced once."""
+        return matmul.node.trip_count > matmul.weight.trip_count
 
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
         """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
@@ -227,6 +232,9 @@ class DecoderTransfers(Transfers):
             if self.part.gathers_once:
                 whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
                 self.add_once(whole, "gradients", self.part.step_rules.microbatches)
+            elif self.is_shared(matmul):
+                size_bytes = weight.elements * FLOAT32_BYTES
+                self.transfer(size_bytes, local_gradient, weight.gradient, token_axes, kind="gradients")
             else:
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
@@ -276,7 +284,7 @@ class DecoderTransfers(Transfers):
             rank_axes = mesh_axes_except(weight.compute, "layers", *stream)
             if weight.trained:
                 row_axes = mesh_axes(stream, "batch", "seq")
-                summed_over, times = row_axes | inner_axes, matmul.node.trip_count
+                summed_over, times = row_axes | inner_axes, matmul.weight.trip_count
                 self.transfer(matmul.weight.bytes, weight.compute, weight.gradient, summed_over, times, "gradients")
             if matmul is first:
                 inner_axes = rank_axes

@@ -262,7 +262,8 @@ class Estimator:
         return self._layouts[key]
 
     def _part(self, part: Part, kernels: bool) -> _PartCosts:
-        op_graph = part.op_graph(kernels and "attention" in part.trace.recorder.asked)
+        fused = kernels and "attention" in part.trace.recorder.asked
+        op_graph = part.op_graph(fused, self.target.platform == "tpu")
         shards, timed = Shards(part.rules), list[TimedOp]()
         if self.chip:
             rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"
@@ -270,10 +271,13 @@ class Estimator:
         return _PartCosts(part, op_graph, timed, shards, *self._stage_bytes(part))
 
     def _stage_bytes(self, part: Part) -> tuple[float, float]:
-        """The sums of gradients, and what a device holds besides through all turns."""
-        if not part.of_stages:
-            return 0.0, 0.0
+        """The sums of gradients, and what a device holds besides through all turns, or through all layers."""
         trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
+        if not part.of_stages:
+            shared = {one.path for one in part.graph.matmuls if one.node.trip_count > one.weight.trip_count}
+            of_layers = [pair for pair in trained if pair[0].path in shared and pair[0].path.startswith("layers.")]
+            both = FLOAT32_BYTES // 2 + FLOAT32_BYTES  # in use, and the sum of its gradients
+            return 0.0, sum(bounds.bytes_per_device(part.rules, "rules", *pair, both) for pair in of_layers)
         of_stages = [pair for pair in trained if part.has(pair[0].path)]
         table = "rules" if part.gathers_once else "optimizer"
         rest = [bounds.bytes_per_device(part.step_rules, "weights", *pair, FLOAT32_BYTES) for pair in of_stages]

@@ -29,6 +29,7 @@ _LINEAR = (
 )  # fmt: skip
 _MATMULS = (*MATMULS, "conv_general_dilated")
 _NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
+_SORTS = ("sort", "top_k")
 
 
 def _array(spec: str) -> str:
@@ -80,6 +81,24 @@ class AttentionOp:
         return max(node.name.mask_window for node in self.nodes)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MoveOp:
+    """A gather or a sort; or a sum over a dimension before the last, which stays a part of its group."""
+
+    node: Node
+    nodes: frozenset[Node]  # with which it is computed again: of a sort, the gathers that it serves too
+    sharded_like: NamedNodes
+
+    @property
+    def trip_count(self) -> int:
+        return self.node.trip_count
+
+    @property
+    def backward(self) -> float:
+        """Its runs in the backward pass: what moves tokens moves their gradients back; a choice has no gradient."""
+        return 0.0 if self.node.primitive == "top_k" else 1.0
+
+
 class Offloaded(NamedTuple):
     """What the iterations of a loop copy to the host."""
 
@@ -93,17 +112,23 @@ class SavedActivations:
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
     on_host: tuple["Offloaded", ...]  # of each loop
-    recomputed: frozenset[Op | AttentionOp]
+    recomputed: frozenset[Op | AttentionOp | MoveOp]
 
 
 class OpGraph:
     """The ops of one forward pass of a microbatch; with a `stack`, those within that stack of layers or outside of it.
 
-    fused: attention is a kernel of its own.
+    fused: attention is a kernel of its own. moves: gathers and sorts are, as on TPUs.
     """
 
     def __init__(
-        self, graph: DataflowGraph, trained: Collection[str], fused: bool, stack: str = "", within: bool = False
+        self,
+        graph: DataflowGraph,
+        trained: Collection[str],
+        fused: bool,
+        moves: bool = False,
+        stack: str = "",
+        within: bool = False,
     ):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
@@ -121,6 +146,7 @@ class OpGraph:
             for matmul in graph.matmuls
             if matmul.node.name.modules and self._covers(matmul.node)
         }
+        self.move_ops = {op.node: op for op in self._move_ops()} if moves else {}
         self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
 
     @functools.cached_property
@@ -168,8 +194,19 @@ class OpGraph:
             yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), itemsizes, nodes, moved, node.trip_count, backward,
                             frozenset([node]), self.in_block(node))  # fmt: skip
 
+    def _move_ops(self) -> Iterable[MoveOp]:
+        for node in filter(self._covers, self.graph.nodes):
+            of = node.inputs[0].shape if node.primitive == "reduce_sum" else ()
+            sums = len(of) > 2 and of[-2] > 1 and node.shape == (*of[:-2], of[-1])
+            if node in self.inside_attention or not (sums or node.primitive in ("gather", *_SORTS)):
+                continue
+            after = breadth_first([node], lambda one: one.users, lambda one: one.primitive != "gather")
+            served = [one for one in after if one.primitive == "gather"] if node.primitive in _SORTS else []
+            yield MoveOp(node, frozenset([node, *served]), self.sharded_like(node))
+
     def _elementwise_ops(self) -> Iterable[Op]:
         """Groups of elementwise operations that nothing interrupts: neither a matmul nor an array that has a name."""
+        moves = {node for node in self.move_ops if node.primitive != "reduce_sum"}
         group: dict[Node, Node] = {}
 
         def root(node: Node) -> Node:
@@ -180,7 +217,7 @@ class OpGraph:
         elementwise = [
             node
             for node in filter(self._covers, self.graph.nodes)
-            if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention
+            if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention and node not in moves
         ]
         for node in elementwise:
             group[node] = node
@@ -281,7 +318,7 @@ class OpGraph:
                 waiting += node.inputs
 
         device_bytes = tuple(map(self._with_bytes, self._distinct(on_device)))
-        ops = frozenset(op for op in (*self.ops, *self.attention_ops) if op.nodes & recomputed)
+        ops = frozenset(op for op in (*self.ops, *self.attention_ops, *self.move_ops.values()) if op.nodes & recomputed)
         return SavedActivations(device_bytes, self._offloaded(on_host), ops)
 
     def _with_bytes(self, node: Node) -> tuple[float, NamedNodes]:

@@ -23,9 +23,9 @@ class Part:
     def graph(self) -> DataflowGraph:
         return self.trace.graph
 
-    def op_graph(self, fused: bool) -> OpGraph:
-        """The ops of this part. `fused`: attention is a kernel of its own."""
-        return self.trace.op_graph(fused, self.stack, bool(self.of_stages))
+    def op_graph(self, fused: bool, moves: bool) -> OpGraph:
+        """The ops of this part. fused: attention is a kernel of its own. moves: gathers and sorts are."""
+        return self.trace.op_graph(fused, moves, self.stack, bool(self.of_stages))
 
     @property
     def turns(self) -> int:

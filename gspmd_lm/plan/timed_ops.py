@@ -1,14 +1,15 @@
 """The seconds of each op of a part of a step on one device, forward and backward: from shapes, rules and the chip."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Sequence
 
-from gspmd_lm.foresight.timing import attention, op_time
+from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import splash_block
-from gspmd_lm.plan.operations import AttentionOp, Op, OpGraph
+from gspmd_lm.plan.operations import AttentionOp, MoveOp, Op, OpGraph
 from gspmd_lm.plan.parts import Shards
 
 # Read from compiled programs: `python -m benchmarks.plan show` sets them beside estimates.
@@ -29,7 +30,7 @@ class TimedOp:
     forward_s: float
     backward_s: float
     trip_count: int
-    op: Op | AttentionOp
+    op: Op | AttentionOp | MoveOp
 
     @property
     def in_loop(self) -> bool:
@@ -52,6 +53,9 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             memory_s = moved / op_time.hbm_bytes_per_s(chip)
             seconds = ELEMENTWISE_PASSES[chip.platform] * memory_s + launch_s
             yield TimedOp(op.kind, seconds, op.backward * seconds, op.trip_count, op)
+            for sum_op in filter(None, map(op_graph.move_ops.get, op.nodes)):
+                longer_s = max(0.0, _sum_s(chip, sum_op, shards) - seconds)
+                yield TimedOp(op.kind, longer_s, longer_s, op.trip_count, sum_op)
             if fused_s := FUSED_PASSES[chip.platform] * memory_s:
                 yield TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
             continue
@@ -76,6 +80,10 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             for elements, (used, kernel_bytes) in passes[: 1 + round(op.backward)]
         )
         yield TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
+    for node, move in op_graph.move_ops.items():
+        if node.primitive != "reduce_sum":
+            seconds = _move_s(chip, move, shards)
+            yield TimedOp("other", seconds, move.backward * seconds, move.trip_count, move)
     for attention_op in op_graph.attention_ops:
         kernels_s, beside_s = _attention_s(chip, attention_op, shards)
         forward_s, backward_s = (launch_s + seconds for seconds in kernels_s)
@@ -87,6 +95,32 @@ def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
     """The share of a GPU that a matmul uses whose result has so many elements."""
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
     return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
+
+
+def _move_s(chip: Chip, move: MoveOp, shards: Shards) -> float:
+    """Seconds of a gather or a sort, as a compiled program's takes. libtpu hands gathers of tpu7x to SparseCores."""
+    node, devices = move.node, shards.count(move.sharded_like)
+    elements = math.prod(node.shape) / devices
+    if node.primitive != "gather":  # a sort of keys alone takes their places along
+        length = node.inputs[0].shape[-1]
+        elements = math.prod(node.inputs[0].shape) / devices
+        return gathers.sort_s(elements, round(min(length, elements)), max(2, len(node.inputs)), chip)
+    rows = math.prod(node.inputs[1].shape[:-1]) / devices
+    width = node.shape[-1] if elements > rows else 1
+    sizes, found_bytes = (round(elements / rows / width), width), elements / width * _padded(width) * node.itemsize
+    bandwidth, on_sparse_cores = op_time.hbm_bytes_per_s(chip), chip.name in gathers.SPARSECORE_CHIPS
+    return gathers.gather_s(rows, sizes, found_bytes, 8 * node.itemsize, chip, bandwidth, found_bytes, on_sparse_cores)
+
+
+def _sum_s(chip: Chip, sum_op: MoveOp, shards: Shards) -> float:
+    """Seconds of a sum over few rows."""
+    *_, few, width = sum_op.node.inputs[0].shape
+    elements = math.prod(sum_op.node.shape) * few / width * _padded(width)
+    return gathers.sum_s(elements / shards.count(sum_op.sharded_like), few, chip)
+
+
+def _padded(width: int) -> int:
+    return -(-width // gathers.LANES) * gathers.LANES
 
 
 def _attention_s(chip: Chip, op: AttentionOp, shards: Shards) -> tuple[Sequence[float], Sequence[float]]:

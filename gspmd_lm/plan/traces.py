@@ -21,14 +21,14 @@ class ForwardTrace:
     graph: DataflowGraph
     trained: frozenset[str]
     number: int
-    _op_graphs: dict[tuple[bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
+    _op_graphs: dict[tuple[bool, bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
 
-    def op_graph(self, fused: bool, stack: str = "", within: bool = False) -> OpGraph:
+    def op_graph(self, fused: bool, moves: bool = False, stack: str = "", within: bool = False) -> OpGraph:
         """Its ops, with a `stack` those within that stack of layers or those outside of it.
 
-        fused: attention is a kernel of its own.
+        fused: attention is a kernel of its own. moves: gathers and sorts are.
         """
-        key = fused, stack, within
+        key = fused, moves, stack, within
         if key not in self._op_graphs:
             self._op_graphs[key] = OpGraph(self.graph, self.trained, *key)
         return self._op_graphs[key]

@@ -68,6 +68,7 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gather: str  # when weights are gathered: step or turn
+    schedule: str  # in which order stages compute: gpipe or 1f1b
 
 
 class Spec(NamedTuple):
@@ -197,8 +198,7 @@ def parse(text: str, rank: int) -> Spec:
             '  fix   name each dimension of x once: "array: axis axis ..."'
         )
     if place:
-        known = place.vocabulary
-        word = f'shard(x, "{text}")'
+        known, word = place.vocabulary, f'shard(x, "{text}")'
         _check_name(word, "activation", array, known.activations)
         for axis in axes:
             _check_name(word, "axis", axis, known.axes)
@@ -312,9 +312,9 @@ def parameter(
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
-    array, *shared = array if isinstance(array, tuple) else (array,)  # see `pipeline.gathered_once`
-    weight = Weight(array, ".".join((*module.path, name)), names, jnp.dtype(compute_dtype or dtype))
-    return dataclasses.replace(weight, shared=tuple(shared))
+    array, *shared = array if isinstance(array, tuple) else (array,)  # see `gathered_once`
+    in_use = jnp.dtype(compute_dtype or dtype)
+    return Weight(array, ".".join((*module.path, name)), names, in_use, shared=tuple(shared))
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:

@@ -50,6 +50,7 @@ HIDDEN = {
 WEIGHTS = {
     "embedding": "token table",
     "embedding_in": "projection of the token table's rows, where they have a width of their own",
+    "embedding_in_bias": "its bias",
     "embedding_out": "projection of the output back to that width",
     "position_embedding": "table of learned positions",
     "unembedding": "output matrix of an untied model",

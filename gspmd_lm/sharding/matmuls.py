@@ -320,8 +320,10 @@ _shared_weights: ContextVar[dict[str, tuple[Any, jax.Array]] | None] = ContextVa
 
 def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: Weight) -> jax.Array:
     """The product of `x` and a weight, which within `sharing_weights` is one array for all its products."""
-    if w.shared:
-        return _product(matmul._replace(weight=dataclasses.replace(matmul.weight, used=True)), x, slot, *w.shared)
+    if w.shared:  # gradients have the dtype of their matmul before they are added to those of others
+        in_use, partials = w.shared
+        matmul = matmul._replace(weight=dataclasses.replace(matmul.weight, used=True))
+        return _product(matmul, x, slot, in_use, partials.astype(in_use.dtype))
     shared = _shared_weights.get()
     if shared is None or w.used or placement() is None:
         return _product(matmul, x, slot, w.array, None)

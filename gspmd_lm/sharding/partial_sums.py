@@ -135,8 +135,9 @@ def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gradient_slot(weight: Weight, sum_: Sum, w: jax.Array) -> jax.Array:
     """Zeros whose gradient is the partial sums of a weight's gradient. Autodiff adds up those of all its products."""
-    shards = sum_.over.num_shards
-    return jnp.zeros((*((shards,) if shards > 1 else ()), *w.shape), weight.compute_dtype)
+    # They depend on `w`: of the stages of a pipeline, a batch dimension of `w`, each has a slot of its own.
+    zeros, shards = jnp.where(False, w, 0).astype(weight.compute_dtype), sum_.over.num_shards
+    return jnp.broadcast_to(zeros, (shards, *w.shape)) if shards > 1 else zeros
 
 
 def _gradient_of_slot(weight: Weight, sum_: Sum, like: jax.Array, partials: jax.Array) -> tuple[jax.Array]:

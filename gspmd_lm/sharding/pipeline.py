@@ -11,9 +11,12 @@ row of the batch waits where the rules place it. When stage 0 takes a row, each 
 before, and the last stage gets a finished row in its place.
 """
 
+import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -25,17 +28,16 @@ from gspmd_lm.sharding.annotate import (
     Spec,
     Split,
     Stages,
-    Weight,
     per_device,
     placed_by,
     placement,
     remat,
     split,
-    use,
 )
+from gspmd_lm.sharding.gathered_once import gathered_once, is_box
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import Sum, gradient_slot, tokens_of
+from gspmd_lm.sharding.partial_sums import tokens_of
 from gspmd_lm.sharding.permutes import permuted
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
@@ -49,9 +51,11 @@ Part = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
 def parts(stack: str) -> int:
     """Into how many parts a pipeline cuts the stack of layers of that name; 1 where it does not."""
-    place = placement()
-    stages = place.stages if place and place.vocabulary.stages == stack else None
-    return stages.split.num_shards * stages.repeats if stages else 1
+    place, one = placement(), _one_stage.get()
+    if not place or place.vocabulary.stages != stack:
+        return 1
+    stages = place.stages
+    return one.of if one else stages.split.num_shards * stages.repeats if stages else 1
 
 
 def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
@@ -60,9 +64,11 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: what layers read of each
     row besides, a tree of [B, T].
     """
+    if one := _one_stage.get():
+        return one.computed(part, weights, x_BTD, of_rows)
     place = placement()
     assert place and place.stages
-    over, M, R, gather = place.stages
+    over, M, R, gather, _ = place.stages
     once = gather == "step"
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
     outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
@@ -78,9 +84,9 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     def of_stages(box: Box) -> Box:
         w = _of_stages(over, R, Spec(box.path, box.axes), box.value)
         is_matrix = len(box.axes) > 2
-        return box.replace(value=gathered_once(over, tokens, box, x_BTD.dtype, w) if once and is_matrix else w)
+        return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, w, over) if once and is_matrix else w)
 
-    weights = jax.tree.map(of_stages, weights, is_leaf=_is_box)
+    weights = jax.tree.map(of_stages, weights, is_leaf=is_box)
     of_rows = jax.tree.map(lambda x: by_stage(x).reshape(M, -1, *x.shape[1:]), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
     x, sums, rows = run(weights, by_stage(x_BTD), of_rows)
@@ -94,7 +100,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
     """
-    over, M, R, gather = stages
+    over, M, R, gather, _ = stages
     S, J = over.num_shards, M // over.num_shards
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -103,17 +109,17 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
         slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
         fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
-        sent: Any = _sent(over, -1, _where(stage_S == 0, state, fresh))
-        sent = sent if R == 1 else jnp.where(takes, sent, fresh)
-        waiting = jax.lax.dynamic_update_index_in_dim(waiting, sent, slot, 1)
+        finished: Any = sent(over, -1, _where(stage_S == 0, state, fresh))
+        finished = finished if R == 1 else jnp.where(takes, finished, fresh)
+        waiting = jax.lax.dynamic_update_index_in_dim(waiting, finished, slot, 1)
         return _where((stage_S == 0) & takes, fresh, state), waiting
 
     @each
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
-        row_arrays = jax.tree.map(lambda x: _placed(x[microbatch], TOKENS), of_rows)
+        row_arrays = jax.tree.map(lambda x: placed(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
-        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=_is_box)
-        return part(weights, repeat * S + stage, _placed(x_BTD, RESIDUAL), row_arrays)
+        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=is_box)
+        return part(weights, repeat * S + stage, placed(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
     if policy and (R > 1 or gather == "turn"):
@@ -132,10 +138,10 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         state = _where(busy_S, state, spare)
         state, *of_layers = computed(weights, repeat_S, stage_S, microbatch_S, state)
         state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
-        return (_sent(over, 1, state), waiting), of_layers
+        return (sent(over, 1, state), waiting), of_layers
 
-    waiting = each(functools.partial(_placed, spec=RESIDUAL._replace(axes=("", *RESIDUAL.axes))))(x_SJBTD)
-    of_rows = jax.tree.map(lambda x: _placed(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
+    waiting = placed_of_stages(over, x_SJBTD)
+    of_rows = jax.tree.map(lambda x: placed(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
     spare = jax.lax.stop_gradient(waiting[:, 0])
     turns = R * M + S - 1
     (state, waiting), of_layers = jax.lax.scan(turn, (spare, waiting), jnp.arange(turns))
@@ -161,14 +167,20 @@ _where.defvjp(
 )
 
 
-def _placed(x: jax.Array, spec: Spec) -> jax.Array:
+def placed(x: jax.Array, spec: Spec) -> jax.Array:
     place = placement()
     assert place
     return place.constrain(x, spec)
 
 
+def placed_of_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
+    """The rows of several microbatches in each stage, placed as those of one of them."""
+    spec = RESIDUAL._replace(axes=("", *RESIDUAL.axes))
+    return jax.vmap(functools.partial(placed, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
+def sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
     """Of each stage, what the stage has that is `step` before it. Autodiff would sum over devices of the same stage."""
     place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
     to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
@@ -176,9 +188,9 @@ def _sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
         return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
 
 
-_sent.defvjp(
-    lambda over, step, x: (_sent(over, step, x), None),
-    lambda over, step, _, dx: (_sent(over, -step, dx),),
+sent.defvjp(
+    lambda over, step, x: (sent(over, step, x), None),
+    lambda over, step, _, dx: (sent(over, -step, dx),),
 )
 
 
@@ -202,21 +214,43 @@ def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
+# A stage that runs alone
+
+
+@dataclasses.dataclass
+class OneStage:
+    """A stage that is traced with the rest of the model: within it, `in_stages` computes the layers of this stage."""
+
+    number: jax.Array
+    of: int  # stages
+    given: Any  # what `in_stages` returns, of the layers of the stages before; None as long as its shapes are unknown
+    passed: Any = None  # the same, with the layers of this stage
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator["OneStage"]:
+        token = _one_stage.set(self)
+        try:
+            yield self
+        finally:
+            _one_stage.reset(token)
+
+    def computed(self, part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
+        """What `in_stages` returns, of the layers up to those of this stage."""
+        before = None
+        if self.given:
+            first = x_BTD, *jax.tree.map(jnp.zeros_like, self.given[1:])
+            x_BTD, *before = jax.tree.map(lambda x, y: jnp.where(self.number == 0, x, y), first, self.given)
+        x_BTD, *own = part(weights, self.number, placed(x_BTD, RESIDUAL), of_rows)
+        before = before or jax.tree.map(lambda x: jnp.zeros((self.of * len(x), *x.shape[1:]), x.dtype), own)
+        put = lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, self.number * len(x), 0)  # noqa: E731
+        self.passed = x_BTD, *jax.tree.map(put, before, own)
+        return self.passed
+
+
+_one_stage: ContextVar[OneStage | None] = ContextVar("one_stage", default=None)
+
+
 # Weights
-
-
-def gathered_once(over: Split, tokens: Sum, box: Box, dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
-    """A weight of all stages, [S, R, k, ...], with what its matmuls share in all turns: see `Weight.shared`.
-
-    tokens: the sum over tokens within a stage. Its partial sums are added up over all turns in float32.
-    """
-    axes = (box.axes[0], "", "", *box.axes[1:])
-    in_use = jax.lax.stop_gradient(use(Weight(w, box.path, axes, dtype)))
-    slot: Any = gradient_slot(Weight(w, box.path, axes, jnp.dtype("float32")).holding(None), tokens, w)
-    if tokens.over.num_shards > 1:
-        place = over.over, (), (), tokens.over.over, *(split(box.path, axis).over for axis in box.axes[1:])
-        slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, 3))[0]
-    return w, in_use, slot
 
 
 def _added_up_in_float32(box: Box) -> Box:
@@ -225,10 +259,6 @@ def _added_up_in_float32(box: Box) -> Box:
         return box
     w, in_use, slot = box.value
     return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
-
-
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, Box)
 
 
 def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:

@@ -19,6 +19,10 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+)  # of a pipeline: all microbatches forward and then back, or each back as soon as it can be
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
 # platform, see `kernels.attention.unsupported`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
@@ -88,12 +92,13 @@ class Pipeline:
     microbatches: int
     repeats: int = 1
     gather: str = GATHERS[0]
+    schedule: str = SCHEDULES[0]
 
     @property
     def plain(self) -> dict[str, Any]:
         """As a rules file says it, without what it need not say."""
-        given = {"microbatches": self.microbatches, "repeats": self.repeats, "gather": self.gather}
-        return {key: value for key, value in given.items() if value not in (1, GATHERS[0]) or key == "microbatches"}
+        usual = dataclasses.asdict(Pipeline(0))
+        return {key: value for key, value in dataclasses.asdict(self).items() if value != usual[key]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +184,8 @@ class Rules:
         """In how many turns a stage of the pipeline has rows, and how many there are; (0, 0) without stages."""
         if not self.pipeline or not self.stages:
             return 0, 0
-        busy = self.pipeline.microbatches * self.pipeline.repeats
-        return busy, busy + self.num_shards(self.stages) - 1
+        busy, others = self.pipeline.microbatches * self.pipeline.repeats, self.num_shards(self.stages) - 1
+        return busy, busy + others * (2 if self.pipeline.schedule == "1f1b" else 1)
 
     @property
     def of_a_stage(self) -> "Rules":

@@ -15,6 +15,7 @@ from gspmd_lm.sharding.rules import (
     GATHERS,
     KERNELS,
     MESH_AXES,
+    SCHEDULES,
     TABLES,
     Pipeline,
     Problem,
@@ -170,7 +171,7 @@ class _Reader:
                 for platform, entries in self.by_platform("compiler_options", raw.get("compiler_options"))
             },
             dcn=self.dcn(raw.get("dcn"), mesh),
-            pipeline=self.pipeline(raw.get("pipeline")),
+            pipeline=self.pipeline(raw),
             interleave=interleave if self.size(interleave, "interleave", "interleave") else 1,
             problems=tuple(self.problems),
             flags=self.flags,
@@ -231,21 +232,35 @@ class _Reader:
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
 
-    def pipeline(self, value: Any) -> Pipeline | None:
+    def pipeline(self, raw: Mapping[Any, Any]) -> Pipeline | None:
+        value = raw.get("pipeline")
         if not self.mapping("pipeline", value):
             return None
-        values = {"microbatches": None, "repeats": 1, "gather": GATHERS[0], **self.mapping("pipeline", value)}
+        usual = {"microbatches": None, "repeats": 1, "gather": GATHERS[0], "schedule": SCHEDULES[0]}
+        values = {**usual, **self.mapping("pipeline", value)}
+        words = {"gather": (GATHERS, "weights are gathered once in a"), "schedule": (SCHEDULES, "unknown schedule")}
         # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
-            self.known(key, ("microbatches", "repeats", "gather"), "pipeline: unknown key", f"pipeline.{key}", one)
+            self.known(key, usual, "pipeline: unknown key", f"pipeline.{key}", one)
             and (
-                self.known(one, GATHERS, "pipeline: weights are gathered once in a", f"pipeline.{key}", one)
-                if key == "gather"
+                self.known(one, words[key][0], f"pipeline: {words[key][1]}", f"pipeline.{key}", one)
+                if key in words
                 else self.size(one, f"pipeline: {key}", f"pipeline.{key}")
             )
             for key, one in values.items()
         ]
-        return Pipeline(**values) if all(good) else None
+        if not all(good):
+            return None
+        if values["schedule"] == "1f1b":
+            offload = raw["remat"].get("offload") if isinstance(raw.get("remat"), dict) else None
+            for key, one, only in (
+                ("pipeline.repeats", values["repeats"], 1), ("pipeline.gather", values["gather"], GATHERS[0]),
+                ("microbatches", raw.get("microbatches", 1), 1), ("remat.offload", offload or [], []),
+            ):  # fmt: skip
+                if one != only:
+                    message = f"pipeline: schedule: 1f1b does not go with {key}={flow(one)}"
+                    self.wrong(message, key, one, f"--set rules.{key}={only}, or rules.pipeline.schedule=gpipe")
+        return Pipeline(**values)
 
     def unroll(self, value: Any) -> int | Literal["all"] | None:
         good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")

@@ -40,10 +40,19 @@ class Arrays:
         return _count(self.trained)
 
     def active_count(self, model: ModelConfig, trained: bool = False) -> int:
-        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained."""
+        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained.
+
+        What all layers share computes it once in each layer.
+        """
         leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
         share = model.experts_per_token / model.experts if model.experts else 1.0
-        return round(sum(like.size * (share if "expert" in leaf.axes else 1.0) for leaf, like in leaves))
+
+        def times(leaf: Named) -> float:
+            if model.shared_layers and leaf.path.startswith("layers."):
+                return model.layers
+            return share if "expert" in leaf.axes else 1.0
+
+        return round(sum(like.size * times(leaf) for leaf, like in leaves))
 
 
 def arrays(

@@ -24,14 +24,16 @@ def flops_per_token(
     each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
     norms and biases too.
     """
-    looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * model.embed
-    looked_up += model.token_types * model.embed
+    table_width = model.embedding_width or model.embed
+    summed_width = model.embed if model.embedding_in == "tokens" else table_width
+    looked_up = 0 if model.tied_embeddings and not model.classes else model.vocab_rows * table_width
+    looked_up += model.token_types * summed_width
     if relative := model.relative_positions:
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
     if model.classes:  # one token of a row is scored
         looked_up += model.embed * (model.embed + model.classes)
     if model.positions == "learned":
-        looked_up += model.context * model.embed
+        looked_up += model.context * summed_width
     looked_up += model.vocab_rows * model.layers * model.layer_embed
     multiplied = parameter_count - looked_up
     gradients = multiplied if trained_count is None or model.lora is None else trained_count

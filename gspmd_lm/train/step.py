@@ -17,6 +17,7 @@ from gspmd_lm.model.supported import Pass
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Spec, Split
+from gspmd_lm.sharding.one_forward_one_backward import one_forward_one_backward
 from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
@@ -151,15 +152,23 @@ class Step(TaskProgram):
         """
         key = jax.random.fold_in(state.key, state.step) if self.task.random else None
 
-        def loss(trained: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
             sums, changed = self.task.summed(lora.joined(frozen, trained), batch, key)
             return sums.loss / count, (sums, changed)
 
         def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
             with self.traced(placement):
-                return jax.grad(loss, has_aux=True)(trained, batch)
+                return jax.grad(loss, has_aux=True)(trained, frozen, batch)
 
-        microbatches = self.rules.microbatches
+        microbatches, pipeline = self.rules.microbatches, self.rules.pipeline
+        if pipeline and pipeline.schedule == "1f1b" and self.placement.stages:
+            place = self.placement.of_a_stage
+            named_frozen, named_trained = self.task.partition(self.arrays.named_params)
+            pieces = {name: self._cut(name, x, pipeline.microbatches, place) for name, x in batch.items()}
+            with self.traced():
+                named = named_trained, named_frozen
+                gradients, sums = one_forward_one_backward(loss, named, (trained, frozen), pieces)
+            return sums, self._constrain(gradients)
         if microbatches == 1:
             gradients, sums = differentiate(batch)
             return sums, self._constrain(gradients)
@@ -170,14 +179,10 @@ class Step(TaskProgram):
         mapped = functools.partial(jax.vmap, axis_name=REPLICAS, spmd_axis_name=names)
         each = mapped if names else lambda function: function
         lead = (replicas.num_shards,) if names else ()
-        specs = self.task.specs()
 
         def cut(name: str, x: jax.Array) -> jax.Array:
             """[M, R, rows, ...], without R where there are no replicas."""
-            # Row r goes to microbatch r % M: every device then works on rows that it already has.
-            x = rearrange(x, "(row M) ... -> M row ...", M=microbatches)
-            array, axes, _ = specs[name]
-            x = jax.lax.with_sharding_constraint(x, self.placement.sharding("rules", array, ("", *axes), x.shape))
+            x = self._cut(name, x, microbatches, self.placement)
             return x.reshape(microbatches, *lead, -1, *x.shape[2:])
 
         one, constrain = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._constrain)
@@ -201,6 +206,13 @@ class Step(TaskProgram):
             )  # fmt: skip
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
+
+    def _cut(self, name: str, x: jax.Array, microbatches: int, placement: MeshPlacement) -> jax.Array:
+        """An array of the batch in microbatches, [M, rows, ...]."""
+        # Row r goes to microbatch r % M: every device then works on rows that it already has.
+        x = rearrange(x, "(row M) ... -> M row ...", M=microbatches)
+        array, axes, _ = self.task.specs()[name]
+        return jax.lax.with_sharding_constraint(x, placement.sharding("rules", array, ("", *axes), x.shape))
 
     def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
         """The gradient of a parameter from the gradients of its replicas, [R, ...]."""

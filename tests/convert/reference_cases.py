@@ -23,6 +23,11 @@ _T5 = {
     "vocab_size": 96, "d_model": 32, "d_kv": 6, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 8,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "n_positions": 96,
 }  # fmt: skip
+_BART = {
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 16,
+    "decoder_attention_heads": 8, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
+    "scale_embedding": True,
+}  # fmt: skip
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -233,9 +238,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", _T5),
     "t5-v1.1": ("t5", _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("mt5", _T5 | {"tie_word_embeddings": False}),
-    "bart": ("bart", {
-        "vocab_size": 96, "d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 16,
-        "decoder_attention_heads": 8, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
-        "scale_embedding": True,
-    }),
+    "umt5": ("umt5", _T5),
+    "bart": ("bart", _BART),
+    "mbart": ("mbart", _BART | {"decoder_start_token_id": 5}),
 }  # fmt: skip

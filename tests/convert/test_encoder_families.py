@@ -21,12 +21,15 @@ SIZES = {
     "max_position_embeddings": 40,
 }  # fmt: skip
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
+NARROW = {"embedding_size": 24}
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
+    "ElectraForMaskedLM": NARROW, "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
+    "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
 ROWS = {row.architecture: row for row in ENCODER_FAMILIES}
 LENGTHS = np.array([16, 9, 12, 5])
@@ -52,7 +55,7 @@ def _tensors(kind):
     row, model = _model(_config(kind))
     draw, names = np.random.default_rng(0), {}
     for tensor in row.tensors:
-        if tensor.weights != ("unembedding",):
+        if tensor.weights != ("unembedding",) and tensor.is_of(model):
             for layer in range(model.layers if "{}" in tensor.name else 1):
                 names[tensor.name.format(layer)] = tensor.shape(model)
     return {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in names.items()}

@@ -1,5 +1,6 @@
 """What a traced step says of its communication and FLOPs, beside what its compiled program has."""
 
+import functools
 import itertools
 import math
 
@@ -150,6 +151,23 @@ def test_a_sum_that_a_loop_carries_is_made_after_it():
 
     found = reading(accumulated, array((5, 8, 16), None, "fsdp"), array((5, 8, 32), None, "fsdp"))
     assert kinds(found) == [("all-reduce", "fsdp", 2 * 16 * 32 * 4 / 2, 1)]
+
+
+def test_a_sum_of_devices_that_a_loop_only_adds_up_is_made_once():
+    local = jax.shard_map(
+        lambda x: jax.lax.psum(x[0], "fsdp"), mesh=MESH, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec()
+    )
+
+    def accumulated(kept, xs):
+        def body(total, x):
+            summed = jax.checkpoint(local)(x)
+            return total + summed, (summed if kept else None)
+
+        return jax.lax.scan(body, jnp.zeros((16,)), xs)
+
+    for kept, times in ((False, 1), (True, 5)):
+        found = reading(functools.partial(accumulated, kept), array((5, FSDP, 16), None, "fsdp"))
+        assert kinds(found) == [("all-reduce", "fsdp", 16 * 4, times)]
 
 
 def test_an_array_is_gathered_once_unless_it_is_computed_again():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recorded import shapes_once  # noqa: F401  a fixture
 
-from benchmarks import foresight, foresight_memory, measure, published_errors, step_times
+from benchmarks import foresight, foresight_memory, measure, published_errors, published_experts, step_times
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.known_errors import Kind
 from gspmd_lm.hardware import target
@@ -48,6 +48,11 @@ def test_validation_has_the_other_tables_too(name):
     table = measure.markdown(measure.read(f"foresight_{name}"), getattr(foresight, name.upper()))
     assert table in VALIDATION
     assert foresight_memory.table(measure.read("foresight_memory")) in VALIDATION
+
+
+@pytest.mark.slow
+def test_validation_has_what_published_mixtures_did_otherwise():
+    assert measure.markdown(published_experts.rows(), published_experts.COLUMNS) in VALIDATION
 
 
 def test_runs_with_operands_of_8_bits_are_those_that_were_compared():

@@ -62,6 +62,8 @@ _FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": 
          "token_types": 2, "pre_norms": False, "sum_norms": True, "final_norm": False, **BIASES}  # fmt: skip
 ENCODERS = {
     "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
+    "albert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "shared_layers": True,
+               "embedding_width": 24, "embedding_in": "sum", "layers": 3},
     "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
     "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
             "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},

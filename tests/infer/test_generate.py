@@ -25,11 +25,13 @@ VARIANTS = {
 }
 GROUPED = dict(kv_heads=4)
 LATENT = dict(latent_attention=LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), head_dim=6, rope_dim=2)
-VARIANTS["latent"] = LATENT
+SHARED = dict(shared_layers=True, layers=3)
+VARIANTS |= {"latent": LATENT, "shared": SHARED}
 LAYOUTS = {
     "decode_tp8": ({}, "decode_tp8"),
     "decode_tp8, latent": (LATENT, "decode_tp8"),
     "fsdp2_tp4": ({}, "fsdp2_tp4"),
+    "fsdp2_tp4, shared": (SHARED, "fsdp2_tp4"),
     "slots split, latent": (LATENT, {
         "mesh": {"context": 2, "tensor": 4}, "rules": {"heads": "tensor", "mlp": "tensor", "cache.kv_seq": "context"},
     }),
@@ -81,12 +83,12 @@ def tokens(results):
     return [result.tokens for result in results]
 
 
-# The same positions as families of test_references.py, by default.
-OF_FAMILIES = ("rope", "alibi")
+# Two have the positions of families of test_references.py.
+SLOW_VARIANTS = ("rope", "alibi", "shared")
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow if name in OF_FAMILIES else ()) for name in VARIANTS]
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_VARIANTS else ()) for name in VARIANTS]
 )
 def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     """Each prompt's tokens, generated in a ragged batch, are the best ones when its whole text is read at once."""
@@ -113,7 +115,7 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-SLOW = ("dp2_tp4", "slots split, latent", "kv_heads on every device", *MIXTURES)
+SLOW = ("dp2_tp4", "slots split, latent", "fsdp2_tp4, shared", "kv_heads on every device", *MIXTURES)
 
 
 @pytest.mark.parametrize(

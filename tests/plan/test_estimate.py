@@ -10,7 +10,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, RelativePositions
 from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import attention, op_time
+from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan import operations, overlap, timed_ops
@@ -90,12 +90,16 @@ ENCODER = {"mask": "full", "positions": "learned", "token_types": 2, "mlp_kind":
 
 ENCODERS = {
     "masked": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER},
+    "shared": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
+               "embedding_width": 16, "embedding_in": "sum", "layers": 4},
     "classes": {"objective": "classes", "classes": 3, **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
 }  # fmt: skip
-CP = [pytest.param("cp8", name, marks=[pytest.mark.slow] * (name in ("classes", "near"))) for name in ENCODERS]
+CP = [
+    pytest.param("cp8", name, marks=[pytest.mark.slow] * (name in ("masked", "classes", "near"))) for name in ENCODERS
+]
 TP = [pytest.param("tp8", name, marks=pytest.mark.slow) for name in ENCODERS]
 
 
@@ -208,6 +212,51 @@ def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, 
     hidden_s = B / 8 * T * F * 2 / op_time.hbm_bytes_per_s(CHIPS["v5p"])  # to read or write it once, in one layer
     assert extra_s["none"] > 3 * 0.7 * hidden_s * L
     assert extra_s["block"] > extra_s["none"]
+
+
+@pytest.mark.parametrize("target", ["v6e:2x4", "tpu7x:2x2x1"])
+def test_tokens_move_to_experts_in_the_time_that_a_compiled_program_takes(small, target):
+    """Each forward, again if what was dispatched is not kept, and backward. On tpu7x, SparseCores gather."""
+    size = {"data": {"batch": 32, "seq": 4096}, "context": 4096, "embed": 1024, "heads": 8, "head_dim": 128}
+    config, N = small(**EXPERTS | size, compute_dtype="bfloat16"), 32 * 4096 * 2 // 8
+    on = "COMPUTE_TYPE_TILE" if "tpu7x" in target else "COMPUTE_TYPE_DEFAULT"
+    module = hlo.parse(f"""HloModule test
+
+ENTRY %main (x: bf16[16384,1024], at: s32[{N}]) -> f32[16384,1024] {{
+  %x = bf16[16384,1024]{{1,0:T(8,128)(2,1)}} parameter(0)
+  %at = s32[{N}]{{0:T(1024)}} parameter(1)
+  %sort = (s32[{N}]{{0:T(1024)}}, s32[{N}]{{0:T(1024)}}) sort(%at, %at), dimensions={{0}}
+  ROOT %rows = bf16[{N},1024]{{1,0:T(8,128)(2,1)}} gather(%x, %at), slice_sizes={{1,1024}}, backend_config={{"compute_type":"{on}"}}
+}}
+""")  # noqa: E501
+    chip, kept = targets.parse(target).chip, ("names", ("dispatched",))
+    compiled = {one.opcode: op_time.op_time(one, chip).seconds for one in module.operations}
+    estimator = Estimator(config, targets.parse(target))
+    (costs,) = estimator._layout(rules_file.from_dict(FSDP, "fsdp").fill(8)).parts
+    found = [one for one in costs.timed_ops if isinstance(one.op, operations.MoveOp) and one.in_loop]
+    found = [one for one in found if one.op.node.primitive in compiled]
+    assert [one.op.node.primitive for one in found] == ["sort", "sort", "gather", "gather"]
+    for one in found:
+        assert one.forward_s == one.backward_s == pytest.approx(compiled[one.op.node.primitive])
+    again = {remat: costs.op_graph.saved_activations(Remat(*remat)).recomputed for remat in (("block",), kept)}
+    assert [one.op in again["block",] for one in found] == [True, False, True, False]
+    assert not any(one.op in again[kept] for one in found)
+
+
+def test_sums_of_the_results_of_few_experts_take_their_tiles(small, monkeypatch):
+    """Forward and backward, in each layer; more experts than 4 fill registers."""
+
+    def others_s(experts, cycles):
+        monkeypatch.setattr(gathers, "SUM_TILE", cycles)
+        config = small(**EXPERTS | {"experts": 8, "experts_per_token": experts})
+        rules = rules_file.from_dict({**FSDP, "mesh": {"fsdp": 4}}, "fsdp").fill(4)
+        return Estimator(config, targets.parse("v6e:2x2")).estimate(rules).other_s
+
+    tiles = 4 * 64 // 4  # one for each token of a device, of 64 numbers
+    for experts in (2, 4):
+        longer_s = others_s(experts, 3e6) - others_s(experts, 1e6)
+        assert longer_s == pytest.approx(2 * 4 * tiles * 2e6 / CHIPS["v6e"].clock_hz)
+    assert others_s(8, 3e6) == others_s(8, 1e6)
 
 
 def test_the_attention_kernel_runs_again_unless_its_result_is_kept(estimated):

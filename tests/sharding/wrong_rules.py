@@ -135,6 +135,9 @@ WRONG = {
         PP + "pipeline: {microbatches: 4}\n",
         ("model.residual_streams=2", "model.layer_embed=8", "model.layer_vocab=50", "model.shared_kv_layers=2"),
     ),
+    "pipeline of layers that share their weights": Case(
+        PP + "pipeline: {microbatches: 4}\n", ("model.shared_layers=true",)
+    ),
     "pipeline whose optimizer splits layers otherwise": Case(
         PP + "pipeline: {microbatches: 4}\noptimizer: {layers: fsdp}\n"
     ),

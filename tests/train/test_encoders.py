@@ -22,13 +22,22 @@ MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": Tru
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
-    "classes": {"objective": "classes", "classes": 3, "dropout": 0.1, **BERT},
+    "shared": {
+        **MASKED,
+        "shared_layers": True,
+        "embedding_width": 16,
+        "embedding_in": "sum",
+        "layers": 3,
+        "dropout": 0.1,
+    },
+    "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS] + [("pp2_fsdp2_tp2", "masked")]
-DEFAULT = (("fsdp2_tp4", "masked"),)  # model/kernels/test_context.py has the other masks and biases of a split sequence
+# model/kernels/test_context.py has the other masks and biases of a split sequence.
+DEFAULT = (("fsdp2_tp4", "shared"),)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +48,13 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
     alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("layers.attention.bk",))
+
+
+def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
+    step = built(small(**KINDS["shared"], compute_dtype="bfloat16", matmul_precision="default"), "fsdp8")
+    sent = [one for one in read(step).transfers if one.array.startswith("layers.") and ".w" in one.array]
+    assert {one.times_per_step for one in sent} == {1}
+    assert {(one.kind, one.dtype) for one in sent} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ from tests.courses import agree, drawn
 B, T, D, L, R = 32, 16, 32, 2, 2
 LORA = Lora(rank=R, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3, "warmup_steps": 0}
+SHARED = {"shared_layers": True}
 SEQUENTIAL, PARALLEL = {}, {"block": "parallel", "kv_heads": 4, "tied_embeddings": True}
 
 
@@ -71,9 +72,10 @@ def trained(small, course):
     [
         ("tp8", 1, SEQUENTIAL),
         pytest.param("fsdp2_tp4", 2, SEQUENTIAL, marks=pytest.mark.slow),
+        pytest.param("fsdp2_tp4", 2, SHARED, marks=pytest.mark.slow),
         pytest.param(without_kv_heads("tp8"), 1, PARALLEL, marks=pytest.mark.slow),
     ],
-    ids=["tp8", "fsdp2_tp4", "parallel"],
+    ids=["tp8", "fsdp2_tp4", "shared", "parallel"],
 )
 def test_a_layout_changes_nothing(trained, rules, microbatches, model):
     want = trained("single", **model)

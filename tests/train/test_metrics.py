@@ -72,6 +72,7 @@ BERT = {
     [
         BERT,
         {"relative_positions": dataclasses.replace(NEAR, shared=False)},
+        {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
@@ -86,6 +87,9 @@ def test_model_flops_are_three_times_those_of_the_traced_forward_pass(small, set
     forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
     unseen_keys = config.data.seq * model.layers - keys_seen(model, config.data.seq)
     per_key = 6 * model.heads * (model.head_dim + model.v_head_dim)
-    vectors = [like for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1]
-    not_multiplied = 6 * sum(like.size for like in vectors) - per_key * unseen_keys
+    vectors = [
+        like.size * (model.layers if model.shared_layers and leaf.path.startswith("layers") else 1)
+        for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1
+    ]  # fmt: skip
+    not_multiplied = 6 * sum(vectors) - per_key * unseen_keys
     assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) + tokens * not_multiplied)

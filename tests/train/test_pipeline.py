@@ -17,6 +17,8 @@ from gspmd_lm.infer import programs, score
 from gspmd_lm.model.supported import pipeline_problems
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding import pipeline, rules_file
+from gspmd_lm.sharding.annotate import Split, Weight
+from gspmd_lm.sharding.partial_sums import Sum, gradient_slot
 from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.sharding.rules import GATHERS, ShardingError
 from gspmd_lm.sharding.shapes import pairs
@@ -67,6 +69,7 @@ MODELS = {
     "experts in a pattern": {**EXPERTS, "sparse_step": 2, "balance": "bias", "shared_mlp": 8},
     "adapters": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_down"))},
 }  # fmt: skip
+CLASSES = {"classes": {"objective": "classes", "classes": 3, "mask": "full"}}
 REMATS = ("none", "block", "dots", {"save": ["attention_out"]})
 ALONE = ("dense, then experts", "experts in a pattern")  # whose weights are gathered in each turn
 PRODUCT = [
@@ -83,16 +86,33 @@ PRODUCT = [
 ]
 
 
-def rules_of(layout, repeats=1, remat="block", gather="turn"):
+# What stages compute in turns of one microbatch forward and another one backward.
+ALTERNATING = [
+    (MIXED, FIRST, "block", 1),
+    ("dense, then experts", "experts", "none", 1),
+    ("experts in a pattern", FIRST, "dots", 1),
+    ("a layer behind the pattern", "a batch that stages do not split", {"save": ["attention_out"]}, 1),
+    ("adapters", RING, "block", 1),
+    ("plain", "data outside of the stages, zero1", "none", 2),
+    ("classes", "four stages", "dots", 1),
+]
+
+
+def rules_of(layout, repeats=1, remat="block", gather="turn", **pipeline):
     raw = LAYOUTS[layout]
-    sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather}
+    sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather} | pipeline
     raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
     return rules_file.from_dict(raw, "here.yaml")
 
 
+def alternating(layout, remat="block", **more):
+    rules = rules_of(layout, remat=remat, schedule="1f1b", **more)
+    return dataclasses.replace(rules, microbatches=1, problems=())
+
+
 def model_of(name, layout, repeats, small):
     """A model with two turns of its pattern, or one, in each part of a stage."""
-    settings = dict(MODELS[name])
+    settings = dict((MODELS | CLASSES)[name])
     length = math.lcm(len(settings.get("layer_pattern", ("full",))), settings.get("sparse_step", 1))
     layers = LAYOUTS[layout]["mesh"]["stage"] * repeats * length * (2 if length == repeats == 1 else 1)
     return small(
@@ -130,6 +150,73 @@ def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repe
 
 def test_every_remat_policy_meets_every_layout():
     assert len({(layout, str(remat)) for _, layout, _, remat, _ in PRODUCT}) == len(LAYOUTS) * len(REMATS)
+
+
+@pytest.fixture(scope="module")
+def turns_of_two(small, course):
+    """A course whose stages compute one microbatch forward and another one backward in each turn."""
+    return course(small(layers=4, optimizer=UNCLIPPED), alternating(FIRST, microbatches=8), 1)
+
+
+def test_nor_does_the_schedule(turns_of_two, small, course):
+    agree(turns_of_two, course(small(layers=4, optimizer=UNCLIPPED), "single", 1))
+
+
+def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
+    half = small(layers=4, optimizer=UNCLIPPED, data={"batch": B // 2})
+    fewer, more = built(half, alternating(FIRST)).lower_train().compile(), turns_of_two.program
+    grown = [program.memory_analysis().temp_size_in_bytes for program in (fewer, more)]
+    rows = B // 8 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
+    assert (
+        grown[1] - grown[0] < 2 * rows
+    )  # of the four microbatches more, each stage could keep the inputs of two layers
+
+
+def test_stages_send_rows_and_their_gradients(turns_of_two, small, built, read):
+    found = over_stages(turns_of_two.program.as_text())
+    rows = B // 8 // 2 * T // 2 * D
+    assert {what: times for what, times in found.items() if what[3]} == {
+        ("collective-permute", "f32", rows, True): 2 * (8 + 2)
+    }
+    sent = ring_bytes(count(turns_of_two.program.as_text()))
+    reading = read(built(small(layers=4, optimizer=UNCLIPPED), alternating(FIRST, microbatches=8)))
+    assert not reading.unknown and not reading.estimated_because
+    assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "remat", "interleave"), ALTERNATING)
+def test_nor_does_the_schedule_of_any_model(model, layout, remat, interleave, small, course):
+    config, rules = model_of(model, layout, 1, small), alternating(layout, remat)
+    agree(course(config, rules, 1, interleave=interleave), course(config, "single", 1))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"pipeline": {"microbatches": 4, "repeats": 2}}, "pipeline.repeats=2"),
+        ({"pipeline": {"microbatches": 4, "gather": "step"}}, "pipeline.gather=step"),
+        ({"microbatches": 2}, "microbatches=2"),
+        ({"remat": {"offload": ["residual"]}}, "remat.offload=[residual]"),
+    ],
+)
+def test_what_the_schedule_does_not_go_with_is_refused(raw, said):
+    pipeline = {"microbatches": 4, **raw.get("pipeline", {}), "schedule": "1f1b"}
+    rules = rules_file.from_dict({"mesh": {"stage": 2}, **raw, "pipeline": pipeline}, "here.yaml")
+    (problem,) = rules.problems
+    assert problem.message == f"pipeline: schedule: 1f1b does not go with {said}"
+    assert problem.row.startswith(f"here.yaml: {said.partition('=')[0]}: ")
+    assert problem.fix.startswith("--set rules.") and problem.fix.endswith(", or rules.pipeline.schedule=gpipe")
+
+
+def test_each_stage_has_the_gradient_of_its_own_slot():
+    """Of a weight that several products share, as those of the parts of a device's rows."""
+    weight, x_SD = Weight(jnp.zeros(4), "w", ("embed",), jnp.dtype("float32")), jnp.arange(8.0).reshape(2, 4)
+
+    def total(w_SD):
+        return jax.vmap(lambda w_D, x_D: gradient_slot(weight, Sum(Split()), w_D) * x_D)(w_SD, x_SD).sum()
+
+    np.testing.assert_array_equal(jax.grad(total)(jnp.ones((2, 4))), x_SD)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import Encoder, RelativePositions
+from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
@@ -25,6 +26,11 @@ BART = {
     "tied_embeddings": True, "unembedding_bias": True,
 }  # fmt: skip
 KINDS = {"T5": T5, "BART": BART}
+OF_EACH_LAYER = RelativePositions(ranges=8, distance=12, shared=False)
+ALIKE = {
+    "UMT5": T5 | {"relative_positions": OF_EACH_LAYER},
+    "mBART": BART | {"pre_norms": True, "sum_norms": False, "final_norm": True, "embedding_scale": 32**0.5},
+}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 
@@ -32,15 +38,24 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
     ("kind", "layout"),
     [
         pytest.param(kind, layout, marks=() if (kind, layout) == ("T5", "fsdp2_tp4") else pytest.mark.slow)
-        for kind in KINDS
+        for kind in KINDS | ALIKE
         for layout in LAYOUTS
     ],
 )
 def test_a_layout_changes_nothing(kind, layout, small, course):
-    config = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **KINDS[kind])
+    config = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **(KINDS | ALIKE)[kind])
     alone, found = course(config, "single", 3, unroll=1), course(config, layout, 3)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk", "cross.bk"))
+
+
+def test_the_gradient_of_a_bias_by_distance_is_that_of_its_table_before_devices_add_it_up(small, built):
+    """Not of all pairs of tokens, which are many more."""
+    made = built(small(**T5), "fsdp8")
+    traced = made.trace_train()
+    found = read_step(traced.jaxpr, (made.abstract_state, made.abstract_batch), traced.out_info)
+    sums = [one for one in found.transfers if one.kind == "all-reduce" and one.phase == "backward"]
+    assert {one.array: one.shape for one in sums} == {"relative_bias": (8, 8), "encoder": (8, 16)}  # ranges, heads
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -8,6 +8,7 @@ from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
+from gspmd_lm.foresight.propagation.wanted import terms
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
 
@@ -29,7 +30,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     for number, sharding in enumerate(asked):
         if hasattr(sharding, "spec"):
             wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
-    results = reader.read(inner, operands, operation.stack, wanted)
+    results = reader.read(inner, operands, operation.stack, wanted, operation.terms)
     return _as_asked(reader, operation, asked, inner.outvars, results)
 
 
@@ -59,11 +60,14 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
             return dataclasses.replace(_renamed(reader, one), loop_depth=outside.loop_depth)
         return dataclasses.replace(one, loop_depth=depth, identity=object())
 
+    added = terms(body, range(carried))
+    sums = [n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n and not once]
     slices = [inside(dataclasses.replace(one, dims=one.dims[1:]), one) for one in stacked]
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         carried = map(inside, carry, begin)
-        return reader.read(body, [*operation.operands[:constants], *carried, *slices], operation.stack)
+        operands = [*operation.operands[:constants], *carried, *slices]
+        return reader.read(body, operands, operation.stack, accumulated=sums)
 
     with reader.trial():
         carry = _settled_carry(iterate, begin)

@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from gspmd_lm.foresight.propagation.reader import ADDITIVE, Operation, Reader, Rule, unknown
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, unknown
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, replicated, without
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 
 def elementwise(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:

@@ -12,6 +12,7 @@ from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, rank_of, replicated
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 _COLLECTIVES = {
     "psum": "all-reduce",
@@ -26,6 +27,7 @@ _COLLECTIVES = {
 }
 _RAGGED = "ragged_all_to_all"
 _NO_COLLECTIVES = ("axis_index", "pvary", "pcast", "pbroadcast")  # they name mesh axes, and send nothing
+_SUMS = ADDITIVE | {"psum", "psum_invariant", *_NO_COLLECTIVES}
 
 
 def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -36,9 +38,14 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
         operand = operation.operands[number]
         if operand.dims != target or operand.unreduced:
             operation.operands[number] = reader.move(operation, operation.inputs[number], operand, target)
-    results = PerDevice(reader, operation.stack).read(body, operation.operands)
+    only_sums = all(equation.primitive.name in _SUMS for equation in body.eqns)
+    is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
+    # XLA makes a sum over devices that a loop adds to what it carries once, after the loop, on TPUs.
+    depth = len(reader.loops) - is_late
+    operands = [dataclasses.replace(one, loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
+    results = PerDevice(reader, operation.stack).read(body, operands)
     return [
-        ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth)
+        ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth + is_late)
         for var, spec, result in zip(operation.equation.outvars, operation.params["out_specs"], results, strict=True)
     ]
 

@@ -1,11 +1,10 @@
 """The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core, source_info_util
@@ -25,17 +24,10 @@ from gspmd_lm.foresight.propagation.sharding import (
     total_bytes,
     without,
 )
-from gspmd_lm.foresight.propagation.wanted import Wanted, wanted_dims
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
-# Those of several terms, or of one: the sum of what they give is what they give of the sum.
-ADDITIVE = frozenset((
-    "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
-    "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
-    "concatenate", "roll", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
-    "optimization_barrier", "reshard",
-))  # fmt: skip
-# Those that are so in one of their operands.
+# Those that are additive in one of their operands.
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
 
 # Those whose operations are read in their place.
@@ -59,6 +51,7 @@ class Operation:
     stack: str  # the names of the functions around it
     operands: list[ArraySharding]
     wanted: Wanted
+    terms: frozenset[int] = frozenset()  # the results that are only added to what the loop around carries
 
     @property
     def primitive(self) -> str:
@@ -283,12 +276,14 @@ class Reader:
     # The walk
 
     def read(
-        self, jaxpr: Any, operands: Sequence[ArraySharding], stack: str = "", wanted: Sequence[Dims | None] = ()
-    ) -> list[ArraySharding]:
-        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands."""
-        wants = wanted_dims(self.mesh, jaxpr, wanted)
-        uses = collections.Counter(a for eqn in jaxpr.eqns for a in eqn.invars if not isinstance(a, core.Literal))
-        uses.update(atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal))
+        self, jaxpr: Any, operands: Sequence[ArraySharding], stack: str = "", wanted: Sequence[Dims | None] = (),
+        accumulated: Collection[int] = (),
+    ) -> list[ArraySharding]:  # fmt: skip
+        """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands.
+
+        accumulated: the numbers of results that are only added to what the loop around carries.
+        """
+        wants, uses, added = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr), terms(jaxpr, accumulated)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
         known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
         constrained: dict[Any, ArraySharding] = {}
@@ -298,7 +293,8 @@ class Reader:
 
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
-            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants)
+            of_sum = frozenset(number for number, var in enumerate(equation.outvars) if var in added)
+            operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
             if operation.primitive not in ADDITIVE | MULTIPLICATIVE | CONTROL:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it
                     if operation.operands[number].unreduced:

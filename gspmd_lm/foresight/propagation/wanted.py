@@ -1,11 +1,20 @@
-"""How the arrays of a jaxpr are wanted to be split, where the program says so further on."""
+"""What becomes of the arrays of a jaxpr: how they are wanted to be split, and which are only added up."""
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape
+
+# Those of several terms, or of one: the sum of what they give is what they give of the sum.
+ADDITIVE = frozenset((
+    "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
+    "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
+    "concatenate", "roll", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
+    "optimization_barrier", "reshard",
+))  # fmt: skip
 
 Wanted = Mapping[Any, Dims]  # variables -> mesh axes of each dimension
 # Of these the dimensions of the result are not those of an operand, although the shapes may agree.
@@ -40,3 +49,20 @@ def wanted_dims(mesh: MeshShape, jaxpr: Any, results: Sequence[Dims | None]) -> 
             if getattr(operand.aval, "shape", None) == result.aval.shape:
                 wanted.setdefault(operand, wanted[result])
     return wanted
+
+
+def use_counts(jaxpr: Any) -> Mapping[Any, int]:
+    """How often each array is read, or is a result."""
+    read = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    return collections.Counter(atom for atom in (*read, *jaxpr.outvars) if not isinstance(atom, core.Literal))
+
+
+def terms(jaxpr: Any, results: Iterable[int]) -> dict[Any, int]:
+    """The arrays that are read once, to become terms of one of these results -> the number of the result."""
+    uses = use_counts(jaxpr)
+    found = {jaxpr.outvars[number]: number for number in results if uses[jaxpr.outvars[number]] == 1}
+    for equation in reversed(jaxpr.eqns):
+        number = found.get(equation.outvars[0]) if equation.outvars else None
+        if equation.primitive.name in ADDITIVE and number is not None:
+            found |= {atom: number for atom in equation.invars if uses.get(atom) == 1}
+    return found

@@ -8,6 +8,7 @@ read for one.
 
 import math
 import re
+from collections.abc import Sequence
 
 from gspmd_lm.foresight.hlo import Instruction
 from gspmd_lm.hardware.chips import Chip
@@ -18,8 +19,10 @@ GATHER_ROW = 6.7  # cycles that begin the copy of a row
 # 128 numbers of 32 bits, or of two interleaved rows, that the two SparseCores of a device of tpu7x fetch in a second.
 # Source: "SparseCore Kernel Writing" in the documentation of jax (2026): 4,194,304 rows of 128 numbers take 4.05 ms,
 # where each SparseCore fetches all of them. A TensorCore takes 18.1 ms there; 14.8 by the cycles here.
+SPARSECORE_CHIPS = ("tpu7x",)  # where libtpu hands large gathers on to SparseCores
 SPARSECORE_PIECES_PER_S = 2 * 4_194_304 / 4.05e-3
-SUM_TILE = 2.6  # cycles of a weighted sum for each tile of fewer rows than a register has
+FEW = (1, 2, 4)  # rows of a tile with fewer rows than a register has
+SUM_TILE = 2.6  # cycles of a weighted sum for each tile of FEW rows
 # Cycles that take 128 numbers of a row out of their tile; and those of a sort of keys with their places, for each
 # register of them in each round of comparisons.
 _NEWER, _OLDER = (0.73, 5.1), (1.07, 8.2)  # v6e, v5p
@@ -33,20 +36,50 @@ def least_s(instruction: Instruction, chip: Chip, hbm_bytes_per_s: float) -> flo
 
     `hbm_bytes_per_s` is the bandwidth that operations reach.
     """
-    piece, step = _CYCLES[chip.name]
     if instruction.opcode == "sort":
-        return _sort_cycles(instruction, step) / chip.clock_hz
+        arrays = instruction.shape.arrays
+        length = arrays[0].dimensions[int(instruction.attributes["dimensions"].strip("{}"))]
+        return sort_s(arrays[0].elements, length, len(arrays), chip)
     if gather := _gather(instruction):
         table, found = gather.operands[0].shape.arrays[0], gather.shape.arrays[0]
-        read_s = found.padded_bytes * max(1, 32 // bits(table.dtype)) / hbm_bytes_per_s
-        stored_s = sum(array.padded_bytes for array in instruction.shape.arrays if not array.memory_space)
-        stored_s /= hbm_bytes_per_s
-        if instruction.config.get("compute_type") == "COMPUTE_TYPE_TILE":  # on the SparseCores
-            return max(read_s + stored_s, _pieces(gather)[1] / SPARSECORE_PIECES_PER_S)
-        rows, pieces = _pieces(gather)
-        cycles = rows * GATHER_ROW + pieces * piece
-        return max(read_s, cycles / chip.tensor_cores / chip.clock_hz) + stored_s
-    return SUM_TILE * _narrow_tiles(instruction) / chip.tensor_cores / chip.clock_hz
+        sizes = [int(size) for size in _WHOLE.findall(gather.attributes["slice_sizes"])]
+        stored_bytes = sum(array.padded_bytes for array in instruction.shape.arrays if not array.memory_space)
+        return gather_s(
+            found.elements / math.prod(sizes), sizes, found.padded_bytes, bits(table.dtype), chip, hbm_bytes_per_s,
+            stored_bytes, instruction.config.get("compute_type") == "COMPUTE_TYPE_TILE",
+        )  # fmt: skip
+    return sum_s(*_narrow_tiles(instruction), chip)
+
+
+def gather_s(rows: float, sizes: Sequence[int], found_bytes: float, table_bits: int, chip: Chip, hbm_bytes_per_s: float,
+             stored_bytes: float, on_sparse_cores: bool) -> float:  # fmt: skip
+    """The seconds of a gather of slices of these sizes, which may be rows.
+
+    found_bytes: of what is found, in whole tiles. stored_bytes: those of them that go to HBM.
+    """
+    # A single number is no piece of a row.
+    pieces = rows * math.prod(sizes[:-1]) * math.ceil(sizes[-1] / LANES) if sizes[-1] > 1 else 0.0
+    read_s, stored_s = (size / hbm_bytes_per_s for size in (found_bytes * max(1, 32 // table_bits), stored_bytes))
+    if on_sparse_cores:
+        return max(read_s + stored_s, pieces / SPARSECORE_PIECES_PER_S)
+    cycles = rows * GATHER_ROW + pieces * _CYCLES[chip.name][0]
+    return max(read_s, cycles / chip.tensor_cores / chip.clock_hz) + stored_s
+
+
+def sort_s(elements: float, length: int, arrays: int, chip: Chip) -> float:
+    """The seconds of a bitonic sort along a dimension: of 2^n numbers, it has n (n + 1) / 2 rounds of comparisons.
+
+    elements: those of one of the arrays that are sorted alike.
+    """
+    doublings = math.ceil(math.log2(max(2, length)))
+    registers = math.ceil(elements / length * 2**doublings / REGISTER)
+    cycles = registers * doublings * (doublings + 1) / 2 * _CYCLES[chip.name][1] * arrays / 2
+    return cycles / chip.clock_hz
+
+
+def sum_s(elements: float, few: int, chip: Chip) -> float:
+    """The seconds of a sum over `few` rows each, whose tiles have no more rows than these. elements: in whole tiles."""
+    return SUM_TILE * elements / (few * LANES) / chip.tensor_cores / chip.clock_hz if few in FEW else 0.0
 
 
 def _gather(instruction: Instruction) -> Instruction | None:
@@ -56,28 +89,12 @@ def _gather(instruction: Instruction) -> Instruction | None:
     return instruction if instruction.opcode == "gather" else None
 
 
-def _pieces(gather: Instruction) -> tuple[float, float]:
-    """The rows that are looked up, and their pieces of 128 numbers; a single number is no piece."""
-    sizes = [int(size) for size in _WHOLE.findall(gather.attributes["slice_sizes"])]
-    rows = gather.shape.arrays[0].elements / math.prod(sizes)
-    return rows, rows * math.prod(sizes[:-1]) * math.ceil(sizes[-1] / LANES) if sizes[-1] > 1 else 0.0
-
-
-def _sort_cycles(sort: Instruction, step_cycles: float) -> float:
-    """Those of a bitonic sort of 2^n numbers, which has n (n + 1) / 2 rounds of comparisons."""
-    arrays = sort.shape.arrays
-    length = arrays[0].dimensions[int(sort.attributes["dimensions"].strip("{}"))]
-    doublings = math.ceil(math.log2(max(2, length)))
-    registers = math.ceil(arrays[0].elements / length * 2**doublings / REGISTER)
-    return registers * doublings * (doublings + 1) / 2 * step_cycles * len(arrays) / 2
-
-
-def _narrow_tiles(instruction: Instruction) -> float:
-    """The tiles of 1, 2 or 4 rows of the largest array that a fusion sums up."""
+def _narrow_tiles(instruction: Instruction) -> tuple[float, int]:
+    """The numbers of the largest array that a fusion sums up, in whole tiles, and the few rows of a tile; or zeros."""
     if instruction.opcode != "fusion" or not any(one.opcode == "reduce" for one in instruction.inside):
-        return 0.0
+        return 0.0, 0
     arrays = [array for operand in instruction.operands for array in operand.shape.arrays]
     largest = max(arrays, key=lambda array: array.padded_bytes, default=None)
     if largest is None or len(largest.dimensions) < 3 or not (narrow := _NARROW.search(largest.layout)):
-        return 0.0
-    return largest.padded_bytes * 8 / bits(largest.dtype) / (int(narrow[1]) * LANES)
+        return 0.0, 0
+    return largest.padded_bytes * 8 / bits(largest.dtype), int(narrow[1])

@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.sharding.annotate import attention_kernel, per_device, recomputed, shard, split
+from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
 Q = "q: batch seq heads head_dim"
@@ -69,8 +69,9 @@ def attend(
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
-        tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT)
-        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, of_heads(cfg, own_RN), cfg), OUT)
+        tokens, heads_RN = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT), of_heads(cfg, own_RN)
+        shards = split("q", "batch").num_shards
+        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
     local = functools.partial(fused, kernel=kernel, cfg=cfg)
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
     inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
@@ -170,22 +171,28 @@ def sees(cfg: config.ModelConfig) -> Any:
 
 def masked(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_RN: jax.Array,
-    cfg: config.ModelConfig,
+    cfg: config.ModelConfig, shards: int = 1,
 ) -> jax.Array:  # fmt: skip
-    """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H]."""
-    seen_BTS = _sees(queries.at_BT, keys.at_BT, cfg)
+    """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H].
+
+    shards: of the batch. Each makes the bias of all pairs of tokens from that of all distances. So the gradients of
+    the latter are added up over devices, and not those of the pairs, which are many more.
+    """
+    seen_BTS, at_BT = _sees(queries.at_BT, keys.at_BT, cfg), queries.at_BT
     if queries.segments_BT is not None and keys.segments_BT is not None:
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
     has_key_BT11 = seen_BTS.any(-1)[:, :, None, None] if cfg.reads else None
     if has_key_BT11 is not None:  # a softmax of nothing would be no number
         seen_BTS |= ~has_key_BT11[..., 0]
+    if cfg.relative_positions and shards > 1:
+        at_BT = like(jnp.broadcast_to(at_BT, (shards, at_BT.shape[1])), SEGMENTS)
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
     attention = recomputed(functools.partial(_xla, cfg=cfg))
     # The derivative of this softmax needs the weights alone, not also what they are made of.
     with sees(cfg), jax.softmax_custom_jvp(True):
         at_BS = keys.places_BT if rounded else keys.at_BT
-        out_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries.at_BT, at_BS, heads_RN)
+        out_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, at_BT, at_BS, heads_RN)
         return out_BTNH if has_key_BT11 is None else jnp.where(has_key_BT11, out_BTNH, 0)
 
 
@@ -196,6 +203,7 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     if cfg.relative_positions:
         range_BTS = ranges(keys_BS[:, None, :] - queries_BT[:, :, None], cfg)
         bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
+        bias = jnp.repeat(bias, len(q_BTNH) // len(bias), axis=0) if len(bias) > 1 else bias
     elif cfg.positions == "alibi":
         distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
         bias = slopes_N11 * distance_BTS[:, None]
