@@ -276,7 +276,7 @@ def _loop(
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
-        "check_constancy_invariants": False,  # they hold: the check would trace every layer once more
+        "check_constancy_invariants": shared,  # else they hold, and the check would trace every layer once more
     }
     one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
