@@ -134,8 +134,11 @@ REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
 
 
 def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(small, course, monkeypatch):
-    """Four stages through which rows go twice, weights that are gathered once, and bubbles that nobody may read."""
-    config = model_of("plain", RING, 2, small)
+    """Four stages through which rows go twice, weights that are gathered once, and bubbles that nobody may read.
+
+    Dropout knows the number of a layer.
+    """
+    config = small(layers=8, dropout=0.1, optimizer=UNCLIPPED)
     alone = course(config, "single", 1)
     monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
     agree(course(config, REPEATED, 1), alone)
