@@ -32,6 +32,7 @@ class Encoder:
     first_tokens: tuple[Token, ...] = ()
     suppressed: tuple[Token, ...] = ()  # tokens that generation never chooses
     suppressed_first: tuple[Token, ...] = ()  # tokens that it does not choose first
+    first_token: Count | None = None  # the first token that `generate` writes: that of a language (mBART-50); null: any
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -51,7 +52,8 @@ class Encoder:
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
-                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
+                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types",
+                "relative_vectors")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
@@ -63,5 +65,7 @@ class Encoder:
             **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
                for name, ids in self.tokens.items() if ids},
             "encoder.first_tokens without frames": self.first_tokens and not model.frames,
+            f"encoder.first_token={self.first_token}, which is not below vocab={model.vocab}":
+                0 < model.vocab <= (self.first_token or 0),
         }  # fmt: skip
         return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]

@@ -75,6 +75,7 @@ WEIGHTS = {
     "conv_out_bias": "its bias",
     "sinusoids": "table of fixed positions of sounds, which is not trained",
     "relative_bias": "each head's bias of each range of distances",
+    "relative_embedding": "vector of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
@@ -169,6 +170,7 @@ ACTIVATIONS = {
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
+    "vectors": "normed vectors of ranges of distances",
     "transformed": "output of head_transform or of pooler",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
@@ -179,7 +181,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "transformed", "class_scores",
+    "vectors", "transformed", "class_scores",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
