@@ -101,6 +101,7 @@ class RelativeVectors:
             f"positions: {model.positions}": model.positions == "rope", "patches": model.patches,
             "shared_layers": model.shared_layers, "attention_softcap": model.attention_softcap,
             "attention_sinks": model.attention_sinks, "qkv_bias: false": not model.qkv_bias,
+            "key_bias: false": not model.key_bias,
             f"ranges={self.ranges}, no multiple of 4": self.ranges % 4,
             f"distance={self.distance}, which must be above half of ranges={self.ranges}":
                 self.distance <= self.ranges // 2,
