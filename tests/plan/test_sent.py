@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions
+from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors
 from gspmd_lm.config.images import Patches
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
@@ -74,6 +74,8 @@ ENCODERS = {
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
+    "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
+                "relative_vectors": RelativeVectors(ranges=8, distance=10)},
 }  # fmt: skip
 CP = [pytest.param("cp8", name, marks=[pytest.mark.slow] * (name not in ("shared", "images"))) for name in ENCODERS]
 TP = [pytest.param("tp8", name, marks=pytest.mark.slow) for name in ENCODERS]

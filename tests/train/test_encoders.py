@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm.config import RelativePositions
+from gspmd_lm.config import RelativePositions, RelativeVectors
 from gspmd_lm.infer import programs
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
@@ -19,6 +19,8 @@ BERT = {
     "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
 }  # fmt: skip
 MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": True, "tied_embeddings": True, **BERT}
+DEBERTA = {**MASKED, "positions": "none", "relative_vectors": RelativeVectors(ranges=8, distance=10),
+           "query_scale": 12**-0.5}  # fmt: skip
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
@@ -31,6 +33,7 @@ KINDS = {
         "dropout": 0.1,
     },
     "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
+    "vectors": DEBERTA,
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
