@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.model import disentangled
 from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
@@ -107,7 +108,11 @@ class Attention(nn.Module):
             cache = cache.written(k_BSKH, v_BSKH, 0 if cfg.reads else batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
+        of_heads = batch.get("relative_RN", self.of_heads)
+        if cfg.relative_vectors:
+            weights = self.wq.weight, self.w_keys[0].weight
+            of_heads = disentangled.of_heads(batch["relative_RD"], *weights, self.bq, self.b_keys[0])
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)

@@ -10,6 +10,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
+from gspmd_lm.model import disentangled
 from gspmd_lm.model.altup import AltUp, Laurel, Streams
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
@@ -171,6 +172,8 @@ class Stack(nn.Module):
         if relative and relative.shared:
             sizes = relative.ranges, cfg.head_rows
             batch = batch | {"relative_RN": use(matrix(self, "relative_bias", "ranges heads", sizes, cfg))}
+        if cfg.relative_vectors:
+            batch = batch | {"relative_RD": disentangled.vectors(self, cfg, cfg.relative_vectors)}
         if cfg.residual_streams > 1:
             streams = Streams(cfg, name="streams")
             x_BTD = streams.apart(x_BTD)
@@ -276,7 +279,7 @@ def _loop(
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
-        # Without the check, no layer is traced once more, and weights that layers share are not made.
+        # They hold, and the check would trace every layer once more. Only with it can shared weights be drawn.
         "check_constancy_invariants": shared,
     }
     one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None

@@ -13,6 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
+from gspmd_lm.model import disentangled
 from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
@@ -132,8 +133,9 @@ def unsupported(
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    if kernel != "xla" and model.relative_positions:
-        return "model.relative_positions"
+    for key in ("relative_positions", "relative_vectors"):
+        if kernel != "xla" and getattr(model, key):
+            return f"model.{key}"
     if kernel == "cudnn":
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
@@ -200,7 +202,9 @@ def masked(
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
-    if cfg.relative_positions:
+    if relative := cfg.relative_vectors:
+        bias = disentangled.bias(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, relative).astype(jnp.float32) * scale
+    elif cfg.relative_positions:
         range_BTS = ranges(keys_BS[:, None, :] - queries_BT[:, :, None], cfg)
         bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
         bias = jnp.repeat(bias, len(q_BTNH) // len(bias), axis=0) if len(bias) > 1 else bias
@@ -241,8 +245,9 @@ def scores_scale(cfg: config.ModelConfig) -> float:
 
 
 def of_heads(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
-    """Numbers of each head, [R, N]: the biases of R ranges of distances, or its sink, a logit of nothing that takes a
-    share of its softmax. A head that has learned neither has its slope, which is 0 for heads of padding."""
+    """Numbers of each head, [R, N]: the biases of R ranges of distances, or their queries and keys, or its sink, a
+    logit of nothing that takes a share of its softmax. A head that has learned none of these has its slope, which is 0
+    for heads of padding."""
     if own_RN is not None:
         return jnp.atleast_2d(own_RN)
     return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]
