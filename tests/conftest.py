@@ -25,6 +25,7 @@ LONGEST = (
     "test_api.py",
     "plan/test_space.py",
     "plan/test_estimate.py",
+    "plan/test_sent.py",
     "infer/test_generate.py",
     "train/test_loop.py",
     "train/test_collectives.py",

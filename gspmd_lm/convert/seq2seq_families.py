@@ -99,12 +99,13 @@ class FeedForward:
 class T5Head:
     """T5's logits: with the token table, of hidden states times embed ** -0.5, or with a table of their own.
 
-    transformers 5 writes tie_word_embeddings: true for both, and scale_decoder_outputs, which tells them apart.
+    transformers 5 writes tie_word_embeddings: true for both, and scale_decoder_outputs, which tells them apart. null is
+    false there.
     """
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         tied = reader.flag(["tie_word_embeddings"], True)
-        scaled = reader.flag(["scale_decoder_outputs"], tied)
+        scaled = reader.flag(["scale_decoder_outputs"], tied and "scale_decoder_outputs" not in reader.raw)
         values["tied_embeddings"] = tied and scaled
         values["logit_scale"] = values["embed"] ** -0.5 if scaled else 1.0
 

@@ -68,7 +68,7 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gather: str  # when weights are gathered: step or turn
-    schedule: str  # in which order stages compute: gpipe or 1f1b
+    keep: str  # of which the backward pass finds the inputs: layers or stage
 
 
 class Spec(NamedTuple):
@@ -161,7 +161,6 @@ class Placement(Protocol):
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         """See `annotate.per_device`."""
-        ...
 
 
 _current: ContextVar[Placement | None] = ContextVar("placement", default=None)
