@@ -10,7 +10,6 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.model import disentangled
 from gspmd_lm.model.altup import AltUp, Laurel, Streams
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
@@ -25,6 +24,7 @@ from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
+VECTORS = "vectors: ranges embed"
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
 
@@ -176,7 +176,9 @@ class Stack(nn.Module):
             sizes = relative.ranges, cfg.head_rows
             batch = batch | {"relative_RN": use(matrix(self, "relative_bias", "ranges heads", sizes, cfg))}
         if cfg.relative_vectors:
-            batch = batch | {"relative_RD": disentangled.vectors(self, cfg, cfg.relative_vectors)}
+            sizes = cfg.relative_vectors.ranges, cfg.embed
+            vectors_RD = use(matrix(self, "relative_embedding", "ranges embed", sizes, cfg))
+            batch = batch | {"relative_RD": shard(Norm(cfg, name="relative_norm")(vectors_RD), VECTORS)}
         if cfg.residual_streams > 1:
             streams = Streams(cfg, name="streams")
             x_BTD = streams.apart(x_BTD)

@@ -161,6 +161,7 @@ class Placement(Protocol):
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         """See `annotate.per_device`."""
+        ...
 
 
 _current: ContextVar[Placement | None] = ContextVar("placement", default=None)

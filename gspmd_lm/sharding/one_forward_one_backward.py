@@ -2,7 +2,7 @@
 
 In turn t, stage s computes microbatch t - s, as in `pipeline`. Then it computes microbatch t - 2 (S - 1) + s once more,
 and its derivative, with the gradient that the next stage has sent. The last stage has both at once: a microbatch goes
-back as soon as it has come through. So a stage holds the inputs of 2 S - 1 microbatches, and what the derivative of one
+back as soon as it has come through. So a stage holds the inputs of 2 S - 3 microbatches, and what the derivative of one
 of them needs, however many there are (arXiv 1806.03377, 2006.09503).
 
 All stages run one program, so each computes the loss, and all else that stands before and after the layers. Only that
@@ -34,7 +34,7 @@ def one_forward_one_backward(
     place = placement()
     assert place and place.stages
     over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
-    stage_S, depth = jnp.arange(S), 2 * S - 1
+    stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
     def is_cut(leaf: Named) -> bool:

@@ -156,7 +156,7 @@ def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
     assert any("rules.attention_out.seq" in one.rules for one in moves)
 
 
-@pytest.mark.parametrize("target", ["v5e:2x4", pytest.param("h100:8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 def test_programs_of_accelerators(in_bfloat16, cache, target):
     """Each tensor by itself, though these compilers merge, split and rename: weights by their paths, rows of each."""
     request = in_bfloat16(target)

@@ -88,6 +88,7 @@ PRODUCT = [
 
 ONE_BY_ONE = {"schedule": "1f1b"}  # one microbatch forward and another one backward in a turn
 INPUTS = {"keep": "stage"}
+EIGHT, FOUR = {"layers": 8, "optimizer": UNCLIPPED}, "stage=4,fsdp=1"  # eight layers; four stages of the first layout
 KEPT = [  # in ways that keep less: model, layout, remat, parts of a device's rows
     (ONE_BY_ONE, MIXED, FIRST, "block", 1),
     (ONE_BY_ONE, "dense, then experts", "experts", "none", 1),
@@ -103,12 +104,12 @@ KEPT = [  # in ways that keep less: model, layout, remat, parts of a device's ro
 ]
 
 
-def rules_of(layout, repeats=1, remat="block", gather="turn", **pipeline):
+def rules_of(layout, repeats=1, remat="block", gather="turn", mesh="", **pipeline):
     raw = LAYOUTS[layout]
     sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather} | pipeline
     raw = raw | ({"microbatches": 1} if pipeline.get("schedule") == "1f1b" else {})
     raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
-    return rules_file.from_dict(raw, "here.yaml")
+    return rules_file.from_dict(raw, "here.yaml", mesh)
 
 
 def model_of(name, layout, repeats, small):
@@ -159,40 +160,40 @@ def test_every_remat_policy_meets_every_layout():
 @pytest.fixture(scope="module")
 def turns_of_two(small, course):
     """A course whose stages compute one microbatch forward and another one backward in each turn."""
-    return course(small(layers=4, optimizer=UNCLIPPED), rules_of(FIRST, microbatches=8, **ONE_BY_ONE), 1)
+    return course(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE), 1)
 
 
 def test_nor_does_the_schedule(turns_of_two, small, course):
-    agree(turns_of_two, course(small(layers=4, optimizer=UNCLIPPED), "single", 1))
+    agree(turns_of_two, course(small(**EIGHT), "single", 1))
 
 
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
-    half = small(layers=4, optimizer=UNCLIPPED, data={"batch": B // 2})
-    fewer, more = built(half, rules_of(FIRST, **ONE_BY_ONE)).lower_train().compile(), turns_of_two.program
-    grown = [program.memory_analysis().temp_size_in_bytes for program in (fewer, more)]
-    rows = B // 8 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
+    half, rules = small(**EIGHT, data={"batch": B // 2}), rules_of(FIRST, mesh=FOUR, **ONE_BY_ONE)
+    fewer, more = built(half, rules).lower_train().compile(), turns_of_two.program
+    less_bytes, more_bytes = (program.memory_analysis().temp_size_in_bytes for program in (fewer, more))
+    rows = B // 8 * T // 2 * D * 4  # of a microbatch on a device, in bytes
     assert (
-        grown[1] - grown[0] < 2 * rows
-    )  # of the four microbatches more, each stage could keep the inputs of two layers
+        more_bytes - less_bytes < 2 * rows
+    )  # of the four microbatches more, a stage could keep the inputs of two layers
 
 
 def test_stages_send_rows_and_their_gradients(turns_of_two, small, built, read):
-    found = over_stages(turns_of_two.program.as_text())
-    rows = B // 8 // 2 * T // 2 * D
+    found = over_stages(turns_of_two.program.as_text(), stages=4)
+    rows = B // 8 * T // 2 * D
     assert {what: times for what, times in found.items() if what[3]} == {
-        ("collective-permute", "f32", rows, True): 2 * (8 + 2)
+        ("collective-permute", "f32", rows, True): 2 * (8 + 2 * 3)
     }
     sent = ring_bytes(count(turns_of_two.program.as_text()))
-    reading = read(built(small(layers=4, optimizer=UNCLIPPED), rules_of(FIRST, microbatches=8, **ONE_BY_ONE)))
+    reading = read(built(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE)))
     assert not reading.unknown and not reading.estimated_because
     assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
 
 
 def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, course, built, read):
-    config, layers, inputs = small(layers=4, optimizer=UNCLIPPED), rules_of(FIRST), rules_of(FIRST, **INPUTS)
+    config, layers, inputs = small(**EIGHT), rules_of(FIRST), rules_of(FIRST, **INPUTS)
     agree(course(config, inputs, 1), course(config, "single", 1))
     rows = B // 4 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
-    assert read(built(config, layers)).saved_bytes - read(built(config, inputs)).saved_bytes == 5 * (2 - 1) * rows
+    assert read(built(config, layers)).saved_bytes - read(built(config, inputs)).saved_bytes == 5 * (4 - 1) * rows
 
 
 @pytest.mark.slow
@@ -285,12 +286,12 @@ def test_what_stages_compute_without_rows_changes_no_bit(small, built, batch_of,
     jax.tree.map(np.testing.assert_array_equal, filled.gradients, repeated.gradients)
 
 
-def over_stages(text):
+def over_stages(text, stages=2):
     """Of each collective between stages: kind, dtype, elements, in a loop, times."""
     found = collections.Counter()
     for instruction in hlo.parse(text).operations:
         for one in instruction.collectives:
-            if any(len({device // 4 for device in group}) > 1 for group in one.groups):
+            if any(len({device // (8 // stages) for device in group}) > 1 for group in one.groups):
                 times = math.prod(loop.trip_count for loop in instruction.loops)
                 for moved in one.inputs:
                     found[one.kind, moved.dtype, moved.elements, bool(instruction.loops)] += times
