@@ -25,6 +25,7 @@ class Encoder:
     mlp: Count = 0  # the hidden width of the feed-forward network
     context: Count = 0  # the longest source
     start_token: Count = 0  # the token that stands before a text that is written
+    first_token: Count | None = None  # the first token that `generate` writes: that of a language (mBART-50); null: any
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -38,7 +39,8 @@ class Encoder:
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
-                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
+                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types",
+                "relative_vectors")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
@@ -47,7 +49,7 @@ class Encoder:
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
             f"encoder.heads={self.heads} and encoder.kv_heads={self.kv_heads}, which do not divide":
                 (self.heads or model.heads) % (self.kv_heads or model.kv_heads),
-            f"encoder.start_token={self.start_token}, which is not below vocab={model.vocab}":
-                0 < model.vocab <= self.start_token,
+            **{f"encoder.{name}={token}, which is not below vocab={model.vocab}": 0 < model.vocab <= (token or 0)
+               for name, token in (("start_token", self.start_token), ("first_token", self.first_token))},
         }  # fmt: skip
         return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]

@@ -69,6 +69,7 @@ WEIGHTS = {
     "class_row": "learned row that stands before patches, and that the class of an image is read at",
     "distillation_row": "learned row that follows it (DeiT)",
     "relative_bias": "each head's bias of each range of distances",
+    "relative_embedding": "vector of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
@@ -158,6 +159,7 @@ ACTIVATIONS = {
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
+    "vectors": "normed vectors of ranges of distances",
     "transformed": "output of head_transform or of pooler",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
@@ -167,7 +169,8 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
-    "tokens", "patches", "embedded", "logits", "cache", "state", "low_rank", "memory", "transformed", "class_scores",
+    "tokens", "patches", "embedded", "logits", "cache", "state", "low_rank", "memory", "vectors", "transformed",
+    "class_scores",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
