@@ -35,17 +35,17 @@ class EncoderPart:
                 f"decoder_start_token_id: none: token {start} stands before a text until model.encoder.start_token is "
                 "that of its language"
             )
-        first = reader.get(["forced_bos_token_id"])
-        first = first if first is None else reader.whole(["forced_bos_token_id"], 0, 0)
-        values["encoder"] = encoder | {"start_token": start, "first_token": first}
+        is_forced = reader.get(["forced_bos_token_id"]) is not None
+        first = [reader.whole(["forced_bos_token_id"], 0, 0)] if is_forced else []
+        values["encoder"] = encoder | {"start_token": start, "first_tokens": first}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.encoder and model.of_encoder):
             return {}
         sizes = {names.split()[0]: getattr(model.of_encoder, setting) for setting, names in self.names.items()}
-        first = model.encoder.first_token
-        written = {} if first is None else {"forced_bos_token_id": first}
-        return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": model.encoder.start_token, **written}
+        start, first = model.encoder.start_token, model.encoder.first_tokens
+        written = {"forced_bos_token_id": first[0]} if first else {}
+        return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, allowed, choose, only
+from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, allowed, choose
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.loss import logits
@@ -88,8 +88,7 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int)
         given |= {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
     of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B)}
     x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, slots, T))
-    logits_BV = logits(x_BTD[:, -1:], table, bias, cfg)[:, 0]
-    return only(logits_BV, cfg.encoder and cfg.encoder.first_token), cache
+    return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
 def decode(cfg: configs.ModelConfig, params: Any, state: DecodeState) -> tuple[jax.Array, Cache]:

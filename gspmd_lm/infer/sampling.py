@@ -81,11 +81,6 @@ def abstract_settings() -> SamplingSettings:
     return SamplingSettings(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
 
-def only(logits_BV: jax.Array, token: int | None) -> jax.Array:
-    """The logits where no other token than `token` can be chosen. None: as they are."""
-    return logits_BV if token is None else jnp.where(jnp.arange(logits_BV.shape[-1]) == token, logits_BV, -jnp.inf)
-
-
 def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
     """The next token of each row. logits_BV: float32, not padded, whole on every device.
 

@@ -127,7 +127,7 @@ def test_pairs_that_share_a_row_are_as_if_they_were_alone(model):
         ({**T5, "sliding_window": 4}, "encoder does not go with sliding_window"),
         ({**T5, "encoder": Encoder(heads=6)}, "encoder.heads=6 and encoder.kv_heads=0, which do not divide"),
         ({**T5, "encoder": Encoder(start_token=61)}, "encoder.start_token=61, which is not below vocab=61"),
-        ({**T5, "encoder": Encoder(first_token=61)}, "encoder.first_token=61, which is not below vocab=61"),
+        ({**T5, "encoder": Encoder(first_tokens=(61,))}, "encoder.first_tokens=61, which is not below vocab=61"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):
