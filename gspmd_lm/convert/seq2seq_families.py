@@ -35,16 +35,16 @@ class EncoderPart:
                 f"decoder_start_token_id: none: token {start} stands before a text until model.encoder.start_token is "
                 "that of its language"
             )
-        is_forced = reader.get(["forced_bos_token_id"]) is not None
-        first = [reader.whole(["forced_bos_token_id"], 0, 0)] if is_forced else []
-        values["encoder"] = encoder | {"start_token": start, "first_tokens": first}
+        if reader.get(["forced_bos_token_id"]) is not None:
+            encoder |= {"first_tokens": [reader.whole(["forced_bos_token_id"], 0, 0)]}
+        values["encoder"] = encoder | {"start_token": start}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.encoder and model.of_encoder):
             return {}
         sizes = {names.split()[0]: getattr(model.of_encoder, setting) for setting, names in self.names.items()}
         start, first = model.encoder.start_token, model.encoder.first_tokens
-        written = {"forced_bos_token_id": first[0]} if first else {}
+        written = {"forced_bos_token_id": first[0]} if first and not model.frames else {}
         return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}
 
 
