@@ -18,6 +18,7 @@ from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
 MEMORY = "memory: batch seq embed"
+WHOLE_MEMORY = "memory: batch kv_seq embed"  # as keys and values are made of it
 
 
 class Attention(nn.Module):
@@ -124,7 +125,7 @@ class Attention(nn.Module):
         """Keys and values, of the tokens themselves or of what another stack made."""
         if not self.cfg.reads:
             return [project(x_BTD, w) for w in self.w_keys]
-        with gathered(batch["memory"], MEMORY, MEMORY) as in_BSM:
+        with gathered(batch["memory"], WHOLE_MEMORY, MEMORY) as in_BSM:
             return [project(in_BSM, w) for w in self.w_keys]
 
 
