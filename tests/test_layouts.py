@@ -177,7 +177,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
                       "model.positions=learned", "model.mask=full"]  # fmt: skip
-    configs.append(config.load("tiny", seen_by_images))
+    configs.append(config.load("tiny", [*seen_by_images, "model.layer_scale=0.1"]))
+    heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
+    configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
     seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)

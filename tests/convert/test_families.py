@@ -10,6 +10,7 @@ from gspmd_lm.convert import architecture, export, pretrained
 from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
+from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
 from tests.convert import ours, references
 
@@ -46,8 +47,8 @@ OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 
 def test_every_family_has_a_case():
-    # test_encoder_families.py, test_image_families.py
-    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES)}
+    # test_encoder_families.py, test_image_families.py, test_sound_families.py
+    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES)}
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES} - elsewhere
 
 
