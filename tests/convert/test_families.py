@@ -10,8 +10,8 @@ from gspmd_lm.convert import architecture, export, pretrained
 from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
-from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
+from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from tests.convert import ours, references
 
 # What a layout of eight devices needs of a family: its heads or its vocabulary do not divide.
