@@ -33,7 +33,7 @@ MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_gener
 # Those whose operations are read in their place.
 CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
 ))  # fmt: skip
 # Those that read another jaxpr: what they are given is looked at there.
 CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
