@@ -94,13 +94,20 @@ def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
     )
 
 
-def _blocks(base: str) -> tuple[Tensor, ...]:
+def _qkv(prefix: str, suffix: str = "") -> tuple[Tensor, ...]:
+    return (
+        *linear(f"{prefix}.query{suffix}", "(N H) D", "attention.wq"),
+        *linear(f"{prefix}.key{suffix}", "(K H) D", "attention.wk"),
+        *linear(f"{prefix}.value{suffix}", "(K H) D", "attention.wv"),
+    )
+
+
+def _blocks(base: str, suffix: str = "") -> tuple[Tensor, ...]:
+    """The blocks. suffix: how the names of the projections of queries, keys and values end."""
     layer = f"{base}encoder.layer.{{}}"
     attention = f"{layer}.attention"
     return (
-        *linear(f"{attention}.self.query", "(N H) D", "attention.wq"),
-        *linear(f"{attention}.self.key", "(K H) D", "attention.wk"),
-        *linear(f"{attention}.self.value", "(K H) D", "attention.wv"),
+        *_qkv(f"{attention}.self", suffix),
         *linear(f"{attention}.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{attention}.output.LayerNorm", "attention_sum_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
@@ -182,9 +189,7 @@ _ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 _ALBERT_TENSORS = (
     *_tables("albert.embeddings", "W"),
     *linear("albert.encoder.embedding_hidden_mapping_in", "D W", "embedding_in", biases=("embedding_in_bias",)),
-    *linear(f"{_ALBERT_LAYER}.attention.query", "(N H) D", "attention.wq"),
-    *linear(f"{_ALBERT_LAYER}.attention.key", "(K H) D", "attention.wk"),
-    *linear(f"{_ALBERT_LAYER}.attention.value", "(K H) D", "attention.wv"),
+    *_qkv(f"{_ALBERT_LAYER}.attention"),
     *linear(f"{_ALBERT_LAYER}.attention.dense", "D (N H)", "attention.wo"),
     *norm(f"{_ALBERT_LAYER}.attention.LayerNorm", "attention_sum_norm", bias=True),
     *linear(f"{_ALBERT_LAYER}.ffn", "F D", "mlp.w_up"),
@@ -258,7 +263,6 @@ _DEBERTA = (
     Fixed("conv_kernel_size", 0, "has a convolution, which is not supported"),
     MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
 )  # fmt: skip
-_DEBERTA_LAYER = "deberta.encoder.layer.{}"
 _DEBERTA_TENSORS = (
     Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
     Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",),
@@ -266,10 +270,7 @@ _DEBERTA_TENSORS = (
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
-    *linear(f"{_DEBERTA_LAYER}.attention.self.query_proj", "(N H) D", "attention.wq"),
-    *linear(f"{_DEBERTA_LAYER}.attention.self.key_proj", "(K H) D", "attention.wk"),
-    *linear(f"{_DEBERTA_LAYER}.attention.self.value_proj", "(K H) D", "attention.wv"),
-    *_blocks("deberta.")[6:],
+    *_blocks("deberta.", "_proj"),
 )  # fmt: skip
 _DEBERTA_SHARED = {
     "no_weights": (*_NUMBERS, r"embeddings\.position_embeddings\."),  # of a model without such positions
