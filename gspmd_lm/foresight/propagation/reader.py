@@ -283,7 +283,8 @@ class Reader:
 
         accumulated: the numbers of results that are only added to what the loop around carries.
         """
-        wants, uses, added = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr), terms(jaxpr, accumulated)
+        wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
+        added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
         known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
         constrained: dict[Any, ArraySharding] = {}

@@ -57,9 +57,11 @@ def use_counts(jaxpr: Any) -> Mapping[Any, int]:
     return collections.Counter(atom for atom in (*read, *jaxpr.outvars) if not isinstance(atom, core.Literal))
 
 
-def terms(jaxpr: Any, results: Iterable[int]) -> dict[Any, int]:
-    """The arrays that are read once, to become terms of one of these results -> the number of the result."""
-    uses = use_counts(jaxpr)
+def terms(jaxpr: Any, results: Iterable[int], uses: Mapping[Any, int]) -> dict[Any, int]:
+    """The arrays that are read once, to become terms of one of these results -> the number of the result.
+
+    uses: see `use_counts`.
+    """
     ends = [(jaxpr.outvars[number], number) for number in results]
     found = {atom: number for atom, number in ends if not isinstance(atom, core.Literal) and uses[atom] == 1}
     for equation in reversed(jaxpr.eqns):
