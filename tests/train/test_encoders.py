@@ -30,7 +30,6 @@ KINDS = {
         "embedding_width": 16,
         "embedding_in": "sum",
         "layers": 3,
-        "dropout": 0.1,
     },
     "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
     "vectors": DEBERTA,

@@ -129,7 +129,7 @@ def first(small, course):
 
 
 def test_a_pipeline_changes_nothing(first, small, course):
-    agree(first, course(model_of(MIXED, FIRST, 1, small), "single", 2))
+    agree(first, course(model_of(MIXED, FIRST, 1, small), "single", 2, unroll=1))
 
 
 REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
@@ -141,7 +141,7 @@ def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(smal
     Dropout knows the number of a layer.
     """
     config = small(layers=8, dropout=0.1, optimizer=UNCLIPPED)
-    alone = course(config, "single", 1)
+    alone = course(config, "single", 1, unroll=1)
     monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
     agree(course(config, REPEATED, 1), alone)
 
@@ -150,7 +150,7 @@ def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(smal
 @pytest.mark.parametrize(("model", "layout", "repeats", "remat", "gather"), PRODUCT)
 def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repeats, remat, gather, small, course):
     config = model_of(model, layout, repeats, small)
-    agree(course(config, rules_of(layout, repeats, remat, gather), 1), course(config, "single", 1))
+    agree(course(config, rules_of(layout, repeats, remat, gather), 1), course(config, "single", 1, unroll=1))
 
 
 def test_every_remat_policy_meets_every_layout():
@@ -164,7 +164,7 @@ def turns_of_two(small, course):
 
 
 def test_nor_does_the_schedule(turns_of_two, small, course):
-    agree(turns_of_two, course(small(**EIGHT), "single", 1))
+    agree(turns_of_two, course(small(**EIGHT), "single", 1, unroll=1))
 
 
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
@@ -191,7 +191,7 @@ def test_stages_send_rows_and_their_gradients(turns_of_two, small, built, read):
 
 def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, course, built, read):
     config, layers, inputs = small(**EIGHT), rules_of(FIRST), rules_of(FIRST, **INPUTS)
-    agree(course(config, inputs, 1), course(config, "single", 1))
+    agree(course(config, inputs, 1), course(config, "single", 1, unroll=1))
     rows = B // 4 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
     assert read(built(config, layers)).saved_bytes - read(built(config, inputs)).saved_bytes == 5 * (4 - 1) * rows
 
@@ -201,7 +201,7 @@ def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, cour
 def test_nor_does_what_is_kept_of_any_model(pipeline, model, layout, remat, interleave, small, course):
     rules = rules_of(layout, remat=remat, **pipeline)
     config = model_of(model, layout, pipeline.get("repeats", 1), small)
-    agree(course(config, rules, 1, interleave=interleave), course(config, "single", 1))
+    agree(course(config, rules, 1, interleave=interleave), course(config, "single", 1, unroll=1))
 
 
 @pytest.mark.parametrize(

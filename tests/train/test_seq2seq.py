@@ -28,7 +28,7 @@ BART = {
 WHISPER = {
     "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20, mlp=32), "norm": "layernorm",
     "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned", "qkv_bias": True,
-    "key_bias": False, "attention_out_bias": True, "mlp_bias": True, "tied_embeddings": True, "dropout": 0.1,
+    "key_bias": False, "attention_out_bias": True, "mlp_bias": True, "tied_embeddings": True,
     "data": {"source_seq": 24},
 }  # fmt: skip
 KINDS = {"T5": T5, "BART": BART}
