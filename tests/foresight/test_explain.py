@@ -115,7 +115,8 @@ def test_an_exported_step_trains(run, tmp_path):
 
 def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
     """On devices whose memory is of just the bytes that the program needs it starts, with one byte less it does not."""
-    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=1", f"--workdir={tmp_path / 'run'}")
+    data = "--set=data.source=random:64", "--set=data.held_out=0.0"
+    argv = ("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / 'run'}")
     chip = chips.CHIPS["h100"]
 
     def started_on(usable_bytes):
