@@ -104,4 +104,5 @@ def test_stages_cross_slices_before_anything_else_does():
     assert pipelines.across(slices, 4, mesh) == [{"stage": 2, "data": 2}]
     assert pipelines.across(slices, 4, {"stage": 4, "fsdp": 4}) == [{"stage": 4}]
     assert pipelines.across(slices, 4, {"stage": 2, "fsdp": 8}) == []
+    assert pipelines.across(slices, 2, {"stage": 4, "fsdp": 2}) == [{"stage": 2}]
     assert pipelines.across(hosts, 4, mesh) == [{}]

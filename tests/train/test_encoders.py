@@ -61,6 +61,13 @@ def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
     assert {(one.kind, one.dtype) for one in sent} == {("all-gather", "bfloat16"), ("reduce-scatter", "float32")}
 
 
+def test_a_shared_matrix_that_is_split_over_what_splits_tokens_is_placed_by_each_layer(small, built, read):
+    raw = {"mesh": {"data": 8}, "rules": {"batch": "data", "w_up.embed": "data"}}
+    sent = read(built(small(**KINDS["shared"]), rules_file.from_dict(raw, "here.yaml"))).transfers
+    reduced = [one.times_per_step for one in sent if (one.array, one.kind) == ("layers.mlp.w_up", "reduce-scatter")]
+    assert reduced == [KINDS["shared"]["layers"]]
+
+
 @pytest.fixture(scope="module")
 def bert(small):
     cfg = small(**MASKED).model
