@@ -140,13 +140,13 @@ class Overlap:
         remaining_s: of each of these arrays, the compute that the iterations have left when they have made it.
         computes_again: whether the backward pass computes matmuls again.
 
-        Copies that take longer than compute are exposed. On GPUs those to the host end with the iteration that makes
-        their arrays, so they hide behind what it has left to compute. On GPUs an iteration also waits where it could go on. To the
-        host, as many copies as can be under way hide behind the matmuls at its end, and that of what it is given behind
-        those at its beginning; it waits for the others one after the other. They are of the arrays that are made last,
-        because the scheduler works from the end to the beginning. From the host, an iteration begins with the copy of
-        the array that was made last. It waits for it if more arrays are copied than can be under way, or if it begins
-        with what is computed again.
+        Copies that take longer than compute are exposed. On GPUs an iteration ends when its copies to the host have
+        ended, so an array's copy hides behind what is left to compute when the array has been made. An iteration also
+        waits where it could go on. To the host, as many copies as can be under way hide behind the matmuls at its end,
+        and that of what it is given behind those at its beginning; it waits for the others one after the other. They
+        are of the arrays that are made last, because the scheduler works from the end to the beginning. From the host,
+        an iteration begins with the copy of the array that was made last. It waits for it if more arrays are copied
+        than can be under way, or if it begins with what is computed again.
         """
         chip = self.target.chip
         assert chip
