@@ -28,8 +28,8 @@ PATIENT_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
 }
-# With XLA's order of operations for concurrency, simulated devices of jax 0.12 can wait for each other without end: 3 of
-# 6 runs of a step of Whisper over 8 devices did, and none of 5 in the other order. The cause was not found.
+# With XLA's order of operations for concurrency, simulated devices of jax 0.12 can wait for each other without end. A
+# step of Whisper over 8 devices did in 3 of 6 runs, and in the other order in none of 9. The cause was not found.
 ORDER_FLAGS = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
 
 # Parameters of glibc's mallopt, with their numbers in malloc.h: one heap for all threads, all memory from it, and at
