@@ -62,7 +62,7 @@ def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, s
     whole = trained("none", parts if "model.matmul_dtype=int8" in sets else 1, *sets)[0] if sets else expected
     weights, sent, products = trained(layout, parts, *sets)
     _, sent_whole, products_whole = trained(layout, 1, *sets)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), weights, whole)
     # The gradients of norms, which are small, are summed in each part.
     assert sent == pytest.approx(sent_whole, rel=0.01 * (parts - 1))
     assert products > 1.5 * products_whole
