@@ -67,12 +67,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     logits_are_those_of(golden, ours.compiled(found.config.model, ours.on_one_device(found), golden.batch))
 
 
-@pytest.mark.parametrize(
-    "name",
-    references.marked(
-        [name for name in CASES if name not in RENAMED], [name for name in CASES if name not in BACKWARD]
-    ),
-)
+@pytest.mark.parametrize("name", references.marked(NUMBERS, [name for name in NUMBERS if name not in BACKWARD]))
 def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
@@ -94,15 +89,15 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
 
 def split_cases():
     """Each case under a layout, the slow ones under one of two in turn, marked for the run that has it."""
+    default = {name for name, _ in SPLIT}
     for at, case in enumerate(references.cases()):
         name, marks = (case, None) if isinstance(case, str) else (case.values[0], case.marks)
         for layout in ("tp8", "fsdp2_tp4"):
+            in_turn = name not in default and layout == ("tp8", "fsdp2_tp4")[at % 2]
             if (name, layout) in SPLIT:
                 yield name, layout
-            elif marks is not None:
-                yield pytest.param(name, layout, marks=marks)
-            elif layout == ("tp8", "fsdp2_tp4")[at % 2] and name not in {name for name, _ in SPLIT}:
-                yield pytest.param(name, layout, marks=pytest.mark.slow)
+            elif marks or in_turn:
+                yield pytest.param(name, layout, marks=marks or pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(split_cases()))

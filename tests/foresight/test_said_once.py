@@ -2,6 +2,7 @@
 """Floors and attribution know a model from its traced program: nothing of any family is unknown to them."""
 
 import dataclasses
+import functools
 import itertools
 import random
 import types
@@ -78,10 +79,10 @@ ENCODERS = {
     "family",
     [pytest.param(name, marks=pytest.mark.slow if name in HELD_BY_OTHERS else ()) for name in (*FAMILIES, *ENCODERS)],
 )
-def test_every_array_of_every_family_is_known(small, built, read, family, layout="fsdp2_tp4"):
+def test_every_array_of_every_family_is_known(small, built, read, family):
     """To floor and attribution: each weight is multiplied, looked up or applied to an activation, and stands between
     some; each activation that is placed is made from others."""
-    config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load(layout).fill(8)
+    config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load("fsdp2_tp4").fill(8)
     found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
@@ -97,7 +98,7 @@ def test_every_array_of_every_family_is_known(small, built, read, family, layout
         )
     for node in found.activations:
         assert found.made_from(node.placed.array) or node.placed.array in ("tokens", "patches", "vectors")
-    checked = rules_file.load(layout)
+    checked = rules_file.load("fsdp2_tp4")
     if config.model.kv_heads % checked.mesh.get("tensor", 1):
         checked = without(checked, "rules.kv_heads")
     reading = read(built(config, checked))
@@ -127,7 +128,7 @@ def tensors(moved):
 def compiled(built, read):
     """A function that compiles a train step on simulated devices, once for each layout.
 
-    It gives the collectives, the bytes of temporaries, and what is read of the trace.
+    It gives the collectives, the bytes of temporaries, and a function that reads the trace.
     """
     known = {}
 
@@ -137,9 +138,10 @@ def compiled(built, read):
         if key not in known:
             step = built(config, rules)
             traced = step.trace_train()
-            program, reading = traced.lower().compile(), read(step, traced)
+            program = traced.lower().compile()
             moved = collectives_of(step, program.as_text(), simulated(rules))
-            known[key] = moved, program.memory_analysis().temp_size_in_bytes, reading
+            temporary_bytes = program.memory_analysis().temp_size_in_bytes
+            known[key] = moved, temporary_bytes, functools.partial(read, step, traced)
         return known[key]
 
     return find
@@ -221,7 +223,7 @@ def mixed(form):
 def test_a_mixture_names_its_rows(small, compiled, family, form):
     """Those of tokens that travel to experts, and of a split sequence; and the floor is not beaten."""
     config, rules = small(**FAMILIES[family]), mixed(form)
-    moved, _, reading = compiled(config, rules)
+    moved, _, reading_of = compiled(config, rules)
     assert all(one.rules and one.op != "step" for one in moved)
     for one in moved:
         causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
@@ -233,7 +235,7 @@ def test_a_mixture_names_its_rows(small, compiled, family, form):
             and one.phase == "forward" and one.mesh_axes == ("context",)]  # fmt: skip
     assert bool(keys) == bool(form) and all(one.rules == ("rules.seq",) for one in keys)
     sent = sum(one.bytes_per_device_per_step for one in moved)
-    assert reading.communication_bytes <= sent
+    assert reading_of().communication_bytes <= sent
 
 
 NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")
@@ -316,11 +318,11 @@ def test_under_any_rules_every_collective_has_a_row(small, compiled, number):
     """And the floors are not beaten, neither that of what is sent nor that of what waits for the backward pass."""
     config = small(**[{}, FAMILIES["gpt2"], FAMILIES["gemma"], FAMILIES["neox"]][number % 4])
     rules = layout_at_random(config, number)
-    moved, temporary_bytes, reading = compiled(config, rules)
+    moved, temporary_bytes, reading_of = compiled(config, rules)
     mapped = {axis for row in rules.rows for axis in row.mesh_axes}
     for one in moved:
         causes = {axis for row in rules.rows if row.key in one.rules for axis in row.mesh_axes}
         assert one.rules and causes >= mapped.intersection(one.mesh_axes), one
-    sent = sum(one.bytes_per_device_per_step for one in moved)
+    sent, reading = sum(one.bytes_per_device_per_step for one in moved), reading_of()
     assert reading.communication_bytes <= sent or reading.estimated_because
     assert 0 < reading.saved_bytes / rules.microbatches <= temporary_bytes

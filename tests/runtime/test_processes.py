@@ -135,7 +135,9 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(and_a_task
                 'rules.mesh: [["fsdp", 4], ["tensor", 2]] in process 0, [',
             ],
         ),
-        ((["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, ["data: "]),
+        pytest.param(
+            (["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, ["data: "], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_path, given, differences):
