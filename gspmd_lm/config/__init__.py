@@ -27,6 +27,8 @@ from gspmd_lm.config.sounds import Frames as Frames
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
+from gspmd_lm.config.windows import Windows as Windows
+from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.errors import InputError
 
 
@@ -189,8 +191,8 @@ class Config:
             "model.patches needs objective: classes": self.objective != "classes",
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
-                model.relative_positions and (model.relative_positions.side, model.patches.first) != (
-                    model.patches.side, 1),
+                model.relative_positions and not model.windows and (
+                    model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,
@@ -199,7 +201,6 @@ class Config:
             f"model.patches goes with positions: learned or none, not {model.positions}":
                 model.positions not in ("learned", "none"),
             "model.patches does not go with token_types": model.token_types > 0,
-            "model.patches does not go with embedding_norm": model.embedding_norm,
             "model.patches does not go with embedding_width": model.embedding_width > 0,
             "model.patches does not go with position_offset": model.position_offset > 0,
         }  # fmt: skip

@@ -20,6 +20,7 @@ from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+from gspmd_lm.config.windows import Windows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -132,9 +133,9 @@ class ModelConfig:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, the chunks, or linear attention. The pattern is repeated over the depth; () means
-    # all layers. A layer of kind nope has none of them, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, linear attention, or windows that are shifted. The pattern is repeated
+    # over the depth; () means all layers. A layer of kind nope has none of them, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
     latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
@@ -153,6 +154,7 @@ class ModelConfig:
     classes: Count = 0
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
+    windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -195,6 +197,8 @@ class ModelConfig:
             wrong.append("layer_pattern has chunked layers: set attention_chunk")
         if ("linear" in self.layer_pattern) > bool(self.linear_attention):
             wrong.append("layer_pattern has linear layers: set linear_attention")
+        if "shifted" in self.layer_pattern and not self.windows:
+            wrong.append("layer_pattern has shifted layers: set windows")
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")
@@ -210,6 +214,7 @@ class ModelConfig:
         wrong += self.latent_attention.problems(self) if self.latent_attention else []
         wrong += self.encoder.problems(self) if self.encoder else []
         wrong += self.relative_vectors.problems(self) if self.relative_vectors else []
+        wrong += self.windows.problems(self) if self.windows else []
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -338,7 +343,7 @@ class ModelConfig:
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
@@ -359,6 +364,8 @@ class ModelConfig:
             values["attention_chunk"] = 0
         if kind != "linear":
             values["linear_attention"] = None
+        if kind != "shifted" and self.windows:
+            values["windows"] = dataclasses.replace(self.windows, shift=0)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

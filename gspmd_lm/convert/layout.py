@@ -28,6 +28,7 @@ from gspmd_lm.sharding.axes import AXES
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b"}
 ENCODER = "encoder."  # how the weights of an encoder begin
+LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 
@@ -65,16 +66,20 @@ class Tensor:
         return "{expert}" in self.name or "E" in self.axes
 
     def of(self, model: config.ModelConfig) -> config.ModelConfig:
-        """The settings of the stack of blocks whose weights it holds: those of the encoder, or of the model."""
+        """The settings of the stack of blocks whose weights it holds: of the encoder, of a level, or of the model."""
+        of = self.weights[0].partition(".")[0]
+        if of.startswith(LEVEL):
+            return config.levels(model)[int(of.removeprefix(LEVEL))]
         return (self.weights[0].startswith(ENCODER) and model.of_encoder) or model
 
     def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
-        return tuple(self._sizes(model)[letter] for letter in self.axes if letter.isalpha())
+        sizes = self._sizes(self.of(model))
+        return tuple(sizes[letter] for letter in self.axes if letter.isalpha())
 
     def shape(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
-        sizes = self._sizes(model)
+        sizes = self._sizes(self.of(model))
         groups = self.axes.replace("(", " ( ").replace(")", " ) ").split()
         shape, inside = [], False
         for word in groups:
@@ -132,7 +137,6 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
-        model = self.of(model)
         N, K, H, A = model.heads, model.kv_heads, model.head_dim, TAPS
         if self.weights == ("attention.wo",):
             H = model.v_head_dim

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors, sound_families
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import ENCODER, LETTERS, AxisOrder, Tensor, copy_transposed
+from gspmd_lm.convert.layout import ENCODER, LETTERS, LEVEL, AxisOrder, Tensor, copy_transposed
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -97,6 +97,9 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
         weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
         return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
+    if head.startswith(LEVEL):
+        weight, layers, stacked = _layers(rest, config.levels(model)[int(head.removeprefix(LEVEL))])
+        return f"{head}.{weight}", layers, stacked
     if model.shared_layers and head == "layers":
         return rest, (), False
     for stack in model.stacks:

@@ -32,21 +32,28 @@ class ImageClassifier(Stack):
         of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
         if cfg.context < T:
             of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-        x_BTD, keys_BT = before_blocks(cfg, _patched(self, cfg, patches_BTX), batch, dropout_key)
+        x_BTD, keys_BT = before_blocks(cfg, patched(self, cfg, patches_BTX), batch, dropout_key)
         x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
-            is_patch_BT1 = ((places_BT >= cfg.patches.first) & (places_BT < cfg.context))[..., None]
-            sum_B1D = jnp.where(is_patch_BT1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
-            mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
-            class_row_B1D = Norm(cfg, name="pooled_norm")(mean_B1D)
+            class_row_B1D = mean_of_patches(cfg, x_BTD)
         scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)
         if cfg.patches and cfg.patches.distillation == "head":
             return (scores_BX + scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)) / 2
         return scores_BX
 
 
-def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
+def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The mean of the patches of each image, [B, 1, D], normed if they are not."""
+    assert cfg.patches
+    places_T1 = jnp.arange(x_BTD.shape[1])[:, None]
+    is_patch_T1 = (places_T1 >= cfg.patches.first) & (places_T1 < cfg.context)
+    sum_B1D = jnp.where(is_patch_T1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
+    mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
+    return mean_B1D if cfg.final_norm else Norm(cfg, name="pooled_norm")(mean_B1D)
+
+
+def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
     """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
     assert cfg.patches
     dtype, T = jnp.dtype(cfg.compute_dtype), patches_BTX.shape[1]
@@ -61,4 +68,5 @@ def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array)
     if cfg.positions == "learned":
         table_PD = use(matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg))
         x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
-    return like(x_BTD, RESIDUAL)
+    x_BTD = like(x_BTD, RESIDUAL)
+    return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD

@@ -40,6 +40,19 @@ CASES = {
             "use_mean_pooling": False,
         },
     ),
+    "swin": (
+        "SwinForImageClassification",
+        LABELS
+        | {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 3], "num_heads": [4, 8], "window_size": 4},
+    ),
+    "swin-one-window": (
+        "SwinForImageClassification",
+        LABELS
+        | {
+            "image_size": 24, "patch_size": 2, "embed_dim": 8, "depths": [4, 1, 2], "num_heads": [2, 4, 8],
+            "window_size": 3, "mlp_ratio": 2.5, "qkv_bias": False, "hidden_act": "gelu_new", "num_channels": 1,
+        },
+    ),
     "deit-teacher": ("DeiTForImageClassificationWithTeacher", SIZES | LABELS),
 }
 

@@ -1,0 +1,89 @@
+"""The section `model.windows` of a config: attention within windows of an image, and levels of blocks."""
+
+import dataclasses
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, Count, Size
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Level:
+    """Blocks of a width of their own. Before them, 2 x 2 neighbouring patches become one."""
+
+    layers: Size  # how many blocks
+    embed: Size  # the width of the residual stream
+    heads: Size  # query heads, and key and value heads; one has the model's head_dim
+    mlp: Size  # the hidden width of the feed-forward network
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Windows:
+    """Attention within square windows of the patches of an image (Swin, arXiv 2103.14030).
+
+    The sizes of the model are those of its first level of blocks.
+    """
+
+    size: Size  # patches on a side of a window
+    # By how many patches the windows of layers of kind shifted are moved, down and to the right. Those that would stand
+    # beyond the image begin at its other side. No patch sees one that lies across this seam. A level that is a single
+    # window has no layers that are moved.
+    shift: Count = 0
+    levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
+    # The rows of these levels are padded to a multiple of it, for devices that split them (residual.seq). No patch sees
+    # padding.
+    row_multiple: Size = 1
+
+    def rows(self, patches: int) -> int:
+        """The rows of a level after the first one, with padding."""
+        return -(-patches // self.row_multiple) * self.row_multiple
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with windows."""
+        if not (patches := model.patches):
+            return ["windows needs patches"]
+        keys = ("experts", "linear_attention", "latent_attention", "shared_layers", "padded_heads", "relative_vectors",
+                "attention_sinks", "attention_temperature", "lora", "laurel_rank", "layer_embed", "shared_kv_layers",
+                "sliding_window", "attention_chunk", "encoder", "matmul_dtype")  # fmt: skip
+        sides = [patches.side / 2**number for number in range(1 + len(self.levels))]
+        relative = model.relative_positions
+        problems = {
+            **{f"windows does not go with {key}": getattr(model, key) for key in keys},
+            "windows does not go with residual_streams": model.residual_streams > 1,
+            "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
+            "windows needs mask: full": model.mask != "full",
+            f"windows goes with positions: none, not {model.positions}": model.positions != "none",
+            "windows needs patches without rows before them: set patches.class_row to false, and pool to mean":
+                patches.first or patches.pool != "mean",
+            f"windows.size={self.size} does not divide the patches on a side of a level: "
+            f"{', '.join(f'{side:g}' for side in sides)}": any(side % self.size for side in sides),
+            f"windows.shift={self.shift} must be below windows.size={self.size}": self.shift >= self.size,
+            f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full and shifted":
+                {*model.layer_pattern} - {"full", "shifted"},
+            "layer_pattern has shifted layers: set windows.shift": "shifted" in model.layer_pattern and not self.shift,
+            f"windows has windows of {self.size} patches on a side: set relative_positions.side to as many, "
+            "learned_row and shared to false":
+                relative and (relative.side != self.size or relative.learned_row or relative.shared),
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong]
+
+
+def levels(model: Any) -> tuple[Any, ...]:
+    """The settings of the blocks of each level of a model; those of the model itself where it has no windows."""
+    if not model.windows:
+        return (model,)
+    found, last = [], len(model.windows.levels)
+    for number, level in enumerate((None, *model.windows.levels)):
+        patches = dataclasses.replace(model.patches, size=model.patches.size * 2**number)
+        own: dict[str, Any] = {
+            "windows": dataclasses.replace(model.windows, levels=()), "patches": patches, "context": patches.rows,
+            "final_norm": model.final_norm and number == last, "classes": model.classes * (number == last),
+        }  # fmt: skip
+        if patches.side == model.windows.size:
+            own["layer_pattern"] = ()
+        if level:
+            own |= {"layers": level.layers, "embed": level.embed, "mlp": level.mlp}
+            own |= {"heads": level.heads, "kv_heads": level.heads}
+        found.append(dataclasses.replace(model, **own))
+    return tuple(found)
