@@ -29,6 +29,7 @@ from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, 
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.windows import Windows as Windows
 from gspmd_lm.config.windows import levels as levels
+from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError
 
 
@@ -164,6 +165,10 @@ class Config:
             "to as many, or above for padding":
                 encoder and model.frames and self.source_seq < encoder.context,
             "model.frames needs model.encoder, which reads them": model.frames and not encoder,
+            "model.layer_pattern has shifted layers: set model.windows":
+                "shifted" in model.layer_pattern and not model.windows,
+            f"model.row_multiple={model.row_multiple} needs model.windows":
+                model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":
                 self.data.fields and not self.data.label and objective != "seq2seq",
             "objective: seq2seq needs data.fields=[source, text], without data.label":

@@ -155,6 +155,8 @@ class ModelConfig:
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
+    # In later levels, rows of padding, which no patch sees, make an image's rows a multiple of it: for residual.seq.
+    row_multiple: Size = 1
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -197,8 +199,6 @@ class ModelConfig:
             wrong.append("layer_pattern has chunked layers: set attention_chunk")
         if ("linear" in self.layer_pattern) > bool(self.linear_attention):
             wrong.append("layer_pattern has linear layers: set linear_attention")
-        if "shifted" in self.layer_pattern and not self.windows:
-            wrong.append("layer_pattern has shifted layers: set windows")
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")

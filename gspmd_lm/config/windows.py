@@ -31,13 +31,6 @@ class Windows:
     # window has no layers that are moved.
     shift: Count = 0
     levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
-    # The rows of these levels are padded to a multiple of it, for devices that split them (residual.seq). No patch sees
-    # padding.
-    row_multiple: Size = 1
-
-    def rows(self, patches: int) -> int:
-        """The rows of a level after the first one, with padding."""
-        return -(-patches // self.row_multiple) * self.row_multiple
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with windows."""
@@ -67,6 +60,11 @@ class Windows:
                 relative and (relative.side != self.size or relative.learned_row or relative.shared),
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
+
+
+def padded_rows(level: Any) -> int:
+    """The rows of an image in a level after the first one, padding included."""
+    return -(-level.context // level.row_multiple) * level.row_multiple
 
 
 def levels(model: Any) -> tuple[Any, ...]:

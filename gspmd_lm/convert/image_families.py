@@ -103,32 +103,37 @@ class SwinLevels:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         embed, size = reader.whole(["embed_dim"], 96, 1), reader.whole(["window_size"], 7, 2)
-        layers, heads = reader.get(["depths"], [2, 2, 6, 2]), reader.get(["num_heads"], [3, 6, 12, 24])
         ratio, side = reader.number(["mlp_ratio"], 4.0), values["patches"]["image"] // values["patches"]["size"]
-        for name, numbers in (("depths", layers), ("num_heads", heads)):
-            known = isinstance(numbers, list) and all(type(one) is int and 0 < one < MOST_LAYERS for one in numbers)
-            if not known or not 0 < len(numbers) <= MOST_LEVELS:
-                reader.refuse(name, numbers, f"must be a list of whole numbers, one for each of up to {MOST_LEVELS} levels")
-                layers, heads = [1], [1]
-        head_dim = embed // heads[0]
-        widths = [embed * 2**number for number in range(len(layers))]
-        if [head_dim * count for count in heads] != widths[: len(heads)] or len(heads) != len(layers):
-            reader.refuse("num_heads", heads, f"does not give each level heads of one size: the widths are {widths}")
-            widths, layers, heads = [embed], layers[:1], [1]
-        if any(side / 2**number % size for number in range(len(widths))):
-            why = f"does not divide the {side} patches on a side, nor do they divide in later levels, which is not supported"
+        layers, heads = (
+            self._numbers(reader, "depths", [2, 2, 6, 2]),
+            self._numbers(reader, "num_heads", [3, 6, 12, 24]),
+        )
+        widths, head_dim = [embed * 2**number for number in range(len(layers))], embed // heads[0]
+        if [head_dim * count for count in heads] != widths:
+            reader.refuse("num_heads", heads, f"does not give heads of one size to levels of the widths {widths}")
+            return
+        if any(side / 2**number % size for number in range(len(layers))):
+            why = (
+                f"does not divide the {side} patches on a side in each of {len(layers)} levels, which is not supported"
+            )
             reader.refuse("window_size", size, why)
-            values["patches"] |= {"image": (side := size * 2 ** (len(widths) - 1)), "size": 1}
-            values["context"] = side**2
-        levels = [
+            return
+        first, *rest = [
             {"layers": depth, "embed": width, "heads": count, "mlp": int(ratio * width)}
             for depth, width, count in zip(layers, widths, heads, strict=True)
         ]
-        values |= levels[0] | {"kv_heads": heads[0], "head_dim": embed // heads[0]}
-        values["windows"] = {"size": size, "shift": size // 2, "levels": levels[1:], "row_multiple": _ROWS_DIVIDE_BY}
-        values["layer_pattern"] = ["full", "shifted"]
+        values |= first | {"kv_heads": heads[0], "head_dim": head_dim, "row_multiple": _ROWS_DIVIDE_BY}
+        values |= {"layer_pattern": ["full", "shifted"], "windows": {"size": size, "shift": size // 2, "levels": rest}}
         ranges = (2 * size - 1) ** 2
         values["relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
+
+    def _numbers(self, reader: ConfigReader, name: str, default: list[int]) -> list[int]:
+        numbers = reader.get([name], default)
+        whole = isinstance(numbers, list) and all(type(one) is int and 0 < one <= MOST_LAYERS for one in numbers)
+        if whole and 0 < len(numbers) <= MOST_LEVELS:
+            return numbers
+        reader.refuse(name, numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
+        return default
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not model.windows:
@@ -260,7 +265,8 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
 _SWIN = (
     ImagePatches("none", class_row=False), SwinLevels(), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
     Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
-    Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), Constant("mask", "full"), Constant("positions", "none"),
+    Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), Constant("mask", "full"),
+    Constant("positions", "none"),
     Fixed("use_absolute_embeddings", False, "adds a table of positions to the patches, which is not supported"),
     Flag("qkv_bias", ("qkv_bias",), True), Constant("attention_out_bias", True), Constant("mlp_bias", True),
     Constant("embedding_norm", True), Classes(),

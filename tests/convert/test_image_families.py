@@ -16,6 +16,7 @@ from einops import rearrange
 from gspmd_lm import InputError
 from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.convert import export, image_families, pretrained
+from gspmd_lm.convert.image_families import padded_rows
 from gspmd_lm.model.transformer import classify
 from tests.convert import ours, references
 
@@ -49,8 +50,16 @@ CASES = {
         "SwinForImageClassification",
         LABELS
         | {
-            "image_size": 24, "patch_size": 2, "embed_dim": 8, "depths": [4, 1, 2], "num_heads": [2, 4, 8],
-            "window_size": 3, "mlp_ratio": 2.5, "qkv_bias": False, "hidden_act": "gelu_new", "num_channels": 1,
+            "image_size": 24,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [4, 1, 2],
+            "num_heads": [2, 4, 8],
+            "window_size": 3,
+            "mlp_ratio": 2.5,
+            "qkv_bias": False,
+            "hidden_act": "gelu_new",
+            "num_channels": 1,
         },
     ),
     "deit-teacher": ("DeiTForImageClassificationWithTeacher", SIZES | LABELS),
@@ -87,7 +96,7 @@ def test_scores_are_those_of_transformers_and_files_come_back(name, golden, tmp_
     case = golden[name]
     opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
     assert (opened.family.architecture, opened.config.objective) == (CASES[name][0], "classes")
-    assert opened.config.data.seq == 16  # 10 or 11 rows and padding
+    assert opened.config.data.seq == padded_rows(opened.config.model.context)
     found, want = scores(opened, opened.config.data.seq), np.array(case["scores"])
     assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
     params = jax.device_get(ours.on_one_device(opened))
@@ -182,7 +191,7 @@ def test_transformers_itself(name, tmp_path):
         GOLDEN.write_text(json.dumps(known | {name: {**case, "scores": want.tolist()}}, indent=1) + "\n")
     np.testing.assert_allclose(json.loads(GOLDEN.read_text())[name]["scores"], want, rtol=0, atol=1e-5)
     opened = pretrained.open_folder(folder, [ours.EXACT])
-    for seq in (opened.config.model.context, 24):
+    for seq in (opened.config.model.context, padded_rows(opened.config.model.context) + 8):
         assert np.abs(scores(opened, seq) - want).max() <= 1e-5 * np.abs(want).max()
     params = jax.device_get(ours.on_one_device(opened))
     for kept in (True, False):

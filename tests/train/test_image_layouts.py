@@ -22,9 +22,8 @@ BEIT = {
 SWIN = {
     **VIT, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16, "positions": "none",
     "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "embedding_norm": True,
-    "windows": Windows(
-        size=2, shift=1, levels=(Level(layers=1, embed=64, heads=16, mlp=128),), row_multiple=8
-    ), "layer_pattern": ("full", "shifted"),
+    "windows": Windows(size=2, shift=1, levels=(Level(layers=1, embed=64, heads=16, mlp=128),)),
+    "layer_pattern": ("full", "shifted"), "row_multiple": 8,
 }  # fmt: skip
 KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}, "beit": BEIT, "swin": {**SWIN, "dropout": 0.1}}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")

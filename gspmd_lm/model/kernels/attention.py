@@ -274,7 +274,8 @@ def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig
 
     The place 0 is that of a learned row, and places beyond the patches, which are padding, have any range.
     """
-    assert (relative := cfg.relative_positions)
+    relative = cfg.relative_positions
+    assert relative
     side, last, first = relative.side, relative.ranges - 1, int(relative.learned_row)
     (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(at - first, 0), side) for at in (queries, keys))
     of_patches = (query_y - key_y + side - 1) * (2 * side - 1) + query_x - key_x + side - 1

@@ -6,11 +6,10 @@ has a part of its patches has all of a window.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, masked, of_heads
+from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads
 from gspmd_lm.sharding.annotate import like, shard, split
 
 
@@ -36,19 +35,20 @@ def attend_in_windows(
         segments_BT = jnp.broadcast_to(regions(side, size, shift), (B, across**2, size**2))
         segments_BT = like(segments_BT.reshape(-1, size**2), SEGMENTS)
     tokens = Tokens(jnp.arange(size**2)[None], segments_BT, None)
-    windows = in_windows(q_BTNH, Q), in_windows(k_BTNH, K), in_windows(v_BTNH, V)
-    out = masked(*windows, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
+    specs = Q, *(spec.replace("kv_heads", keys_axis()) for spec in (K, V))
+    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs)
+    out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
     out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
     out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
     out_BTNH = rearrange(out_ByxNH, "B y x N H -> B (y x) N H")
     return shard(jnp.pad(out_BTNH, ((0, 0), (0, T - side**2), (0, 0), (0, 0))), OUT)
 
 
-def regions(side: int, size: int, shift: int) -> np.ndarray:
+def regions(side: int, size: int, shift: int) -> jax.Array:
     """The region of each patch of an image that was moved, int32 [windows, patches of a window].
 
     Within a window, the patches of one region were neighbours before. Those of another one came from the other side.
     """
-    from_other_side = np.arange(side) >= side - shift
-    region_yx = 2 * from_other_side[:, None] + from_other_side
-    return rearrange(region_yx, "(h y) (w x) -> (h w) (y x)", y=size, x=size).astype(np.int32)
+    from_other_side = jnp.arange(side) >= side - shift
+    region_yx = 2 * from_other_side[:, None].astype(jnp.int32) + from_other_side
+    return rearrange(region_yx, "(h y) (w x) -> (h w) (y x)", y=size, x=size)
