@@ -77,7 +77,7 @@ ENCODERS = {
     "windows": {"objective": "classes", "classes": 3, "mask": "full", "mlp_kind": "plain", "vocab": 0,
                 "padded_vocab": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
                 "positions": "none", "windows": Windows(size=2, shift=1, levels=(
-                    Level(layers=2, embed=64, heads=8, mlp=128),)), "layer_pattern": ("full", "shifted"),
+                    Level(layers=2, embed=64, heads=8, mlp=256),)), "layer_pattern": ("full", "shifted"),
                 "row_multiple": 8},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
