@@ -155,8 +155,7 @@ class ModelConfig:
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
-    # In later levels, rows of padding, which no patch sees, make an image's rows a multiple of it: for residual.seq.
-    row_multiple: Size = 1
+    row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)

@@ -1,6 +1,7 @@
 """The section `model.windows` of a config: attention within windows of an image, and levels of blocks."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from pydantic.dataclasses import dataclass
@@ -36,25 +37,23 @@ class Windows:
         """What of a model does not go with windows."""
         if not (patches := model.patches):
             return ["windows needs patches"]
-        keys = ("experts", "linear_attention", "latent_attention", "shared_layers", "padded_heads", "relative_vectors",
-                "attention_sinks", "attention_temperature", "lora", "laurel_rank", "layer_embed", "shared_kv_layers",
-                "sliding_window", "attention_chunk", "encoder", "matmul_dtype")  # fmt: skip
+        keys = ("latent_attention", "shared_layers", "padded_heads", "attention_sinks", "attention_temperature", "lora",
+                "laurel_rank", "shared_kv_layers", "attention_chunk", "matmul_dtype")  # fmt: skip
         sides = [patches.side / 2**number for number in range(1 + len(self.levels))]
-        relative = model.relative_positions
+        relative, kinds = model.relative_positions, {*model.layer_pattern}
         problems = {
             **{f"windows does not go with {key}": getattr(model, key) for key in keys},
             "windows does not go with residual_streams": model.residual_streams > 1,
             "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
             "windows needs mask: full": model.mask != "full",
             f"windows goes with positions: none, not {model.positions}": model.positions != "none",
-            "windows needs patches without rows before them: set patches.class_row to false, and pool to mean":
-                patches.first or patches.pool != "mean",
+            "windows needs patches without a row before them: set patches.class_row to false": patches.first,
             f"windows.size={self.size} does not divide the patches on a side of a level: "
             f"{', '.join(f'{side:g}' for side in sides)}": any(side % self.size for side in sides),
             f"windows.shift={self.shift} must be below windows.size={self.size}": self.shift >= self.size,
             f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full and shifted":
-                {*model.layer_pattern} - {"full", "shifted"},
-            "layer_pattern has shifted layers: set windows.shift": "shifted" in model.layer_pattern and not self.shift,
+                kinds - {"full", "shifted"},
+            "layer_pattern has shifted layers: set windows.shift": "shifted" in kinds and not self.shift,
             f"windows has windows of {self.size} patches on a side: set relative_positions.side to as many, "
             "learned_row and shared to false":
                 relative and (relative.side != self.size or relative.learned_row or relative.shared),
@@ -67,6 +66,7 @@ def padded_rows(level: Any) -> int:
     return -(-level.context // level.row_multiple) * level.row_multiple
 
 
+@functools.lru_cache(maxsize=128)
 def levels(model: Any) -> tuple[Any, ...]:
     """The settings of the blocks of each level of a model; those of the model itself where it has no windows."""
     if not model.windows:

@@ -198,13 +198,11 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
             wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
         return problems
-    needs_all = {
-        "linear_attention: a state goes from token to token, and no device has all of a row":
-            "linear" in model.kind_of_each_layer,
-        "windows: a window has patches of many rows, and no device has all rows of an image": model.windows,
-    }  # fmt: skip
-    unsplit = f"do not split seq over {', '.join(over)}; residual.seq may be split"
-    problems += [Problem(f"model.{why}", place, unsplit) for why, is_so in needs_all.items() if is_so]
+    whole, unsplit = "and no device has all of a row", f"do not split seq over {', '.join(over)}"
+    if "linear" in model.kind_of_each_layer:
+        problems.append(Problem(f"model.linear_attention: a state goes from token to token, {whole}", place, unsplit))
+    if model.windows:
+        problems.append(Problem(f"model.windows: patches of a window are not neighbours, {whole}", place, unsplit))
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
@@ -273,8 +271,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.shared_layers:
         wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
-    for asked in _beyond_one_stream(model):
-        wrong(f"stages pass on a residual stream alone, which {asked} does not go with",
+    for key in _beyond_one_stream(model):
+        wrong(f"stages pass on a residual stream alone, which model.{key} does not go with",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     if rules.split("optimizer", f"{axis}.", axis) != over:
         wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
@@ -340,8 +338,8 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
         return []
     place, without = rules.place("interleave", parts), "--set rules.interleave=1"
     problems = [
-        Problem(f"interleave: layers with {asked} are not computed in parts", place, without)
-        for asked in (*([f"model.experts={model.experts}"] if model.experts else []), *_beyond_one_stream(model))
+        Problem(f"interleave: layers with model.{key} are not computed in parts", place, without)
+        for key in (*([f"experts={model.experts}"] if model.experts else []), *_beyond_one_stream(model))
     ]
     microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
     batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
@@ -358,9 +356,9 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
              "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
              "relative_positions": bool(model.relative_positions and model.relative_positions.shared),
-             "windows": bool(model.windows), "relative_vectors": bool(model.relative_vectors)}  # fmt: skip
-    values = {key: getattr(model, key) for key, is_set in asked.items() if is_set}
-    return [f"model.{key}" + f"={value}" * isinstance(value, int) for key, value in values.items()]
+             "relative_vectors": bool(model.relative_vectors), "windows": bool(model.windows)}  # fmt: skip
+    found = {key: getattr(model, key) for key, is_set in asked.items() if is_set}
+    return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 
 
 def _pipeline_row(rules: Rules) -> str:
