@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm.config import experts
 from gspmd_lm.config.attention import (
     AttentionTemperature,
+    Convolution,
     LatentAttention,
     LinearAttention,
     RelativePositions,
@@ -124,6 +125,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
     relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
+    convolution: Convolution | None = None  # over tokens, beside the first layer (DeBERTa v2 xlarge)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
@@ -210,10 +212,8 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        wrong += self.latent_attention.problems(self) if self.latent_attention else []
-        wrong += self.encoder.problems(self) if self.encoder else []
-        wrong += self.relative_vectors.problems(self) if self.relative_vectors else []
-        wrong += self.windows.problems(self) if self.windows else []
+        parts = self.latent_attention, self.encoder, self.relative_vectors, self.windows, self.convolution
+        wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -275,10 +275,14 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
+
+        A first layer that has a convolution beside it stands alone.
+        """
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
+            "convolved_layers": 1 if self.convolution else 0,
         }  # fmt: skip
         turn, first, stacks = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
         for name in sorted(ends, key=ends.__getitem__):
@@ -363,8 +367,7 @@ class ModelConfig:
             values["attention_chunk"] = 0
         if kind != "linear":
             values["linear_attention"] = None
-        if kind != "shifted" and self.windows:
-            values["windows"] = dataclasses.replace(self.windows, shift=0)
+        values["windows"] = self.windows and self.windows.of_layer(kind)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

@@ -33,6 +33,10 @@ class Windows:
     shift: Count = 0
     levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
 
+    def of_layer(self, kind: str) -> "Windows":
+        """The windows of a layer of this kind."""
+        return self if kind == "shifted" else dataclasses.replace(self, shift=0)
+
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with windows."""
         if not (patches := model.patches):

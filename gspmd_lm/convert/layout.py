@@ -137,7 +137,8 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
-        N, K, H, A = model.heads, model.kv_heads, model.head_dim, TAPS
+        N, K, H = model.heads, model.kv_heads, model.head_dim
+        A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
         if self.linear and (sizes := model.linear_attention):

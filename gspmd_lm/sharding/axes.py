@@ -77,6 +77,8 @@ WEIGHTS = {
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
     "merge": "matrix that makes one patch of four neighbouring ones",
+    "convolution": "convolution over the tokens that the first layer reads",
+    "convolution_bias": "its bias",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
