@@ -166,8 +166,6 @@ class Config:
             "to as many, or above for padding":
                 encoder and model.frames and self.source_seq < encoder.context,
             "model.frames needs model.encoder, which reads them": model.frames and not encoder,
-            "model.layer_pattern has shifted layers: set model.windows":
-                "shifted" in model.layer_pattern and not model.windows,
             f"model.row_multiple={model.row_multiple} needs model.windows":
                 model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":

@@ -194,12 +194,10 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        if "sliding" in self.layer_pattern and not self.sliding_window:
-            wrong.append("layer_pattern has sliding layers: set sliding_window")
-        if "chunked" in self.layer_pattern and not self.attention_chunk:
-            wrong.append("layer_pattern has chunked layers: set attention_chunk")
-        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
-            wrong.append("layer_pattern has linear layers: set linear_attention")
+        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention",
+                "shifted": "windows"}  # fmt: skip
+        wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
+                  if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")

@@ -27,10 +27,18 @@ from gspmd_lm.sharding.axes import AXES
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b"}
-ENCODER = "encoder."  # how the weights of an encoder begin
+_INNER = ("encoder",)  # how the weights of other stacks of blocks begin
 LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
+
+
+def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
+    """The settings of the stack of blocks within the model that has a weight; None if it is of the model's own."""
+    name = path.partition(".")[0]
+    if name.startswith(LEVEL):
+        return config.levels(model)[int(name.removeprefix(LEVEL))]
+    return getattr(model, f"of_{name}") if name in _INNER else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +74,16 @@ class Tensor:
         return "{expert}" in self.name or "E" in self.axes
 
     def of(self, model: config.ModelConfig) -> config.ModelConfig:
-        """The settings of the stack of blocks whose weights it holds: of the encoder, of a level, or of the model."""
-        of = self.weights[0].partition(".")[0]
-        if of.startswith(LEVEL):
-            return config.levels(model)[int(of.removeprefix(LEVEL))]
-        return (self.weights[0].startswith(ENCODER) and model.of_encoder) or model
+        """The settings of the stack of blocks whose weights it holds: those of an inner one, or of the model."""
+        return inner(self.weights[0], model) or model
 
     def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
-        sizes = self._sizes(self.of(model))
-        return tuple(sizes[letter] for letter in self.axes if letter.isalpha())
+        return tuple(self._sizes(model)[letter] for letter in self.axes if letter.isalpha())
 
     def shape(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
-        sizes = self._sizes(self.of(model))
+        sizes = self._sizes(model)
         groups = self.axes.replace("(", " ( ").replace(")", " ) ").split()
         shape, inside = [], False
         for word in groups:
@@ -105,14 +109,14 @@ class Tensor:
 
     def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
-        model = self.of(model)
+        sizes, model = self._sizes(model), self.of(model)
         padded = {"V": model.vocab_rows}
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
-        size = self._sizes(model)[letter]
+        size = sizes[letter]
         entries = np.arange(size)
         if letter in "NK" and "R" in self.axes:
-            sizes, number = self._sizes(model), self.weights.index(weight)
+            number = self.weights.index(weight)
             heads = self._heads_of_weights(sizes["N"], sizes["K"])
             if self.order == "concatenated":
                 entries += sum(heads[:number])
@@ -137,6 +141,7 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
+        model = self.of(model)
         N, K, H = model.heads, model.kv_heads, model.head_dim
         A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors, sound_families
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import ENCODER, LETTERS, LEVEL, AxisOrder, Tensor, copy_transposed
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed, inner
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -93,12 +93,9 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
 
     What all layers share has a single tensor, whose name says no layer.
     """
-    if path.startswith(ENCODER) and model.of_encoder:
-        weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
-        return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
-    if head.startswith(LEVEL):
-        weight, layers, stacked = _layers(rest, config.levels(model)[int(head.removeprefix(LEVEL))])
+    if of_stack := inner(path, model):
+        weight, layers, stacked = _layers(rest, of_stack)
         return f"{head}.{weight}", layers, stacked
     if model.shared_layers and head == "layers":
         return rest, (), False

@@ -118,7 +118,7 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
             "set relative_positions.side to as many",
         ),
         ({**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17}, "set patches.class_row to false"),
-        ({**SWIN, "windows": None, "relative_positions": None}, "shifted layers: set model.windows"),
+        ({**SWIN, "windows": None, "relative_positions": None}, "layer_pattern has shifted layers: set windows"),
         ({"row_multiple": 8}, "model.row_multiple=8 needs model.windows"),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
         ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
