@@ -71,7 +71,8 @@ class Data:
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
-    # Tokens per source that model.encoder reads; 0 means seq. With model.frames: rows per sound; 0 means its context.
+    # Tokens per source that model.encoder reads; 0 means seq. With model.frames or
+    # model.vision: rows per sound or image; 0 means as many as one has.
     source_seq: Count = 0
     # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
     held_out: Annotated[

@@ -18,6 +18,7 @@ from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.towers import Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
 
@@ -151,6 +152,7 @@ class ModelConfig:
     classes: Count = 0
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
+    vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -206,7 +208,7 @@ class ModelConfig:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
         wrong += self.latent_attention.problems(self) if self.latent_attention else []
-        wrong += self.encoder.problems(self) if self.encoder else []
+        wrong += [line for part in (self.encoder, self.vision) if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -315,9 +317,12 @@ class ModelConfig:
     @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
-        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
-        own |= {"positions": "learned", "position_offset": 0} if self.frames else {}
-        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
+        return self.encoder and self.encoder.of(self)
+
+    @property
+    def of_vision(self) -> "ModelConfig | None":
+        """The settings of the stack that sees images beside texts, if there is one."""
+        return self.vision and self.vision.of(self)
 
     @property
     def of_memory(self) -> "ModelConfig":

@@ -15,8 +15,9 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, images, labelled, media, packing, pairs, sounds, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, labelled, media, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
+from gspmd_lm.data.opened import opened
 from gspmd_lm.errors import InputError
 
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.MediaRows
@@ -140,11 +141,9 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective == "masked"
-    if config.model.patches:
-        return _of_media(config, images.open_images(config, progress))
+    if found := opened(config, progress):
+        return _of_media(config, found)
     _check_objective(config)
-    if config.model.frames:
-        return _of_media(config, sounds.open_sounds(config, progress))
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
@@ -238,11 +237,11 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
-def _of_media(config: Config, opened: media.Opened) -> tuple[Loader, Loader | None]:
+def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
     """The loaders of images or sounds."""
 
     def loader_of(use: str, rows: media.MediaRows, seed: int) -> Loader:
-        lines = [f"{use}: {len(rows):,} {opened.what} ({opened.names})"] + [opened.notes] * (use == "training")
+        lines = [f"{use}: {len(rows):,} {found.what} ({found.names})"] + [found.notes] * (use == "training")
         return Loader(
             rows=rows,
             batch=config.data.batch,
@@ -250,12 +249,12 @@ def _of_media(config: Config, opened: media.Opened) -> tuple[Loader, Loader | No
             repeat=use == "training",
             tokens_per_epoch=rows.targets,
             description="\n".join(filter(None, lines)),
-            fingerprint=f"{opened.fingerprint}-{use}",
-            classes=opened.classes,
+            fingerprint=f"{found.fingerprint}-{use}",
+            classes=found.classes,
         )
 
-    train = loader_of("training", opened.train, config.data.seed)
-    return train, loader_of("evaluation", opened.held_out, 0) if opened.held_out else None
+    train = loader_of("training", found.train, config.data.seed)
+    return train, loader_of("evaluation", found.held_out, 0) if found.held_out else None
 
 
 def _check_objective(config: Config) -> None:

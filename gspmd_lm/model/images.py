@@ -26,17 +26,8 @@ class ImageClassifier(Stack):
         `batch` holds row [B] and patches [B, T, X]: of each image, rows whose places the learned rows take, then its
         patches, and beyond the context rows of padding. No row sees padding.
         """
-        cfg, patches_BTX = self.cfg, batch["patches"]
-        T = patches_BTX.shape[1]
-        places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
-        of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
-        if cfg.context < T:
-            of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-        x_BTD, keys_BT = _patched(self, cfg, patches_BTX), None
-        if dropout_key is not None and cfg.dropout:
-            keys_BT = token_keys(dropout_key, batch["row"], places_BT)
-            x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
-        x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
+        cfg, x_BTD = self.cfg, seen(self, batch, dropout_key)
+        places_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
             is_patch_BT1 = ((places_BT >= cfg.patches.first) & (places_BT < cfg.context))[..., None]
@@ -49,6 +40,21 @@ class ImageClassifier(Stack):
         return scores_BX
 
 
+def seen(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | None) -> jax.Array:
+    """The output of the last block of a stack that sees images, normed, [B, T, D]. `batch`: see `ImageClassifier`."""
+    cfg, patches_BTX = stack.cfg, batch["patches"]
+    T = patches_BTX.shape[1]
+    places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
+    of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
+    if cfg.context < T:
+        of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
+    x_BTD, keys_BT = _patched(stack, cfg, patches_BTX), None
+    if dropout_key is not None and cfg.dropout:
+        keys_BT = token_keys(dropout_key, batch["row"], places_BT)
+        x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+    return stack.blocks(x_BTD, of_rows, keys_BT)[0]
+
+
 def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
     """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
     assert cfg.patches
@@ -56,7 +62,8 @@ def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array)
     stem = matrix(module, "stem", "pixels embed", (cfg.patches.pixels, cfg.embed), cfg)
     with gathered(patches_BTX.astype(dtype), PATCHES, PATCHES) as in_BTX:
         x_BTD = like(like(project(in_BTX, stem), BLOCK_INPUT), RESIDUAL)
-    x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
+    if cfg.patches.bias:
+        x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
     # Selected and not put before the patches: their sequence may be split over devices.
     for place, name in enumerate(FIRST_ROWS[: cfg.patches.first]):
         row_D = use(matrix(module, name, "embed", (cfg.embed,), cfg))
@@ -64,4 +71,5 @@ def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array)
     if cfg.positions == "learned":
         table_PD = use(matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg))
         x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
-    return like(x_BTD, RESIDUAL)
+    x_BTD = like(x_BTD, RESIDUAL)
+    return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD

@@ -17,6 +17,7 @@ from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.towers import Towers
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard
 
@@ -135,12 +136,16 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
         batch["segment_ids"] = tokens
     if cfg.frames:
         batch[f"{SOURCE}frames"] = jnp.zeros((1, 1, WINDOW, cfg.frames.bands))
+    if cfg.of_vision and cfg.of_vision.patches:
+        batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, cfg.of_vision.context, cfg.of_vision.patches.pixels))}
     if cfg.patches:
         batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
     return _module(cfg).init(key, batch)["params"]
 
 
 def _module(cfg: config.ModelConfig) -> Stack:
+    if cfg.vision:
+        return Towers(cfg)
     if cfg.patches:
         return ImageClassifier(cfg)
     return TextClassifier(cfg) if cfg.classes else Decoder(cfg)

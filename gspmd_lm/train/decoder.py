@@ -19,7 +19,7 @@ from gspmd_lm.model.sounds import FRAMES
 from gspmd_lm.model.task import Batch, Input, Task
 from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
-from gspmd_lm.train import classes, optimizer
+from gspmd_lm.train import classes, contrastive, optimizer
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
 initial = jax.jit(init, static_argnums=0)
@@ -36,6 +36,8 @@ def task(config: Config | Task) -> Task:
     predicted = _TOKENS
     if config.objective == "classes":
         predicted = _CLASSES if data.label_kind == "class" else _NUMBERS
+    if config.objective == "contrastive":
+        predicted = _PAIRS
     decoder = Task(
         name=config.name,
         vocabulary=DECODER,
@@ -75,9 +77,13 @@ def inputs(config: Config) -> Mapping[str, Input]:
     if patches := config.model.patches:
         arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
         return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
-    names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
+    vision = config.model.of_vision
+    names = ["tokens", "positions"] if classes or vision else ["tokens", "targets", "positions"]
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
+    if vision and vision.patches:
+        shape = data.batch, config.source_seq, vision.patches.pixels
+        arrays["patches"] = Input(shape, "float32", "patches: batch seq pixels")
     if config.model.encoder:
         shape, frames = (data.batch, config.source_seq), config.model.frames
         sources = ["tokens"] * (not frames) + ["positions", "segment_ids"]
@@ -158,6 +164,7 @@ class _Predicted(NamedTuple):
 
 _TOKENS = _Predicted(_sums, _targets, _evaluate, _means, _scores)
 _CLASSES = _Predicted(classes.sums, classes.labels, classes.evaluate, classes.means, classes.scores)
+_PAIRS = _Predicted(contrastive.sums, contrastive.pairs, contrastive.evaluate, contrastive.means, contrastive.scores)
 _NUMBERS = _Predicted(
     classes.squared, classes.numbers, classes.evaluate_numbers, classes.means_of_numbers, classes.scores_of_numbers
 )

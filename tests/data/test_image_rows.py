@@ -103,7 +103,7 @@ def test_what_is_held_out_follows_from_the_contents(folder):
 
 def test_images_are_resized_and_their_middle_is_cut_out(tmp_path):
     drawn(1, side=20).save(tmp_path / "one.png")
-    image = images.LabelledImage(media.Encoded("one", b"", tmp_path / "one.png"), "cat")
+    image = media.Encoded("one", b"", tmp_path / "one.png")
     found = images.pixels(image, Patches(image=8, size=4, channels=1), Images(resize=12, resample="bicubic"))
     whole = drawn(1, side=20).convert("L").resize((12, 12), Image.Resampling.BICUBIC)
     np.testing.assert_allclose(found[..., 0], np.asarray(whole, np.float32)[2:10, 2:10] / 127.5 - 1, atol=1e-6)
@@ -166,7 +166,7 @@ def test_pixels_are_those_of_the_processors_of_transformers(tmp_path, side, resa
     theirs = kind(size={"height": side, "width": side}, resample=3 if resample == "bicubic" else 2,
                   image_mean=list(mean), image_std=list(std), **crop)  # fmt: skip
     want = theirs(Image.open(tmp_path / "one.png"), return_tensors="np")["pixel_values"][0]
-    image = images.LabelledImage(media.Encoded("one", b"", tmp_path / "one.png"), "cat")
+    image = media.Encoded("one", b"", tmp_path / "one.png")
     prepared = Images(resize=side, resample=resample, mean=mean, std=std)
     found = images.pixels(image, Patches(image=16, size=4), prepared)
     np.testing.assert_allclose(found.transpose(2, 0, 1), want, atol=2e-6)
