@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import step_times
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
 from gspmd_lm.foresight.timing import gathers, op_time
@@ -130,7 +131,7 @@ def _share(text: str) -> float:
 
 
 def errors(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean absolute errors of rows of JAX: by chip, of all TPUs, of all GPUs, of several slices or hosts, of all."""
+    """Mean absolute errors of rows of JAX: by chip, TPUs, GPUs, several slices or hosts, mixtures of experts, all."""
     told = by_jax(rows)
     targets = [row["row"].rpartition(" on ")[2].partition(",")[0] for row in told]
     chips = [CHIPS[where.rpartition("@")[2].partition(":")[0]] for where in targets]
@@ -139,6 +140,8 @@ def errors(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups |= {f"all {kind.upper()}s": [chip.platform == kind for chip in chips] for kind in ("tpu", "gpu")}
     for name, kind in (("several slices", "tpu"), ("several hosts of GPUs", "gpu")):
         groups[name] = [several and chip.platform == kind for several, chip in zip(far, chips, strict=True)]
+    mixtures = {row.name for row in step_times.rows() if row.experts}
+    groups["mixtures of experts"] = [row["row"] in mixtures for row in told]
     groups["all"] = [True] * len(told)
     found = []
     for name, members in groups.items():
@@ -167,7 +170,7 @@ def by_kind(rows: Sequence[dict[str, Any]], published: Sequence[Row]) -> dict[Ki
     named = {row.name: row for row in published}
     for row in by_jax(rows):
         one = named[row["row"]]
-        kind = kind_of(target.parse(one.target), one.rules())
+        kind = kind_of(target.parse(one.target), one.rules(), one.experts)
         found[kind] = (*found.get(kind, ()), (round(_share(row["error"]), 3), bool(row["fitted"])))
     return found
 

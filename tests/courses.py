@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from gspmd_lm.config import ModelConfig
+from gspmd_lm.model.transformer import init
 from gspmd_lm.train.state import State
 
 
@@ -48,6 +51,11 @@ def drawn(abstract: Any) -> Any:
         return values.astype(x.dtype)
 
     return unflatten_dict({path: draw(path, x) for path, x in sorted(flatten_dict(abstract).items())})
+
+
+def weights(cfg: ModelConfig) -> Any:
+    """Random weights of a decoder, see `drawn`. What a model draws itself would have to be compiled."""
+    return jax.device_put(drawn(nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))))
 
 
 def begun(step: Any) -> State:

@@ -9,6 +9,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight.propagation import read_train
@@ -31,6 +32,15 @@ def caches(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GSPMD_LM_CACHE", str(folder / "caches"))
         yield folder / "caches"
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_programs():
+    """What the programs of other tests need not be written to: a run leaves its compile cache switched on."""
+    yield
+    if jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

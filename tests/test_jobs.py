@@ -50,7 +50,9 @@ esac
 WORKER = 'export HOME=$STUBS/worker$index; mkdir -p "$HOME/.local/bin"; cp "$STUBS/uv" "$HOME/.local/bin/"; cd "$HOME"; bash -c "$command"'  # noqa: E501
 UV = """
 case $1 in
-  venv) mkdir -p .venv/bin; printf '#!/bin/sh\\nexec {python} "$@"\\n' > .venv/bin/python; chmod +x .venv/bin/python ;;
+  venv)
+    mkdir -p .venv/bin; printf '#!/bin/sh\\nexec "%s" "$@"\\n' "$PYTHON" > .venv/bin/python; chmod +x .venv/bin/python
+    ;;
   pip) echo "$*" >> "$STUBS/installed" ;;
 esac
 """
@@ -66,7 +68,7 @@ def machine(tmp_path):
     for name, code in {
         "gcloud": GCLOUD.format(two=TWO.format(each=WORKER)),
         "srun": 'echo "$*" > "$STUBS/srun_was_given"; shift\n' + TWO.format(each='"$@"'),
-        "uv": UV.format(python=shlex.quote(sys.executable)),
+        "uv": UV,
         "python3": PIP,
         "sleep": "true",
     }.items():
@@ -81,7 +83,7 @@ def machine(tmp_path):
         (jobs / job_of(job)).write_text(filled)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
         environment = clean | {
-            "XLA_FLAGS": os.environ["XLA_FLAGS"],
+            "XLA_FLAGS": os.environ["XLA_FLAGS"], "PYTHON": sys.executable,
             "STUBS": str(stubs), "PATH": f"{stubs}:{os.environ['PATH']}", "PORT": str(free_port()),
             "GSPMD_LM_CACHE": str(tmp_path / "cache"), "WORKDIR": str(tmp_path / "runs/one"), **variables,
         }  # fmt: skip
@@ -115,33 +117,44 @@ def repository(tmp_path_factory):
 ASKED = dict.fromkeys(("PROJECT", "ZONE", "TPU", "ACCELERATOR", "RUNTIME_VERSION"), "x")
 
 
-def test_slurm_starts_the_command_in_each_process(machine, tmp_path):
+@pytest.fixture
+def noted(tmp_path):
+    """A stand-in for Python, and a function that says whether each process was given the training with `flags`."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$SLURM_PROCID $*" >> "$STUBS/started"\n')
     python.chmod(stat.S_IRWXU)
-    code, said = machine("slurm.sbatch", PYTHON=str(python))
+
+    def started(*flags):
+        command = " ".join(["main.py", *TRAIN, *flags])
+        return sorted((tmp_path / "stubs/started").read_text().splitlines()) == [f"{n} {command}" for n in (0, 1)]
+
+    return str(python), started
+
+
+def test_slurm_starts_the_command_in_each_process(machine, noted, tmp_path):
+    python, started = noted
+    code, said = machine("slurm.sbatch", PYTHON=python)
     assert code == 0, said
-    command = " ".join(["main.py", *TRAIN, f"--workdir={tmp_path}/runs/one"])
-    assert sorted((tmp_path / "stubs/started").read_text().splitlines()) == [f"{n} {command}" for n in (0, 1)]
+    assert started(f"--workdir={tmp_path}/runs/one")
     assert (tmp_path / "stubs/srun_was_given").read_text().startswith("--kill-on-bad-exit=1 ")
 
 
-def test_a_queued_slice_is_waited_for_and_trains(machine, repository, tmp_path):
+def test_a_queued_slice_is_waited_for_and_starts_the_command_on_each_worker(machine, noted, repository, tmp_path):
+    python, started = noted
     slice_ = {"REPOSITORY": repository, "WORKDIR": f"{tmp_path}/runs/two", "COMPILED": f"{tmp_path}/compiled"}
-    code, said = machine("queued_resource.sh", **ASKED, **slice_)
+    code, said = machine("queued_resource.sh", **ASKED, **slice_, PYTHON=python)
     assert code == 0, said
     assert re.search(r"x: WAITING_FOR_RESOURCES\n.*x: PROVISIONING\n.*x: ACTIVE\n", said)
     assert "--spot" in (tmp_path / "stubs/created").read_text()
     assert (tmp_path / "stubs/installed").read_text().count("pip install --quiet -e .[tpu,gcs]") == 2
-    assert TOGETHER in said and (tmp_path / "runs/two/checkpoints/2").is_dir()
-    assert f"compile cache {tmp_path}/compiled" in said
+    assert started(f"--workdir={tmp_path}/runs/two", f"--compile_cache={tmp_path}/compiled")
 
 
 @pytest.mark.slow
 def test_a_slice_that_is_made_anew_starts_warm(machine, repository, tmp_path):
     asked = ASKED | {"REPOSITORY": repository}
     code, said = machine("queued_resource.sh", **asked)
-    assert code == 0, said
+    assert code == 0 and TOGETHER in said and (tmp_path / "runs/one/checkpoints/2").is_dir(), said
     # The slice was preempted: another one, whose disks are empty, takes the same command.
     for worker in ("worker0", "worker1"):
         shutil.rmtree(tmp_path / "stubs" / worker)

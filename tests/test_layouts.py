@@ -170,12 +170,16 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     full = ["model.mask=full", "model.token_types=2"]
     configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
+    vectors = ["model.relative_vectors={}", "model.positions=none", "model.qkv_bias=true", *full]
+    configs.append(config.load("tiny", ["objective=masked", *vectors]))
     configs.append(config.load("tiny", ["objective=masked", *narrow, *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
                       "model.positions=learned", "model.mask=full"]  # fmt: skip
-    configs.append(config.load("tiny", seen_by_images))
+    configs.append(config.load("tiny", [*seen_by_images, "model.layer_scale=0.1"]))
+    heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
+    configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
     seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)

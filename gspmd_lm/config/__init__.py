@@ -13,6 +13,7 @@ from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperatu
 from gspmd_lm.config.attention import LatentAttention as LatentAttention
 from gspmd_lm.config.attention import LinearAttention as LinearAttention
 from gspmd_lm.config.attention import RelativePositions as RelativePositions
+from gspmd_lm.config.attention import RelativeVectors as RelativeVectors
 from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
 from gspmd_lm.config.encoder import Encoder as Encoder

@@ -81,6 +81,35 @@ class RelativePositions:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RelativeVectors:
+    """A learned vector of the model's width for each range of distances, as DeBERTa has them (arXiv 2006.03654).
+
+    A norm, and then each layer's projections of queries and keys, make a query and a key of each vector. To the score
+    of a query and a key is added: the query times the key of their distance, and the key times its query. Half of the
+    ranges are of keys that come after the query, and half of these hold one distance each.
+    """
+
+    ranges: Size = 512  # how many ranges of distances there are
+    distance: Size = 512  # from this distance on, all keys are in the last range
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with vectors of distances."""
+        problems = {
+            "mask: causal": model.mask == "causal", "latent_attention": model.latent_attention,
+            "relative_positions": model.relative_positions, "lora": model.lora, "qk_norm": model.qk_norm,
+            f"kv_heads={model.kv_heads}": model.kv_heads != model.heads, "linear_attention": model.linear_attention,
+            f"positions: {model.positions}": model.positions == "rope", "patches": model.patches,
+            "shared_layers": model.shared_layers, "attention_softcap": model.attention_softcap,
+            "attention_sinks": model.attention_sinks, "qkv_bias: false": not model.qkv_bias,
+            "key_bias: false": not model.key_bias,
+            f"ranges={self.ranges}, no multiple of 4": self.ranges % 4,
+            f"distance={self.distance}, which must be above half of ranges={self.ranges}":
+                self.distance <= self.ranges // 2,
+        }  # fmt: skip
+        return [f"relative_vectors does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AttentionTemperature:
     """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
 

@@ -27,8 +27,8 @@ class Encoder:
     mlp: Count = 0  # the hidden width of the feed-forward network
     context: Count = 0  # the longest source
     start_token: Count = 0  # the token that stands before a text that is written
-    # With model.frames: the tokens that each text begins with, which generation does not choose (Whisper: the language,
-    # the task, and that there are no times).
+    # The tokens that each text begins with, which generation does not choose: that of the language (mBART), or those of
+    # language, task and times (Whisper). Rows of sounds begin with them; others do if the tokenizer's template says so.
     first_tokens: tuple[Token, ...] = ()
     suppressed: tuple[Token, ...] = ()  # tokens that generation never chooses
     suppressed_first: tuple[Token, ...] = ()  # tokens that it does not choose first
@@ -57,7 +57,8 @@ class Encoder:
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
-                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types")  # fmt: skip
+                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types",
+                "relative_vectors")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
@@ -68,6 +69,5 @@ class Encoder:
                 (self.heads or model.heads) % (self.kv_heads or model.kv_heads),
             **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
                for name, ids in self.tokens.items() if ids},
-            "encoder.first_tokens without frames": self.first_tokens and not model.frames,
         }  # fmt: skip
         return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]

@@ -12,6 +12,7 @@ from gspmd_lm.config.attention import (
     LatentAttention,
     LinearAttention,
     RelativePositions,
+    RelativeVectors,
     RopeScaling,
 )
 from gspmd_lm.config.encoder import Encoder
@@ -122,6 +123,7 @@ class ModelConfig:
     rope_dim: Count = 0  # how many dimensions of a head are rotated, the first ones; 0 means all
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
+    relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
@@ -207,8 +209,8 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        wrong += self.latent_attention.problems(self) if self.latent_attention else []
-        wrong += [line for part in (self.encoder, self.vision) if part for line in part.problems(self)]
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors
+        wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 

@@ -10,7 +10,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
-from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, Renamed, Values
+from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, MustEqual, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm
 
@@ -80,8 +80,8 @@ _MASKED = (Constant("head_transform", True), Constant("unembedding_bias", True),
 _ERNIE = (Fixed("use_task_id", False, "adds embeddings of tasks, which are not supported"),)
 
 
-_NARROW = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
-_WIDE = {"is_of": lambda model: model.embedding_width == 0}
+_NARROW: dict[str, Any] = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
+_WIDE: dict[str, Any] = {"is_of": lambda model: model.embedding_width == 0}
 
 
 def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
@@ -94,13 +94,20 @@ def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
     )
 
 
-def _blocks(base: str) -> tuple[Tensor, ...]:
+def _qkv(prefix: str, suffix: str = "") -> tuple[Tensor, ...]:
+    return (
+        *linear(f"{prefix}.query{suffix}", "(N H) D", "attention.wq"),
+        *linear(f"{prefix}.key{suffix}", "(K H) D", "attention.wk"),
+        *linear(f"{prefix}.value{suffix}", "(K H) D", "attention.wv"),
+    )
+
+
+def _blocks(base: str, suffix: str = "") -> tuple[Tensor, ...]:
+    """The blocks. suffix: how the names of the projections of queries, keys and values end."""
     layer = f"{base}encoder.layer.{{}}"
     attention = f"{layer}.attention"
     return (
-        *linear(f"{attention}.self.query", "(N H) D", "attention.wq"),
-        *linear(f"{attention}.self.key", "(K H) D", "attention.wk"),
-        *linear(f"{attention}.self.value", "(K H) D", "attention.wv"),
+        *_qkv(f"{attention}.self", suffix),
         *linear(f"{attention}.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{attention}.output.LayerNorm", "attention_sum_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
@@ -182,9 +189,7 @@ _ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 _ALBERT_TENSORS = (
     *_tables("albert.embeddings", "W"),
     *linear("albert.encoder.embedding_hidden_mapping_in", "D W", "embedding_in", biases=("embedding_in_bias",)),
-    *linear(f"{_ALBERT_LAYER}.attention.query", "(N H) D", "attention.wq"),
-    *linear(f"{_ALBERT_LAYER}.attention.key", "(K H) D", "attention.wk"),
-    *linear(f"{_ALBERT_LAYER}.attention.value", "(K H) D", "attention.wv"),
+    *_qkv(f"{_ALBERT_LAYER}.attention"),
     *linear(f"{_ALBERT_LAYER}.attention.dense", "D (N H)", "attention.wo"),
     *norm(f"{_ALBERT_LAYER}.attention.LayerNorm", "attention_sum_norm", bias=True),
     *linear(f"{_ALBERT_LAYER}.ffn", "F D", "mlp.w_up"),
@@ -217,6 +222,60 @@ _ELECTRA_SHARED = {
     "heads": (r"^(generator|discriminator)_", r"^classifier\."),
 }  # fmt: skip
 _SUMMARY = ("summary_type", "summary_use_proj", "summary_activation")  # of a head for multiple choice
+# What a DeBERTa must say of its attention, in the words of config.json. Without these fields it says something else.
+_TERMS = {
+    "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Disentangled:
+    """DeBERTa's terms of scores by distance: both, with the projections of tokens, in ranges, and normed."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        for name, wanted in _TERMS.items():
+            value = reader.get([name])
+            found = value.lower().split("|") if name == "pos_att_type" and isinstance(value, str) else value
+            if value is None:
+                reader.problems.append(f"{name}: missing, and only {wanted} is supported")
+            elif (sorted(map(str, found)) if isinstance(found, list) else found) != wanted:
+                reader.refuse(name, value, f"is not supported, only {wanted}")
+        buckets, distance = (reader.get([name], -1) for name in ("position_buckets", "max_relative_positions"))
+        distance = values["context"] if type(distance) is int and distance < 1 else distance
+        if buckets == -1:
+            reader.problems.append("position_buckets: missing, and distances without ranges are not supported")
+            buckets = 1
+        sizes = reader.positive("position_buckets", buckets), reader.positive("max_relative_positions", distance)
+        values["relative_vectors"] = {"ranges": 2 * sizes[0], "distance": sizes[1]}
+        values["query_scale"] = max(3 * values["head_dim"], 1) ** -0.5
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (vectors := model.relative_vectors):
+            return {}
+        return _TERMS | {"position_buckets": vectors.ranges // 2, "max_relative_positions": vectors.distance}
+
+
+_DEBERTA = (
+    *(one for one in _BERT if getattr(one, "setting", "") not in ("positions", "norm_eps", "token_types")),
+    Renamed("layer_norm_eps", "norm_eps", 1e-7), Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
+    Constant("positions", "none"), Disentangled(),
+    Fixed("conv_kernel_size", 0, "has a convolution, which is not supported"),
+    MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
+)  # fmt: skip
+_DEBERTA_TENSORS = (
+    Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
+    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",),
+           is_of=lambda model: model.token_types > 0),
+    *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
+    Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
+    *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
+    *_blocks("deberta.", "_proj"),
+)  # fmt: skip
+_DEBERTA_SHARED = {
+    "no_weights": (*_NUMBERS, r"embeddings\.position_embeddings\."),  # of a model without such positions
+    "older_names": _OLD_NORMS, "heads": (r"^(cls|lm_predictions|mask_predictions|pooler|classifier)\.",),
+}  # fmt: skip
 # Of its authors' own code, which nothing of transformers' reads.
 _ALBERT_UNUSED = ("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
 
@@ -249,5 +308,19 @@ ENCODER_FAMILIES: tuple[Family, ...] = (
         (*_ELECTRA, Classes(), Constant("pooler_activation", "gelu")),
         (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),
         irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
+    ),
+    Family(
+        "DeBERTa", "deberta-v2", "DebertaV2ForMaskedLM", "deberta.",
+        (*_DEBERTA, *_MASKED, Fixed("legacy", True, "has a head of other names")), (*_DEBERTA_TENSORS, *_BERT_MASKED),
+        irrelevant=("pooler_hidden_size", "pooler_hidden_act"),
+        twice={"cls.predictions.decoder.bias": "cls.predictions.bias"}, **_DEBERTA_SHARED,
+    ),
+    Family(
+        "DeBERTa", "deberta-v2", "DebertaV2ForSequenceClassification", "deberta.",
+        (*_DEBERTA, Classes(), Constant("pooler_activation", "gelu"),
+         Fixed("pooler_hidden_act", "gelu", "is not supported"),
+         MustEqual("pooler_hidden_size", "embed", "is another width than hidden_size, which is not supported")),
+        (*_DEBERTA_TENSORS, *_classes("pooler.dense", "classifier")), irrelevant=("legacy", "tie_word_embeddings"),
+        **_DEBERTA_SHARED,
     ),
 )  # fmt: skip

@@ -215,7 +215,8 @@ _BEIT_UNUSED = (r"embeddings\.mask_token$", r"relative_position_index$")
 # Fields of training in transformers, and of other heads.
 _BEIT_IRRELEVANT = (
     "use_mask_token", "vocab_size", "drop_path_rate", "add_fpn", "auxiliary_channels", "auxiliary_concat_input",
-    "auxiliary_loss_weight", "auxiliary_num_convs", "out_features", "out_indices", "stage_names", "pool_scales",
+    "auxiliary_loss_weight", "auxiliary_num_convs", "out_features", "out_indices", "_out_features",
+    "_out_indices", "stage_names", "pool_scales",
     "reshape_hidden_states", "semantic_loss_ignore_index", "use_auxiliary_head",
 )  # fmt: skip
 # Fields of an unused head, and of pictures that a decoder draws.

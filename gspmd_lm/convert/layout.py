@@ -139,11 +139,12 @@ class Tensor:
         if self.linear and (sizes := model.linear_attention):
             N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
         F, R = getattr(model, self.mlp), sum(self._heads_of_weights(N, K))
+        of_distances = model.relative_positions or model.relative_vectors
         return {
             "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
             "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, "r": model.relative_positions.ranges if model.relative_positions else 0,
+            "Y": model.layer_embed, "r": of_distances.ranges if of_distances else 0,
             "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
             "b": model.frames.bands if model.frames else 0,
             **_latent_sizes(model), **self.others(model),

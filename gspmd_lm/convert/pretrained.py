@@ -8,10 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
@@ -22,6 +20,7 @@ from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.transformer import init
+from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.quantised import EIGHT_BITS
@@ -135,13 +134,8 @@ class Pretrained:
     @functools.cached_property
     def _drawn(self) -> Mapping[str, np.ndarray]:
         """The values of the new weights."""
-        model = self.config.model
-
-        def some(key: jax.Array) -> dict[str, jax.Array]:
-            drawn: Any = flatten_dict(nn.unbox(init(model, key)), sep=".")
-            return {path: drawn[path] for path in self.new}
-
-        return jax.device_get(jax.jit(some)(jax.random.key(self.config.train.seed)))
+        draw = functools.partial(of_flax.drawn, functools.partial(init, self.config.model), self.new)
+        return jax.device_get(jax.jit(draw)(jax.random.key(self.config.train.seed)))
 
     def load(self, shardings: Any, dtypes: Any = None) -> Any:
         """The parameters, or those in a part of their tree, placed as a tree of shardings says, and cast as a tree of

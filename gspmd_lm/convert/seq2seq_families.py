@@ -14,11 +14,12 @@ from gspmd_lm.convert.names import linear, norm
 
 @dataclasses.dataclass(frozen=True)
 class EncoderPart:
-    """What a config.json says of the encoder alone, and of the token that stands before a text."""
+    """What a config.json says of the encoder alone, of the token that stands before a text, and of a text's first."""
 
     # Setting -> the names of the field that states it, as for Renamed. In all others, the encoder is as the decoder.
     names: Mapping[str, str]
     start_token: int  # of a config.json that says none
+    of_language: bool = False  # whether it is then that of a language, which only its user knows (mBART)
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         most = {"layers": MOST_LAYERS}
@@ -29,13 +30,22 @@ class EncoderPart:
         if "heads" in encoder:
             encoder |= {"kv_heads": encoder["heads"], "head_dim": values["embed"] // encoder["heads"]}
         start = reader.whole(["decoder_start_token_id"], self.start_token, 0)
+        if self.of_language and reader.get(["decoder_start_token_id"]) is None:
+            reader.notes.append(
+                f"decoder_start_token_id: none: token {start} stands before a text until model.encoder.start_token is "
+                "that of its language"
+            )
+        if reader.get(["forced_bos_token_id"]) is not None:
+            encoder |= {"first_tokens": [reader.whole(["forced_bos_token_id"], 0, 0)]}
         values["encoder"] = encoder | {"start_token": start}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.encoder and model.of_encoder):
             return {}
         sizes = {names.split()[0]: getattr(model.of_encoder, setting) for setting, names in self.names.items()}
-        return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": model.encoder.start_token}
+        start, first = model.encoder.start_token, model.encoder.first_tokens
+        written = {"forced_bos_token_id": first[0]} if first and not model.frames else {}
+        return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +99,13 @@ class FeedForward:
 class T5Head:
     """T5's logits: with the token table, of hidden states times embed ** -0.5, or with a table of their own.
 
-    transformers 5 writes tie_word_embeddings: true for both, and scale_decoder_outputs, which tells them apart.
+    transformers 5 writes tie_word_embeddings: true for both, and scale_decoder_outputs, which tells them apart. null is
+    false there.
     """
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         tied = reader.flag(["tie_word_embeddings"], True)
-        scaled = reader.flag(["scale_decoder_outputs"], tied)
+        scaled = reader.flag(["scale_decoder_outputs"], tied and "scale_decoder_outputs" not in reader.raw)
         values["tied_embeddings"] = tied and scaled
         values["logit_scale"] = values["embed"] ** -0.5 if scaled else 1.0
 
@@ -197,19 +208,19 @@ _BART = (
     Constant("position_offset", 2), Constant("embedding_norm", True), Constant("unembedding_bias", True),
     Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
     Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
-    EncoderPart(
-        {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
-         "mlp": "encoder_ffn_dim"}, 2
-    ),
     Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),
     Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),
 )  # fmt: skip
 
 
-def _bart_family(name: str, model_type: str, kind: str, pre_norms: bool) -> Family:
+def _bart_family(name: str, model_type: str, kind: str, pre_norms: bool, of_language: bool = False) -> Family:
     """The row of BART, or of a family that differs in its norms. kind: how the names of its classes begin."""
     norms = (
         Constant("pre_norms", pre_norms), Constant("sum_norms", not pre_norms), Constant("final_norm", pre_norms),
+        EncoderPart(
+            {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
+             "mlp": "encoder_ffn_dim"}, 2, of_language
+        ),
         Fixed("normalize_before", pre_norms, _BEFORE), Fixed("add_final_layer_norm", pre_norms, _BEFORE),
     )  # fmt: skip
     return Family(
@@ -237,5 +248,5 @@ SEQ2SEQ_FAMILIES = (
         _t5("{}"), _UNUSED, ("scalable_attention",), copies=_COPIES,
     ),
     _bart_family("BART", "bart", "Bart", pre_norms=False),
-    _bart_family("mBART", "mbart", "MBart", pre_norms=True),
+    _bart_family("mBART", "mbart", "MBart", pre_norms=True, of_language=True),
 )  # fmt: skip

@@ -21,7 +21,8 @@ from gspmd_lm.data import sounds
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.axes import SINUSOIDS
 
-_SUPPRESSED = {"suppressed": "suppress_tokens", "suppressed_first": "begin_suppress_tokens"}
+_BEGINS, _NOT_FIRST = "begin_suppress_tokens", [220, 50256]  # those of a config.json that says none
+_SUPPRESSED = {"suppressed": "suppress_tokens", "suppressed_first": _BEGINS}
 _FORCED = "forced_decoder_ids"
 _LANGUAGE, _TASK = "<|en|>", "transcribe"  # of a folder that says neither
 
@@ -33,6 +34,8 @@ class Hearing:
     def read(self, reader: ConfigReader, values: Values) -> None:
         values["frames"] = {"bands": reader.number(["num_mel_bins"], 80)}
         found = {name: reader.get([name]) for name in (*_SUPPRESSED.values(), _FORCED)}
+        if _BEGINS not in reader.raw and values["vocab"] > max(_NOT_FIRST):
+            found[_BEGINS] = _NOT_FIRST
         try:
             values["encoder"] |= _tokens(found)
         except ValueError as error:
@@ -170,7 +173,7 @@ SOUND_FAMILIES = (
             Constant("qkv_bias", True), Constant("key_bias", False), Constant("attention_out_bias", True),
             Constant("mlp_bias", True), TIED,
             EncoderPart(
-                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads",
+                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads num_key_value_heads",
                  "mlp": "encoder_ffn_dim", "context": "max_source_positions"}, 50257
             ),
             Hearing(), Fixed("scale_embedding", False, "scales the token table, which this family does not do"),

@@ -83,10 +83,11 @@ def bytes_of(path: Path) -> bytes:
 
 def check_vocabulary(config: Config, size: int) -> None:
     """Raises InputError for a tokenizer of more tokens than the model has."""
-    if size > config.model.vocab:
+    named, vocab = config.data.tokenizer, config.model.vocab
+    if size > vocab:
         raise InputError(
-            f"data.tokenizer={config.data.tokenizer} has {size:,} tokens, more than model.vocab="
-            f"{config.model.vocab:,}\n  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
+            f"data.tokenizer={named} has {size:,} tokens, more than model.vocab={vocab:,}\n"
+            "  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
         )
 
 

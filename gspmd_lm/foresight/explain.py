@@ -138,7 +138,8 @@ def report(
     narrow = matmul_operands(config, rules, target.platform) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
     compared = phase == "train" and target.chip and not narrow and not rules.stages
-    error = known_error(kind_of(target, rules)) if compared else NOT_COMPARED
+    experts = config.model.experts if config else 0
+    error = known_error(kind_of(target, rules, experts)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     report = Report(
         target=target.text,

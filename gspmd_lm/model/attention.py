@@ -5,6 +5,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
@@ -12,11 +13,12 @@ from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
-from gspmd_lm.sharding.annotate import Adapted, like, shard, use
+from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
 MEMORY = "memory: batch seq embed"
+WHOLE_MEMORY = "memory: batch kv_seq embed"  # as keys and values are made of it
 
 
 class Attention(nn.Module):
@@ -109,7 +111,11 @@ class Attention(nn.Module):
             cache = cache.written(k_BSKH, v_BSKH, 0 if cfg.reads else batch["slot"], layer)
         if cache and q.shape[1] == 1:
             k_BSKH, v_BSKH = cache.of(layer)
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, batch.get("relative_RN", self.of_heads))
+        of_heads = batch.get("relative_RN", self.of_heads)
+        if cfg.relative_vectors:
+            pairs = (self.wq.weight, self.bq), (self.w_keys[0].weight, self.b_keys["k"])
+            of_heads = of_ranges(batch["relative_RD"], *pairs)
+        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)
@@ -119,8 +125,17 @@ class Attention(nn.Module):
         """Keys and values, of the tokens themselves or of what another stack made."""
         if not self.cfg.reads:
             return [project(x_BTD, w) for w in self.w_keys]
-        with gathered(batch["memory"], MEMORY, MEMORY) as in_BSM:
+        with gathered(batch["memory"], WHOLE_MEMORY, MEMORY) as in_BSM:
             return [project(in_BSM, w) for w in self.w_keys]
+
+
+def of_ranges(vectors_RD: jax.Array, *projections: tuple[Weight, jax.Array]) -> jax.Array:
+    """The query and the key of each range of distances as numbers of each head, [2 R H, N] (arXiv 2006.03654).
+
+    projections: weight and bias of queries, and of keys.
+    """
+    both = [jnp.einsum("RD,DNH->RNH", vectors_RD, use(w)) + b for w, b in projections]
+    return rearrange(jnp.stack(both), "z R N H -> (z R H) N")
 
 
 def to_residual(out_BTNH: jax.Array, wo: Adapted, bo: jax.Array | None, cfg: config.ModelConfig) -> Unreduced:

@@ -60,11 +60,7 @@ def embedded(
         x_BTD += use(types, jnp.float32)[batch["token_types"]].astype(dtype)
     if cfg.embedding_norm:
         x_BTD = Norm(cfg, summed[1], name="embedding_norm")(x_BTD)
-    keys_BT = None
-    if dropout_key is not None and cfg.dropout:
-        places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
-        keys_BT = token_keys(dropout_key, batch["row"], places_BT)
-        x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+    x_BTD, keys_BT = before_blocks(cfg, x_BTD, batch, dropout_key)
     if cfg.embedding_in == "sum":
         x_BTD = _widened(module, cfg, x_BTD, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
     return x_BTD, embedding, keys_BT
@@ -86,6 +82,17 @@ def _widened(
     with gathered(x_BTW, EMBEDDED, EMBEDDED) as in_BTW:
         x_BTD = project(in_BTW, inward)
         return like(like(x_BTD if bias_D is None else x_BTD + bias_D, BLOCK_INPUT), RESIDUAL)
+
+
+def before_blocks(
+    cfg: config.ModelConfig, x_BTD: jax.Array, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`x_BTD` after the dropout before the first block, and a dropout key for each token, if any are dropped."""
+    if dropout_key is None or not cfg.dropout:
+        return x_BTD, None
+    places_BT = batch.get("places", jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
+    keys_BT = token_keys(dropout_key, batch["row"], places_BT)
+    return dropout(x_BTD, cfg.dropout, keys_BT, 0), keys_BT
 
 
 def token_keys(dropout_key: jax.Array, row_B: jax.Array, places_BT: jax.Array) -> jax.Array:

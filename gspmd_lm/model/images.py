@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.ends import scored, token_keys
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm, dropout
+from gspmd_lm.model.ends import before_blocks, scored
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -48,10 +48,7 @@ def seen(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | Non
     of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
     if cfg.context < T:
         of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-    x_BTD, keys_BT = _patched(stack, cfg, patches_BTX), None
-    if dropout_key is not None and cfg.dropout:
-        keys_BT = token_keys(dropout_key, batch["row"], places_BT)
-        x_BTD = dropout(x_BTD, cfg.dropout, keys_BT, 0)
+    x_BTD, keys_BT = before_blocks(cfg, _patched(stack, cfg, patches_BTX), batch, dropout_key)
     return stack.blocks(x_BTD, of_rows, keys_BT)[0]
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.config.sounds import WINDOW
-from gspmd_lm.model.ends import token_keys
-from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, dropout, sinusoids
+from gspmd_lm.model.ends import before_blocks
+from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, sinusoids
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import shard, use
 from gspmd_lm.sharding.axes import SINUSOIDS
@@ -42,12 +42,7 @@ def heard(
     x_BSD = shard(gelu(x_BSD + bias(module, "conv_out_bias", "embed", (D,), cfg)), RESIDUAL)
     table = weight(module, SINUSOIDS, "positions embed", (cfg.context, D), cfg, _sinusoids)
     x_BSD += use(table, jnp.float32)[source["positions"]].astype(x_BSD.dtype)
-    keys_BS = None
-    if dropout_key is not None and cfg.dropout:
-        places_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1]), x_BSD.shape[:2])
-        keys_BS = token_keys(dropout_key, source["row"], places_BS)
-        x_BSD = dropout(x_BSD, cfg.dropout, keys_BS, 0)
-    return x_BSD, keys_BS
+    return before_blocks(cfg, x_BSD, source, dropout_key)
 
 
 def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.float32) -> jax.Array:

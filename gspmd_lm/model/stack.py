@@ -24,6 +24,7 @@ from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
+VECTORS = "vectors: ranges embed"
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
 Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
 
@@ -174,6 +175,10 @@ class Stack(nn.Module):
         if relative and relative.shared:
             sizes = relative.ranges, cfg.head_rows
             batch = batch | {"relative_RN": use(matrix(self, "relative_bias", "ranges heads", sizes, cfg))}
+        if cfg.relative_vectors:
+            sizes = cfg.relative_vectors.ranges, cfg.embed
+            vectors_RD = use(matrix(self, "relative_embedding", "ranges embed", sizes, cfg))
+            batch = batch | {"relative_RD": shard(Norm(cfg, name="relative_norm")(vectors_RD), VECTORS)}
         if cfg.residual_streams > 1:
             streams = Streams(cfg, name="streams")
             x_BTD = streams.apart(x_BTD)
@@ -279,7 +284,8 @@ def _loop(
         "in_axes": (0, 0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
-        "check_constancy_invariants": False,  # they hold: the check would trace every layer once more
+        # They hold, and the check would trace every layer once more. Only with it can shared weights be drawn.
+        "check_constancy_invariants": shared,
     }
     one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)

@@ -357,7 +357,8 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
     """The keys of a config by which a layer is given, or passes on, more than one residual stream of its rows."""
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
              "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
-             "relative_positions": bool(model.relative_positions and model.relative_positions.shared)}  # fmt: skip
+             "relative_positions": bool(model.relative_positions and model.relative_positions.shared),
+             "relative_vectors": bool(model.relative_vectors)}  # fmt: skip
     return [key for key, is_set in asked.items() if is_set]
 
 

@@ -140,7 +140,8 @@ def with_fixes(
     traces, fixed = TraceCache(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
-        if not report.memory.fits and report.phase == "train":
+        priced = rules.pipeline is None or rules.pipeline.is_estimated
+        if not report.memory.fits and report.phase == "train" and priced:
             filled = settled(config, rules.fill(target.devices), target.processor)
             fix = _fix(report, filled, target, Estimator(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
@@ -161,9 +162,10 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
+        less = "--set rules.pipeline.keep=stage keeps less, as explain says, and "
         return (
             f"no rules.remat and no rules.{key} is estimated to fit under this mesh; "
-            f"plan --target={target.text} looks for another layout"
+            f"{less if rules.pipeline else ''}plan --target={target.text} looks for another layout"
         )
     _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
     flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []

@@ -65,6 +65,7 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
     trace, times = traces.trace(rules), rules.microbatches
     if not rules.pipeline or not rules.stages:
         return [Part(rules, rules, trace, None, times, 1.0)]
+    assert rules.pipeline.is_estimated
     within = dataclasses.replace(rules.of_a_stage, microbatches=times * rules.pipeline.microbatches)
     # In a turn, a stage computes one of so many parts of the layers, whether it has rows or not.
     runs = rules.turns[1] / (rules.num_shards(rules.stages) * rules.pipeline.repeats)

@@ -269,7 +269,8 @@ class _Search:
     def _error(self) -> float:
         """The known error of predictions for the target, as a share."""
         chip, best = self.target.chip, self.best
-        error = mean_error(kind_of(self.target, best.rules)) if chip and best else None
+        experts = self.task.config.model.experts if self.task.config else 0
+        error = mean_error(kind_of(self.target, best.rules, experts)) if chip and best else None
         return UNKNOWN_ERROR if error is None else error
 
     def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:

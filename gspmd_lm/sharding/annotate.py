@@ -68,7 +68,7 @@ class Stages(NamedTuple):
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
     gather: str  # when weights are gathered: step or turn
-    schedule: str  # in which order stages compute: gpipe or 1f1b
+    keep: str  # of which the backward pass finds the inputs: layers or stage
 
 
 class Spec(NamedTuple):

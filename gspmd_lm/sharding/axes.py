@@ -78,6 +78,7 @@ WEIGHTS = {
     "projection": "matrix from a text or an image to the space in which they are compared",
     "temperature": "logarithm of what their products are multiplied by",
     "relative_bias": "each head's bias of each range of distances",
+    "relative_embedding": "vector of each range of distances",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",
@@ -173,6 +174,7 @@ ACTIVATIONS = {
     "low_rank": "output of an adapter's first matrix",
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
+    "vectors": "normed vectors of ranges of distances",
     "transformed": "output of head_transform or of pooler",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
@@ -183,7 +185,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "transformed", "class_scores", "compared",
+    "vectors", "transformed", "class_scores", "compared",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

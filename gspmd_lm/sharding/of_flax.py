@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -74,6 +74,12 @@ def boxed(variables: Any) -> Any:
     tree = _of_nnx(variables) if _is_state(variables) else variables
     state, trained = parted(tree)
     return jax.tree.map(_with_axes, state, is_leaf=meta.is_axis_metadata) | trained if state else trained
+
+
+def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
+    """Of the parameters that `init` draws, nested dicts, those of these paths."""
+    params: Any = flatten_dict(nn.unbox(init(key)), sep=".")
+    return {path: params[path] for path in paths}
 
 
 def parted(variables: Any) -> tuple[Any, Any]:

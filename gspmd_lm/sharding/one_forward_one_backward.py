@@ -2,7 +2,7 @@
 
 In turn t, stage s computes microbatch t - s, as in `pipeline`. Then it computes microbatch t - 2 (S - 1) + s once more,
 and its derivative, with the gradient that the next stage has sent. The last stage has both at once: a microbatch goes
-back as soon as it has come through. So a stage holds the inputs of 2 S - 1 microbatches, and what the derivative of one
+back as soon as it has come through. So a stage holds the inputs of 2 S - 3 microbatches, and what the derivative of one
 of them needs, however many there are (arXiv 1806.03377, 2006.09503).
 
 All stages run one program, so each computes the loss, and all else that stands before and after the layers. Only that
@@ -34,7 +34,7 @@ def one_forward_one_backward(
     place = placement()
     assert place and place.stages
     over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
-    stage_S, depth = jnp.arange(S), 2 * S - 1
+    stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
     def is_cut(leaf: Named) -> bool:
@@ -72,7 +72,9 @@ def one_forward_one_backward(
         given, back, held, gradients, total = carried
         first_S, second_S = t - stage_S, t - 2 * (S - 1) + stage_S  # the microbatches that stages compute, one by one
         held = jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, t % depth, 1), held, given)
-        (passed, _), _ = computed(trained, given, frozen, stage_S, first_S)
+        with jax.named_scope("jvp"):  # as autodiff calls operations of the forward pass
+            (passed, _), _ = computed(trained, given, frozen, stage_S, first_S)
+            passed = to_neighbour(1, passed)
 
         begun_S = (second_S + stage_S) % depth  # the turn in which a stage was given its second microbatch
         given = jax.tree.map(lambda x: jax.vmap(lambda x, turn: x[turn])(x, begun_S), held)
@@ -81,8 +83,10 @@ def one_forward_one_backward(
         last_S = stage_S == S - 1
         ends_S = last_S & (second_S >= 0) & (second_S < M)
         of_weights, back = derivative((of_stages(~last_S, back), ends_S.astype(of_loss.dtype)))
+        with jax.named_scope("transpose"):
+            back = to_neighbour(-1, back)
         gradients, total = jax.tree.map(jnp.add, (gradients, total), (of_weights, of_stages(ends_S, more)))
-        return (to_neighbour(1, passed), to_neighbour(-1, back), held, gradients, total), None
+        return (passed, back, held, gradients, total), None
 
     with placed_by(place.of_a_stage):
         trained, frozen = (of_leaves(apart, *pair) for pair in zip(named, weights, strict=True))

@@ -100,7 +100,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
     """
-    over, M, R, gather, _ = stages
+    over, M, R, gather, keep = stages
     S, J = over.num_shards, M // over.num_shards
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -122,7 +122,9 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return part(weights, repeat * S + stage, placed(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
-    if policy and (R > 1 or gather == "turn"):
+    if keep == "stage":
+        computed = jax.checkpoint(computed, prevent_cse=False)
+    elif policy and (R > 1 or gather == "turn"):
         # Else the weights of a round would be kept, for each turn, or those that the first turn gathers, for all turns.
         # Layers keep their inputs, as without this.
         inputs = jax.checkpoint_policies.save_only_these_names("layer_input")

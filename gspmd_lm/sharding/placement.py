@@ -90,8 +90,8 @@ class MeshPlacement:
 
     @property
     def stages(self) -> Stages | None:
-        over, pipeline = self.rules.stages, self.rules.pipeline
-        return Stages(self.over(over), *dataclasses.astuple(pipeline)) if pipeline and over else None
+        over, one = self.rules.stages, self.rules.pipeline
+        return Stages(self.over(over), one.microbatches, one.repeats, one.gather, one.keep) if one and over else None
 
     @property
     def of_a_stage(self) -> "MeshPlacement":

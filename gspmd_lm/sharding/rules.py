@@ -19,6 +19,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
+KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -92,7 +93,13 @@ class Pipeline:
     microbatches: int
     repeats: int = 1
     gather: str = GATHERS[0]
+    keep: str = KEEPS[0]
     schedule: str = SCHEDULES[0]
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether `plan` knows what it takes without compiling it."""
+        return (self.keep, self.schedule) == (KEEPS[0], SCHEDULES[0])
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.rules import (
     CONTEXTS,
     GATHERS,
+    KEEPS,
     KERNELS,
     MESH_AXES,
     SCHEDULES,
@@ -236,9 +237,10 @@ class _Reader:
         value = raw.get("pipeline")
         if not self.mapping("pipeline", value):
             return None
-        usual = {"microbatches": None, "repeats": 1, "gather": GATHERS[0], "schedule": SCHEDULES[0]}
+        words = {"gather": (GATHERS, "weights are gathered once in a"), "keep": (KEEPS, "nothing is kept of"),
+                 "schedule": (SCHEDULES, "unknown schedule")}  # fmt: skip
+        usual = {"microbatches": None, "repeats": 1, **{key: known[0] for key, (known, _) in words.items()}}
         values = {**usual, **self.mapping("pipeline", value)}
-        words = {"gather": (GATHERS, "weights are gathered once in a"), "schedule": (SCHEDULES, "unknown schedule")}
         # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
             self.known(key, usual, "pipeline: unknown key", f"pipeline.{key}", one)
@@ -254,7 +256,7 @@ class _Reader:
         if values["schedule"] == "1f1b":
             offload = raw["remat"].get("offload") if isinstance(raw.get("remat"), dict) else None
             for key, one, only in (
-                ("pipeline.repeats", values["repeats"], 1), ("pipeline.gather", values["gather"], GATHERS[0]),
+                *((f"pipeline.{key}", values[key], usual[key]) for key in ("repeats", "gather", "keep")),
                 ("microbatches", raw.get("microbatches", 1), 1), ("remat.offload", offload or [], []),
             ):  # fmt: skip
                 if one != only:

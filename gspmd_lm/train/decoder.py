@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +33,12 @@ def task(config: Config | Task) -> Task:
     if isinstance(config, Task):
         return config
     model, data = config.model, config.data
-    predicted = _TOKENS
-    if config.objective == "classes":
-        predicted = _CLASSES if data.label_kind == "class" else _NUMBERS
-    if config.objective == "contrastive":
-        predicted = _PAIRS
     decoder = Task(
         name=config.name,
         vocabulary=DECODER,
         inputs=inputs(config),
         init=functools.partial(initial, model),
-        sums=functools.partial(predicted.sums, model),
         optimizer=functools.partial(_optimizer, config),
-        count=predicted.count,
-        evaluate=functools.partial(predicted.evaluate, model),
-        metrics=functools.partial(_metrics, config, predicted.means),
-        scores=predicted.scores,
         partition=functools.partial(lora.partition, cfg=model),
         moved=functools.partial(_moved, model) if model.balance_bias and not model.lora else None,
         random=bool(model.dropout),
@@ -58,9 +48,32 @@ def task(config: Config | Task) -> Task:
         float32=("logits",),
         tokens=data.batch * (data.seq + config.source_seq),
         train=config.train,
+        **_predicted(config),
     )
     object.__setattr__(decoder, "config", config)
     return decoder
+
+
+def _predicted(config: Config) -> dict[str, Any]:
+    """The fields of a task that depend on what is predicted."""
+    model = config.model
+    sums, count, evaluate, means, scores = _sums, _targets, _evaluate, _means, _scores
+    if config.objective == "classes":
+        sums, count, evaluate = classes.sums, classes.labels, classes.evaluate
+        means, scores = classes.means, classes.scores
+        if config.data.label_kind != "class":
+            sums, count, evaluate = classes.squared, classes.numbers, classes.evaluate_numbers
+            means, scores = classes.means_of_numbers, classes.scores_of_numbers
+    if config.objective == "contrastive":
+        sums, count, evaluate = contrastive.sums, contrastive.pairs, contrastive.evaluate
+        means, scores = contrastive.means, contrastive.scores
+    return {
+        "sums": functools.partial(sums, model),
+        "count": count,
+        "evaluate": functools.partial(evaluate, model),
+        "metrics": functools.partial(_metrics, config, means),
+        "scores": scores,
+    }
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
@@ -150,21 +163,3 @@ def _means(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
 def _metrics(config: Config, means: Any, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
     rate = optimizer.schedule(config.optimizer, config.train.steps)
     return means(sums, count) | {"learning_rate": jnp.asarray(rate(step), jnp.float32)}
-
-
-class _Predicted(NamedTuple):
-    """What is computed of a prediction: the fields of `Task` that depend on the objective."""
-
-    sums: Any
-    count: Any
-    evaluate: Any
-    means: Any
-    scores: Any
-
-
-_TOKENS = _Predicted(_sums, _targets, _evaluate, _means, _scores)
-_CLASSES = _Predicted(classes.sums, classes.labels, classes.evaluate, classes.means, classes.scores)
-_PAIRS = _Predicted(contrastive.sums, contrastive.pairs, contrastive.evaluate, contrastive.means, contrastive.scores)
-_NUMBERS = _Predicted(
-    classes.squared, classes.numbers, classes.evaluate_numbers, classes.means_of_numbers, classes.scores_of_numbers
-)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -14,6 +13,7 @@ from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.model.program import placed
+from gspmd_lm.sharding import of_flax
 from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
@@ -56,11 +56,7 @@ class InitFrom:
         """The weights of the run's model: those of `params` that it has, and new ones."""
         arrays, have = state.arrays(self.run), flatten_dict(params, sep=".")
         shardings = flatten_dict(step.placement.shardings("weights", arrays.named_params, arrays.params), sep=".")
-
-        def draw(key: jax.Array) -> dict[str, jax.Array]:
-            drawn: Any = flatten_dict(nn.unbox(decoder.initial(self.run.model, key)), sep=".")
-            return {path: drawn[path] for path in self.new}
-
+        draw = functools.partial(of_flax.drawn, functools.partial(decoder.initial, self.run.model), self.new)
         drawn = jax.jit(draw, out_shardings={path: shardings[path] for path in self.new})
         new = drawn(jax.random.key(self.run.train.seed))
         return unflatten_dict({path: new.get(path, have.get(path)) for path in shardings}, sep=".")

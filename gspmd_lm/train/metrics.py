@@ -30,6 +30,8 @@ def flops_per_token(
     looked_up += model.token_types * summed_width
     if relative := model.relative_positions:
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
+    if vectors := model.relative_vectors:  # layers multiply them once for all tokens
+        looked_up += vectors.ranges * model.embed
     if model.classes:  # one token of a row is scored, of a text after a matrix
         looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":
@@ -46,7 +48,8 @@ def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> floa
     H and V are the sizes of a key and a value, and S the keys that a token sees: see `keys_seen`. PaLM (arXiv
     2204.02311, appendix B) counts all T keys of a row in place of S.
     """
-    return 6.0 * model.heads * _numbers(model, last) * keys_seen(model, seq, last=last)
+    with_ranges = 2 * model.head_dim * model.relative_vectors.ranges * model.layers if model.relative_vectors else 0
+    return 6.0 * model.heads * (_numbers(model, last) * keys_seen(model, seq, last=last) + with_ranges)
 
 
 def _numbers(model: ModelConfig, last: bool) -> int:

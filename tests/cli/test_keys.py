@@ -11,6 +11,7 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
+from gspmd_lm.config.attention import RelativeVectors
 from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.sounds import Frames
@@ -47,7 +48,8 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     wanted = config.from_dict(raw, "here")
     plain = config.to_dict(wanted)
     # Most others go without these.
-    apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames()}
+    apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames(),
+             "model.relative_vectors": RelativeVectors()}  # fmt: skip
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
         section, _, field = key.name.rpartition(".")

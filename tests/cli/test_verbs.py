@@ -22,7 +22,7 @@ MODEL = config.ModelConfig(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
 QUICKLY = "--compile_cache=none", *QUICK_FLAGS
-PLACE = "--rules=decode_tp8", *QUICKLY
+PLACE, ALONE = (("--rules=" + name, *QUICKLY) for name in ("decode_tp8", "single"))
 
 
 @pytest.fixture
@@ -147,15 +147,15 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     (tmp_path / "my texts" / "a.jsonl").write_text('{"text": "01234"}\n{"text": "56789"}')
     (tmp_path / "my texts" / "b.md").write_text("x" * 70_000)
     (tmp_path / "my texts" / "c.bin").write_text("x")
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", *PLACE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", *ALONE)
     assert code == 0 and "over 70,012 tokens, 70,012 bytes" in out and "skipped, unknown ending: " in out, out
     (tmp_path / "README").write_text("01234")
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'README'}", *PLACE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'README'}", *ALONE)
     assert code == 0 and "over 5 tokens" in out
-    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'none'}", *PLACE)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'none'}", *ALONE)
     assert code == 2 and "none matches no file" in err
     lines.write_text('{"prompt": "01", "continuation": "23"}\n')
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *PLACE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--continuations={lines}", *ALONE)
     assert code == 0 and json.loads(out)["log_likelihood"] == pytest.approx(-2 * np.log(257), abs=0.3)
 
 
@@ -163,15 +163,15 @@ def test_weights_of_8_bits_are_made_while_they_are_read(verb, workdir, folder, t
     """Of a run and of a published folder. A text is scored beside the weights as they came."""
     text, small = tmp_path / "text.txt", "--set=model.weight_dtype=int8"
     text.write_text("0123456789" * 10)
-    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", small, *PLACE)
+    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", small, *ALONE)
     assert code == 0 and "matmuls: block weights are int8, and float32 where they are multiplied" in out, err
     loss, change = float(out.split("loss ")[1].split(",")[0]), float(out.split("loss ")[2].split(",")[0])
     assert "; weights of int8 against float32 on this text: loss " in out
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert abs(loss - float(out.split("loss ")[1].split(",")[0]) - change) < 2e-4 and abs(change) < 0.01
     said = []
     for place in (workdir, folder):
-        flags = f"--workdir={place}", "--prompt=01", "--max_new_tokens=6", small, "--rules=single", *QUICKLY
+        flags = f"--workdir={place}", "--prompt=01", "--max_new_tokens=6", small, *ALONE
         code, out, err = verb("generate", *flags)
         assert code == 0, err
         said.append(out)
@@ -182,24 +182,24 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     text = tmp_path / "text.txt"
     text.write_text("0123456789" * 10)
     long = "--set=model.context=131072", "--set=data.seq=131072"  # of the model; the text has 100 tokens
-    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *long, *PLACE)
+    code, out, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *long, *ALONE)
     assert code == 0 and "over 100 tokens, 100 bytes, in rows of up to 100 tokens" in out, err
     whole = float(out.split("loss ")[1].split(",")[0])
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=30", *PLACE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=30", *ALONE)
     assert code == 0 and "rows of up to 30 tokens" in out
     assert float(out.split("loss ")[1].split(",")[0]) == pytest.approx(whole, abs=0.1)
-    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=65", *PLACE)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", "--seq=65", *ALONE)
     assert code == 2 and "--seq=65: longer than model.context=64" in err
     text.write_text("")
-    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
     monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
     monkeypatch.setattr(session, "_restored", lambda *_: pytest.fail("the weights were read"))
-    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *PLACE)
+    code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
     assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
-    code, _, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--max_new_tokens=5", *PLACE)
+    code, _, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--max_new_tokens=5", *ALONE)
     assert code == 2 and "generating 1 texts of up to 6 tokens needs" in err and "fix   --batch=1" in err
 
 

@@ -28,6 +28,11 @@ _BART = {
     "decoder_attention_heads": 8, "encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
     "scale_embedding": True,
 }  # fmt: skip
+# What a DeBERTa says that is supported.
+DEBERTA = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
+    "position_buckets": 4, "max_relative_positions": 10, "position_biased_input": False,
+}  # fmt: skip
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -240,5 +245,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mt5": ("mt5", _T5 | {"tie_word_embeddings": False}),
     "umt5": ("umt5", _T5),
     "bart": ("bart", _BART),
-    "mbart": ("mbart", _BART | {"decoder_start_token_id": 5}),
+    "mbart": ("mbart", _BART | {"decoder_start_token_id": 5, "forced_bos_token_id": 7}),
 }  # fmt: skip

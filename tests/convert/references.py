@@ -186,9 +186,10 @@ def build(name: str, folder: Path, salt: int) -> tuple[Any, dict[str, Any], dict
         parameters = chatglm.ChatGLM(config).named_parameters()
         weights = {tensor: weight(tensor, tuple(array.shape), salt, kind) for tensor, array in sorted(parameters)}
         return loaded(save(folder, config, weights))[0], config, weights
-    empty = _class(kind).from_config(transformers.AutoConfig.for_model(kind, **fields))
+    empty = auto_class(kind).from_config(transformers.AutoConfig.for_model(kind, **fields))
     empty.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
+    config |= {name: fields[name] for name in ("forced_bos_token_id",) if name in fields}  # transformers 5 moves it
     shapes = {tensor: where.shape for tensor, where in safetensors.stored_tensors(folder).items()}
     if kind in SEQ2SEQ and fields.get("tie_word_embeddings") is False:  # transformers 5 leaves it to the files
         config["tie_word_embeddings"], shapes["lm_head.weight"] = False, shapes["shared.weight"]
@@ -207,12 +208,13 @@ def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
     if config["model_type"] in NOT_IN_TRANSFORMERS:
         return chatglm.load(folder, config), {}
     how: dict[str, Any] = {"attn_implementation": attention(config), "dtype": torch.float32}
-    of_kind = _class(config["model_type"])
+    of_kind = auto_class(config["model_type"])
     model, report = of_kind.from_pretrained(folder, output_loading_info=True, **how)
+    model.generation_config.forced_bos_token_id = config.get("forced_bos_token_id")
     return model.eval(), report
 
 
-def _class(kind: str) -> Any:
+def auto_class(kind: str) -> Any:
     """The class of transformers that makes models of a family."""
     import transformers
 

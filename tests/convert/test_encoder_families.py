@@ -15,6 +15,7 @@ from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import classify, decode
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
+from tests.convert.reference_cases import DEBERTA
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -28,6 +29,7 @@ KINDS = {
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
+    "DebertaV2ForMaskedLM": DEBERTA, "DebertaV2ForSequenceClassification": DEBERTA | LABELS | {"type_vocab_size": 2},
     "ElectraForMaskedLM": NARROW, "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
@@ -83,7 +85,8 @@ def test_there_and_back(kind, tmp_path):
     config, params, row = found.config, jax.device_get(ours.on_one_device(found)), ROWS[kind]
     assert (config.objective, config.model.classes) == (("masked", 0) if kind.endswith("LM") else ("classes", 3))
     model, others = config.model, row.prefix != "roberta."
-    assert (model.token_types, model.position_offset, model.context) == ((2, 0, 40) if others else (1, 2, 38))
+    types = KINDS[kind].get("type_vocab_size", 0 if "Deberta" in kind else 2)
+    assert (model.token_types, model.position_offset, model.context) == ((types, 0, 40) if others else (1, 2, 38))
     for like in (found.like, None):
         out = tmp_path / f"out {like is None}"
         export.write_folder(out, config.model, params, like)
@@ -152,6 +155,9 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("BertForMaskedLM", {"something_new": 1}, "something_new: 1 is an unknown field"),
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "several classes"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
+        ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "has a convolution"),
+        ("AlbertForMaskedLM", {"num_hidden_groups": 2}, "weights of their own beside shared ones"),
         ("RobertaForMaskedLM", {"hidden_act": "relu"}, "is not the activation of this family's head"),
         ("RobertaForMaskedLM", {"max_position_embeddings": 2}, "leaves no position after"),
     ],
@@ -176,7 +182,7 @@ def _batch(cfg, pad):
     draw = np.random.default_rng(1)
     mask = (np.arange(16) < LENGTHS[:, None]).astype(np.int32)
     tokens = np.where(mask, draw.integers(3, 96, mask.shape), pad)
-    types = draw.integers(0, cfg.token_types, mask.shape)
+    types = draw.integers(0, max(cfg.token_types, 1), mask.shape)
     places = np.broadcast_to(np.arange(16), mask.shape)
     return {"tokens": tokens, "token_types": types, "segment_ids": mask, "positions": places, "row": np.arange(4)}
 

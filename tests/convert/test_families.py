@@ -11,6 +11,7 @@ from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
+from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from tests.convert import ours, references
 
 # What a layout of eight devices needs of a family: its heads or its vocabulary do not divide.
@@ -36,17 +37,18 @@ CASES = list(references.CASES)
 # One case of each kind of norm, bias, attention, mixture and table. `pytest -m slow` has the others.
 BACKWARD = ("llama3", "gemma2", "phi3", "gpt2", "opt-350m", "bloom", "falcon-40b", "gptj", "cohere", "olmo2", "phimoe")
 SPLIT = {("gemma", "tp8"), ("glm", "tp8"), ("gpt2", "tp8"), ("falcon-40b", "tp8"), ("phi3", "fsdp2_tp4"),
-         ("bloom", "fsdp2_tp4")}  # fmt: skip
+         ("bloom", "fsdp2_tp4"), ("gemma3n", "fsdp2_tp4")}  # fmt: skip
 # Those whose numbers are computed as in another case. That their tensors have their places, all tests below show.
-RENAMED = (*references.NEARLY, "mixtral", "ernie", "starcoder-all-heads", "longrope-short", "llama4-scout")
+RENAMED = (*references.NEARLY, "mixtral", "ernie", "starcoder-all-heads", "longrope-short", "llama4-scout",
+           "glm4-moe-lite")  # fmt: skip
 # Those whose logits are compared under a layout by default, or whose tokens are in infer/test_references.py.
 ELSEWHERE = ("gemma", "glm", "falcon-7b")
 OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 
 def test_every_family_has_a_case():
-    # test_encoder_families.py, test_image_families.py
-    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES)}
+    # test_encoder_families.py, test_image_families.py, test_sound_families.py
+    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES)}
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES} - elsewhere
 
 
@@ -89,8 +91,8 @@ def split_cases():
     for case in references.cases():
         name, marks = (case, None) if isinstance(case, str) else (case.values[0], case.marks)
         for layout in ("tp8", "fsdp2_tp4"):
-            slow = () if (name, layout) in SPLIT else pytest.mark.slow
-            yield pytest.param(name, layout, marks=slow if marks is None else marks)
+            others = pytest.mark.slow if marks is None else marks
+            yield pytest.param(name, layout, marks=() if (name, layout) in SPLIT else others)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(split_cases()))

@@ -18,6 +18,7 @@ from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import DROPOUT, FAMILIES, IRRELEVANT
 from gspmd_lm.errors import InputError
 from tests.convert import references
+from tests.convert.reference_cases import DEBERTA
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
@@ -67,7 +68,8 @@ def test_every_field_of_transformers_is_known(row):
 @pytest.mark.parity
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
-    raw = config_class(row)().to_dict() | {"dtype": None}
+    other = DEBERTA | {"max_relative_positions": -1} if row.model_type == "deberta-v2" else {}
+    raw = config_class(row)().to_dict() | {"dtype": None} | other
     whole = architecture.model_settings(row, raw, "x")
     sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
     for name in raw.keys() - sizes:
@@ -151,6 +153,9 @@ def case(request, tmp_path_factory):
     mask[1, :7] = 0
 
     def logits(model):
+        if model.config.is_encoder_decoder:
+            with torch.no_grad():
+                return model(input_ids=tokens, attention_mask=mask.flip(1), decoder_input_ids=tokens[:, :20]).logits
         with torch.no_grad():
             padded = model(tokens, attention_mask=mask, return_dict=True).logits
             begun = model(tokens[:1, :39], use_cache=True, return_dict=True)
@@ -167,9 +172,8 @@ def case(request, tmp_path_factory):
 
     def distance(changed):
         try:
-            other = transformers.AutoModelForCausalLM.from_config(
-                config(changed), attn_implementation=how, dtype=torch.float32
-            )
+            of_kind = references.auto_class(raw["model_type"])
+            other = of_kind.from_config(config(changed), attn_implementation=how, dtype=torch.float32)
             other.load_state_dict(weights)
             return (logits(other.eval()) - wanted).abs().max().item()
         except Exception:
@@ -230,10 +234,8 @@ def test_no_field_that_we_do_not_read_moves_anything(case):
 def model_of(row, raw):
     from gspmd_lm import config
 
-    plain = {
-        "name": "x",
-        "model": architecture.model_settings(row, raw, "x"),
-        "data": {"seq": 1},
-        "train": {"steps": 1},
-    }
-    return config.from_dict(plain, "x").model
+    values = architecture.model_settings(row, raw, "x")
+    return config.from_dict(
+        {"name": "x", "objective": architecture.objective_of(values), "model": values, "data": {"seq": 1},
+         "train": {"steps": 1}}, "x",
+    ).model  # fmt: skip

@@ -29,7 +29,7 @@ SIZES = {
     "eos_token_id": 256, "decoder_start_token_id": 0,
 }  # fmt: skip
 # All but the bytes of letters, and at first all but some of these: nothing ends a text.
-NEVER, NEVER_FIRST = [*range(32), *range(127, 257)], [*range(32, 100)]
+NEVER, NEVER_FIRST = [*range(32), *range(127, 257)], [*range(32, 100), *range(110, 127)]
 CASES = {
     "whisper": SIZES,
     "whisper-new": SIZES | {"encoder_layers": 2, "encoder_attention_heads": 4, "activation_function": "gelu_new"},

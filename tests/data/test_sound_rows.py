@@ -169,7 +169,6 @@ def test_settings_that_contradict_each_other_are_refused(folder):
     for changes, words in (
         ({"source_seq": 16}, r"model\.frames gives 20 rows of a sound: set data\.source_seq=16 to as many"),
         ({"model": {"encoder": None}}, r"model\.frames needs model\.encoder"),
-        ({"model": {"frames": None}}, "encoder.first_tokens without frames"),
         ({"model": {"encoder": {"suppressed": [257]}}}, r"encoder\.suppressed=257, which is not below vocab=257"),
     ):
         with pytest.raises(InputError, match=words):

@@ -115,6 +115,7 @@ def whole_matrices(request):
             yield row.path, tuple(sorted(sizes))
 
 
+@pytest.mark.slow  # model/test_loss.py has its cause
 def test_no_gradient_is_held_whole_while_layers_are_computed(request_of, cache):
     """When the backward pass of the layers begins, the table's gradient is reduced: nothing of a weight's whole size
     that was made before it is read in it or after it."""

@@ -117,12 +117,15 @@ def test_the_known_errors_are_those_of_the_benchmark():
 def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
     one, many = Kind("h100", False, "cudnn"), Kind("h100", True, "cudnn")
     two, alone = Kind("v5p", True, "splash"), Kind("v5e", False, "xla")
-    told = {one: ((-0.02, True), (0.04, True)), many: ((0.05, False), (-0.01, True)), alone: ((0.19, False),),
+    sparse = Kind("v5p", True, "splash", experts=True)
+    told = {sparse: ((-0.2, False),), one: ((-0.02, True), (0.04, True)),
+            many: ((0.05, False), (-0.01, True)), alone: ((0.19, False),),
             two: ((0.03, False), (-0.01, False))}  # fmt: skip
     monkeypatch.setattr(known_errors, "ERRORS", told)
     assert [
         known_errors.known_error(kind) for kind in (*told, Kind("h100", True, "xla"), Kind("b200", False, "xla"))
     ] == [
+        "not known: -20.0% for one published step time on v5p, several slices, splash attention, experts",
         "3.0% in the mean of 2 published step times on h100, one host, cudnn attention; constants were "
         "fitted with all of them in view",
         "3.0% in the mean of 2 published step times on h100, several hosts, cudnn attention; constants were "
@@ -140,11 +143,12 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
 
 @pytest.mark.parametrize(("text", "several"), [("h100:8", False), ("h100:2x8/800", True), ("v5p:4x4x4", False),
                                                ("2@v6e:2x4", True)])  # fmt: skip
-def test_the_kind_of_a_step_is_its_chip_its_hosts_and_its_kernel(text, several):
+def test_the_kind_of_a_step_is_its_chip_its_hosts_its_kernel_and_whether_it_has_experts(text, several):
     where = target.parse(text)
     rules = dataclasses.replace(ROWS[0].rules(), attention={"tpu": "splash", "gpu": "xla"})
     kernel = "splash" if where.platform == "tpu" else "xla"
-    assert known_errors.kind_of(where, rules) == Kind(where.chip.name, several, kernel)
+    assert known_errors.kind_of(where, rules, 0) == Kind(where.chip.name, several, kernel)
+    assert known_errors.kind_of(where, rules, 8) == Kind(where.chip.name, several, kernel, experts=True)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.derived], ids=lambda row: row.name)

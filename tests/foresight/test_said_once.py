@@ -8,7 +8,7 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora, RelativePositions
+from gspmd_lm.config import Lora, RelativePositions, RelativeVectors
 from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
@@ -64,6 +64,8 @@ ENCODERS = {
     "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
     "albert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "shared_layers": True,
                "embedding_width": 24, "embedding_in": "sum", "layers": 3},
+    "deberta": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
+                "relative_vectors": RelativeVectors(ranges=8, distance=10)},
     "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
     "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
             "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
@@ -94,7 +96,7 @@ def test_every_array_of_every_family_is_known(small, built, read, family, layout
             product.node.name
         )
     for node in found.activations:
-        assert found.made_from(node.placed.array) or node.placed.array in ("tokens", "patches")
+        assert found.made_from(node.placed.array) or node.placed.array in ("tokens", "patches", "vectors")
     checked = rules_file.load(layout)
     if config.model.kv_heads % checked.mesh.get("tensor", 1):
         checked = without(checked, "rules.kv_heads")

@@ -115,15 +115,11 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-SLOW_LAYOUTS = ("dp2_tp4", "slots split, latent", "fsdp2_tp4, shared")
+SLOW = ("dp2_tp4", "slots split, latent", "fsdp2_tp4, shared", "kv_heads on every device", *MIXTURES)
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        *(name for name in LAYOUTS if name not in SLOW_LAYOUTS),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW_LAYOUTS, *MIXTURES)),
-    ],
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*LAYOUTS, *MIXTURES)]
 )
 def test_a_layout_never_changes_a_token(layout, made, prompts):
     model, rules = {**LAYOUTS, **MIXTURES}[layout]

@@ -16,12 +16,15 @@ KINDS = {"layers": 5, "layer_pattern": ("sliding", "full"), "sliding_window": 4,
 STREAMS = {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "layer_vocab": 50, "value_norm": True}
 
 
+def drawn(cfg):
+    shapes = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
+    rng = np.random.default_rng(0)  # faster than the model's own weights, which would be compiled
+    return cfg, jax.tree.map(lambda like: jnp.asarray(0.3 * rng.standard_normal(like.shape, np.float32)), shapes)
+
+
 @pytest.fixture(scope="module")
 def model(small):
-    cfg = small(**KINDS, **STREAMS).model
-    shapes = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
-    drawn = np.random.default_rng(0)  # faster than the model's own weights, which would be compiled
-    return cfg, jax.tree.map(lambda like: jnp.asarray(0.3 * drawn.standard_normal(like.shape, np.float32)), shapes)
+    return drawn(small(**KINDS, **STREAMS).model)
 
 
 def rows(cfg, length):
@@ -47,9 +50,9 @@ def test_tokens_one_by_one_give_what_whole_rows_do(model):
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-def test_tokens_beyond_the_table_have_the_first_ones_embeddings(model):
+def test_tokens_beyond_the_table_have_the_first_ones_embeddings(small):
     """Their embeddings for layers, not those at the beginning."""
-    cfg, params = model
+    cfg, params = drawn(small(layers=1, **STREAMS).model)
     batch = rows(cfg, 8)
 
     @jax.jit

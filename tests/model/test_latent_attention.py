@@ -71,8 +71,8 @@ def test_results_and_gradients_are_those_of_the_equations(small):
 
     with placed_by(None):
         x_TD = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
-        made = nn.unbox(init(cfg, jax.random.key(0)))["layers"]["attention"]
-        params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x[0].shape) * 0.3, x.dtype), made)
+        made = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))["layers"]["attention"]
+        params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x.shape[1:]) * 0.3, x.dtype), made)
         weigh = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
         with jax.default_matmul_precision("highest"):
             (found, gradients), (wanted, wanted_gradients) = both(params, x_TD, weigh)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,15 @@ def test_rows_of_padding_are_never_predicted(small):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     gradient = jax.grad(lambda t: chunked(cfg, x, t, None, targets).loss)(loud)
     assert np.all(np.asarray(gradient)[61:] == 0)
+
+
+def test_the_backward_pass_waits_until_the_gradients_of_table_and_bias_are_reduced(small):
+    """Without a barrier, the compiler may hold partial sums of the whole table until the optimizer reads them."""
+    cfg = small().model
+    x, table, bias, targets = arrays(cfg)
+    lowered = jax.jit(jax.grad(lambda *given: chunked(cfg, *given, targets).loss, range(3))).lower(x, table, bias)
+    (barrier,) = re.findall(r"stablehlo.optimization_barrier .* : (.*)", lowered.as_text())
+    assert barrier.split(", ") == [f"tensor<{'x'.join(map(str, like.shape))}xf32>" for like in (x, table, bias)]
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp8", "tp8"])

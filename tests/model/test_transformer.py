@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import RopeScaling
-from gspmd_lm.model import layers
+from gspmd_lm.model import layers, stack
 from gspmd_lm.model.transformer import Decoder, init
+from tests.courses import weights
 
 T = 12
 VARIANTS = {
@@ -44,16 +45,19 @@ def rows(cfg, tokens, segments=None, positions=None):
     }
 
 
-def weights(cfg):
-    """Initial weights, larger than they start so that every part of the model matters."""
-    params = nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(3)))
-    return jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, params)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def hidden(cfg, params, batch, key=None):
     x_BTD, *_ = Decoder(cfg).apply({"params": params}, batch, key)
     return x_BTD
+
+
+def test_a_layer_is_traced_once(small, monkeypatch):
+    """Most of the time that a small program takes to start would be spent on a second trace of the layers."""
+    cfg, traced, named = small().model, [], stack.checkpoint_name
+    params = weights(cfg)
+    monkeypatch.setattr(stack, "checkpoint_name", lambda x, name: traced.append(name) or named(x, name))
+    jax.eval_shape(lambda: Decoder(cfg).apply({"params": params}, rows(cfg, np.arange(T)))[0])
+    assert traced == ["layer_input", "residual"]
 
 
 def test_a_position_sees_itself_and_what_came_before(cfg):

@@ -51,6 +51,15 @@ def test_what_no_flag_makes_fit_is_said(llama, target):
     assert "--set" not in found.warnings[1].fix
 
 
+def test_a_pipeline_that_keeps_less_is_named_and_is_not_estimated(llama, target):
+    name, before = "pp2_fsdp2_tp2", report_of(10**18)
+    less = ["rules.pipeline.keep=stage", "rules.pipeline.schedule=1f1b"]
+    layouts = [rules_file.load(name), *(rules_file.load(name, overrides=[one]) for one in less)]
+    first, *others = advice.with_fixes(llama, [before] * 3, layouts, target)
+    assert "; --set rules.pipeline.keep=stage keeps less" in first.warnings[1].fix
+    assert others == [before] * 2
+
+
 def test_settings_that_would_save_memory_are_named_and_half_of_one_row_is_none_of_them():
     config, target = configs.load("tiny", ["data.batch=1"]), targets.parse("v5e:1x1")
     estimator = Estimator(config, target)

@@ -90,7 +90,7 @@ def test_a_plan_looks_at_pipelines_that_pass_the_check(config, found):
     assert {raw["mesh"]["stage"] for raw in stages} == {2, 4}
     assert {raw["pipeline"].get("gather", "turn") for raw in stages} == {"turn", "step"}
     assert len(set(map(describe, found))) == len(found)
-    for raw in stages[::3]:
+    for raw in stages[::9]:
         assert state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "gpu")[1] == []
 
 

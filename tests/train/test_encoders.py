@@ -2,17 +2,16 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm.config import RelativePositions
+from gspmd_lm.config import RelativePositions, RelativeVectors
 from gspmd_lm.infer import programs
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
-from tests.courses import agree
+from tests.courses import agree, weights
 
 BERT = {
     "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm", "norm_bias": True,
@@ -20,6 +19,8 @@ BERT = {
     "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
 }  # fmt: skip
 MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": True, "tied_embeddings": True, **BERT}
+DEBERTA = {**MASKED, "positions": "none", "relative_vectors": RelativeVectors(ranges=8, distance=10),
+           "query_scale": 12**-0.5}  # fmt: skip
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
@@ -32,12 +33,14 @@ KINDS = {
         "dropout": 0.1,
     },
     "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
+    "vectors": DEBERTA,
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS] + [("pp2_fsdp2_tp2", "masked")]
-DEFAULT = (("fsdp2_tp4", "shared"), ("cp8", "relative"))
+# model/kernels/test_context.py has the other masks and biases of a split sequence.
+DEFAULT = (("fsdp2_tp4", "shared"),)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
 @pytest.fixture(scope="module")
 def bert(small):
     cfg = small(**MASKED).model
-    params = jax.tree.map(lambda x: 5 * x, nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(3))))
+    params = weights(cfg)
     rng = np.random.default_rng(0)
     tokens, lengths = rng.integers(0, cfg.vocab, (4, 12)), np.array([[12], [9], [5], [3]])
     places = np.broadcast_to(np.arange(12), tokens.shape)

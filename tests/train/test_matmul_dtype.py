@@ -63,7 +63,7 @@ def test_adapters_stay_in_the_compute_dtype_and_frozen_weights_have_no_gradient(
     assert made[INT8, INT8] == 2 * WEIGHTS
 
 
-SOME = [("fsdp8", "int8"), ("fsdp2_tp4", "fp8")]
+SOME = [("fsdp8", "int8")]
 PAIRS = [(layout, dtype) for layout in LAYOUTS for dtype in PRODUCTS]
 MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in SOME]
 
@@ -106,7 +106,7 @@ def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
     assert gathered["f32"] <= unembedding + scales + model.embed + columns
 
 
-@pytest.mark.parametrize("dtype", PRODUCTS)
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_the_loss_falls_as_in_float32(dtype, small, course):
     plain, found = (course(eight(small, name), "single", STEPS).losses for name in (None, dtype))
     assert plain[-1] < plain[0] - 0.5

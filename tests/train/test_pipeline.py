@@ -86,28 +86,30 @@ PRODUCT = [
 ]
 
 
-# What stages compute in turns of one microbatch forward and another one backward.
-ALTERNATING = [
-    (MIXED, FIRST, "block", 1),
-    ("dense, then experts", "experts", "none", 1),
-    ("experts in a pattern", FIRST, "dots", 1),
-    ("a layer behind the pattern", "a batch that stages do not split", {"save": ["attention_out"]}, 1),
-    ("adapters", RING, "block", 1),
-    ("plain", "data outside of the stages, zero1", "none", 2),
-    ("classes", "four stages", "dots", 1),
+ONE_BY_ONE = {"schedule": "1f1b"}  # one microbatch forward and another one backward in a turn
+INPUTS = {"keep": "stage"}
+EIGHT, FOUR = {"layers": 8, "optimizer": UNCLIPPED}, "stage=4,fsdp=1"  # eight layers; four stages of the first layout
+KEPT = [  # in ways that keep less: model, layout, remat, parts of a device's rows
+    (ONE_BY_ONE, MIXED, FIRST, "block", 1),
+    (ONE_BY_ONE, "dense, then experts", "experts", "none", 1),
+    (ONE_BY_ONE, "experts in a pattern", FIRST, "dots", 1),
+    (ONE_BY_ONE, "a layer behind the pattern", "a batch that stages do not split", {"save": ["attention_out"]}, 1),
+    (ONE_BY_ONE, "adapters", RING, "block", 1),
+    (ONE_BY_ONE, "plain", "data outside of the stages, zero1", "none", 2),
+    (ONE_BY_ONE, "classes", "four stages", "dots", 1),
+    (INPUTS, MIXED, RING, "none", 1),
+    (INPUTS, "experts in a pattern", "experts", "block", 1),
+    (INPUTS | {"repeats": 2}, "plain", FIRST, "dots", 2),
+    (INPUTS | {"repeats": 2, "gather": "step"}, "adapters", FIRST, "block", 1),
 ]
 
 
-def rules_of(layout, repeats=1, remat="block", gather="turn", **pipeline):
+def rules_of(layout, repeats=1, remat="block", gather="turn", mesh="", **pipeline):
     raw = LAYOUTS[layout]
     sizes = raw["pipeline"] | {"repeats": repeats, "gather": gather} | pipeline
+    raw = raw | ({"microbatches": 1} if pipeline.get("schedule") == "1f1b" else {})
     raw = raw | {"weights": {"layers": "stage", **raw.get("weights", {})}, "pipeline": sizes, "remat": remat}
-    return rules_file.from_dict(raw, "here.yaml")
-
-
-def alternating(layout, remat="block", **more):
-    rules = rules_of(layout, remat=remat, schedule="1f1b", **more)
-    return dataclasses.replace(rules, microbatches=1, problems=())
+    return rules_file.from_dict(raw, "here.yaml", mesh)
 
 
 def model_of(name, layout, repeats, small):
@@ -130,14 +132,18 @@ def test_a_pipeline_changes_nothing(first, small, course):
     agree(first, course(model_of(MIXED, FIRST, 1, small), "single", 2))
 
 
-@pytest.fixture(scope="module")
-def repeated(small, course):
-    """A course of four stages through which rows go twice, in microbatches of microbatches."""
-    return course(model_of("plain", RING, 2, small), rules_of(RING, 2, {"save": ["attention_out"]}), 1)
+REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
 
 
-def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(repeated, small, course):
-    agree(repeated, course(model_of("plain", RING, 2, small), "single", 1))
+def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(small, course, monkeypatch):
+    """Four stages through which rows go twice, weights that are gathered once, and bubbles that nobody may read.
+
+    Dropout knows the number of a layer.
+    """
+    config = small(layers=8, dropout=0.1, optimizer=UNCLIPPED)
+    alone = course(config, "single", 1)
+    monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
+    agree(course(config, REPEATED, 1), alone)
 
 
 @pytest.mark.slow
@@ -154,39 +160,47 @@ def test_every_remat_policy_meets_every_layout():
 @pytest.fixture(scope="module")
 def turns_of_two(small, course):
     """A course whose stages compute one microbatch forward and another one backward in each turn."""
-    return course(small(layers=4, optimizer=UNCLIPPED), alternating(FIRST, microbatches=8), 1)
+    return course(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE), 1)
 
 
 def test_nor_does_the_schedule(turns_of_two, small, course):
-    agree(turns_of_two, course(small(layers=4, optimizer=UNCLIPPED), "single", 1))
+    agree(turns_of_two, course(small(**EIGHT), "single", 1))
 
 
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
-    half = small(layers=4, optimizer=UNCLIPPED, data={"batch": B // 2})
-    fewer, more = built(half, alternating(FIRST)).lower_train().compile(), turns_of_two.program
-    grown = [program.memory_analysis().temp_size_in_bytes for program in (fewer, more)]
-    rows = B // 8 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
+    half, rules = small(**EIGHT, data={"batch": B // 2}), rules_of(FIRST, mesh=FOUR, **ONE_BY_ONE)
+    fewer, more = built(half, rules).lower_train().compile(), turns_of_two.program
+    less_bytes, more_bytes = (program.memory_analysis().temp_size_in_bytes for program in (fewer, more))
+    rows = B // 8 * T // 2 * D * 4  # of a microbatch on a device, in bytes
     assert (
-        grown[1] - grown[0] < 2 * rows
-    )  # of the four microbatches more, each stage could keep the inputs of two layers
+        more_bytes - less_bytes < 2 * rows
+    )  # of the four microbatches more, a stage could keep the inputs of two layers
 
 
 def test_stages_send_rows_and_their_gradients(turns_of_two, small, built, read):
-    found = over_stages(turns_of_two.program.as_text())
-    rows = B // 8 // 2 * T // 2 * D
+    found = over_stages(turns_of_two.program.as_text(), stages=4)
+    rows = B // 8 * T // 2 * D
     assert {what: times for what, times in found.items() if what[3]} == {
-        ("collective-permute", "f32", rows, True): 2 * (8 + 2)
+        ("collective-permute", "f32", rows, True): 2 * (8 + 2 * 3)
     }
     sent = ring_bytes(count(turns_of_two.program.as_text()))
-    reading = read(built(small(layers=4, optimizer=UNCLIPPED), alternating(FIRST, microbatches=8)))
+    reading = read(built(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE)))
     assert not reading.unknown and not reading.estimated_because
     assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
 
 
+def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, course, built, read):
+    config, layers, inputs = small(**EIGHT), rules_of(FIRST), rules_of(FIRST, **INPUTS)
+    agree(course(config, inputs, 1), course(config, "single", 1))
+    rows = B // 4 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
+    assert read(built(config, layers)).saved_bytes - read(built(config, inputs)).saved_bytes == 5 * (4 - 1) * rows
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout", "remat", "interleave"), ALTERNATING)
-def test_nor_does_the_schedule_of_any_model(model, layout, remat, interleave, small, course):
-    config, rules = model_of(model, layout, 1, small), alternating(layout, remat)
+@pytest.mark.parametrize(("pipeline", "model", "layout", "remat", "interleave"), KEPT)
+def test_nor_does_what_is_kept_of_any_model(pipeline, model, layout, remat, interleave, small, course):
+    rules = rules_of(layout, remat=remat, **pipeline)
+    config = model_of(model, layout, pipeline.get("repeats", 1), small)
     agree(course(config, rules, 1, interleave=interleave), course(config, "single", 1))
 
 
@@ -195,6 +209,7 @@ def test_nor_does_the_schedule_of_any_model(model, layout, remat, interleave, sm
     [
         ({"pipeline": {"microbatches": 4, "repeats": 2}}, "pipeline.repeats=2"),
         ({"pipeline": {"microbatches": 4, "gather": "step"}}, "pipeline.gather=step"),
+        ({"pipeline": {"microbatches": 4, "keep": "stage"}}, "pipeline.keep=stage"),
         ({"microbatches": 2}, "microbatches=2"),
         ({"remat": {"offload": ["residual"]}}, "remat.offload=[residual]"),
     ],
@@ -218,6 +233,7 @@ def test_each_stage_has_the_gradient_of_its_own_slot():
     np.testing.assert_array_equal(jax.grad(total)(jnp.ones((2, 4))), x_SD)
 
 
+@pytest.mark.slow
 def test_weights_that_are_gathered_once_give_the_same_gradients(first, small, course):
     once = course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST, gather="step"), 2)
     agree(first, once)
@@ -257,21 +273,25 @@ def test_matmuls_of_stages_are_kept_as_those_without_stages(remat, matmuls):
     assert str(program).count("dot_general[") == matmuls
 
 
-def test_what_stages_compute_without_rows_changes_no_bit(repeated, small, built, batch_of, monkeypatch):
+@pytest.mark.slow
+def test_what_stages_compute_without_rows_changes_no_bit(small, built, batch_of, monkeypatch):
+    def run():
+        return courses.once(built, batch_of)(model_of("plain", RING, 2, small), REPEATED, 1)
+
+    repeated = run()
     monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
-    run = courses.once(built, batch_of)
-    filled = run(model_of("plain", RING, 2, small), rules_of(RING, 2, {"save": ["attention_out"]}), 1)
+    filled = run()
     assert filled.program.as_text() != repeated.program.as_text()
     assert filled.losses == repeated.losses
     jax.tree.map(np.testing.assert_array_equal, filled.gradients, repeated.gradients)
 
 
-def over_stages(text):
+def over_stages(text, stages=2):
     """Of each collective between stages: kind, dtype, elements, in a loop, times."""
     found = collections.Counter()
     for instruction in hlo.parse(text).operations:
         for one in instruction.collectives:
-            if any(len({device // 4 for device in group}) > 1 for group in one.groups):
+            if any(len({device // (8 // stages) for device in group}) > 1 for group in one.groups):
                 times = math.prod(loop.trip_count for loop in instruction.loops)
                 for moved in one.inputs:
                     found[one.kind, moved.dtype, moved.elements, bool(instruction.loops)] += times

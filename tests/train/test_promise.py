@@ -107,13 +107,10 @@ KEPT = [
 ]  # fmt: skip
 
 
-# By default one with several residual streams, and one with all other kinds of attention and of layers.
+# By default one with all kinds of attention and of layers. convert/test_families.py has several residual streams.
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=() if name in ("Gemma 3n", "linear and latent") else pytest.mark.slow)
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=() if name == "linear and latent" else pytest.mark.slow) for name in FAMILIES],
 )
 def test_a_layout_changes_nothing_of_what_a_family_has(family, small, course):
     config = small(optimizer=UNCLIPPED, **FAMILIES[family])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from gspmd_lm.config import Encoder, Frames, RelativePositions
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.model.supported import Pass, attention_lacks
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
-from tests.courses import agree
+from tests.courses import agree, weights
 
 T5 = {
     "objective": "seq2seq", "encoder": Encoder(layers=1, heads=16, kv_heads=16, mlp=32, context=24),
@@ -74,7 +73,7 @@ def test_the_gradient_of_a_bias_by_distance_is_that_of_its_table_before_devices_
 def model(request, small):
     """Hidden states of a batch of pairs, with weights that make each token matter."""
     cfg = dataclasses.replace(small(**KINDS[request.param]).model, dropout=0.0)
-    params = jax.tree.map(lambda x: 3 * x, nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(3))))
+    params = weights(cfg)
     return jax.jit(lambda batch: decode(cfg, params, batch)[0])
 
 
@@ -128,6 +127,7 @@ def test_pairs_that_share_a_row_are_as_if_they_were_alone(model):
         ({**T5, "sliding_window": 4}, "encoder does not go with sliding_window"),
         ({**T5, "encoder": Encoder(heads=6)}, "encoder.heads=6 and encoder.kv_heads=0, which do not divide"),
         ({**T5, "encoder": Encoder(start_token=61)}, "encoder.start_token=61, which is not below vocab=61"),
+        ({**T5, "encoder": Encoder(first_tokens=(61,))}, "encoder.first_tokens=61, which is not below vocab=61"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):

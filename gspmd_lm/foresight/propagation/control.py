@@ -8,7 +8,7 @@ from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
-from gspmd_lm.foresight.propagation.wanted import terms
+from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
 
@@ -60,7 +60,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
             return dataclasses.replace(_renamed(reader, one), loop_depth=outside.loop_depth)
         return dataclasses.replace(one, loop_depth=depth, identity=object())
 
-    added = terms(body, range(carried))
+    added = terms(body, range(carried), use_counts(body))
     sums = [n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n and not once]
     slices = [inside(dataclasses.replace(one, dims=one.dims[1:]), one) for one in stacked]
 

@@ -40,7 +40,7 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
             operation.operands[number] = reader.move(operation, operation.inputs[number], operand, target)
     only_sums = all(equation.primitive.name in _SUMS for equation in body.eqns)
     is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
-    # XLA makes a sum over devices that a loop adds to what it carries once, after the loop, on TPUs.
+    # On TPUs and GPUs, XLA makes a sum over devices that a loop adds to what it carries once, after the loop.
     depth = len(reader.loops) - is_late
     operands = [dataclasses.replace(one, loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
     results = PerDevice(reader, operation.stack).read(body, operands)

@@ -33,7 +33,7 @@ MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_gener
 # Those whose operations are read in their place.
 CALLS = frozenset((
     "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
 ))  # fmt: skip
 # Those that read another jaxpr: what they are given is looked at there.
 CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
@@ -283,7 +283,8 @@ class Reader:
 
         accumulated: the numbers of results that are only added to what the loop around carries.
         """
-        wants, uses, added = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr), terms(jaxpr, accumulated)
+        wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
+        added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
         known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
         constrained: dict[Any, ArraySharding] = {}

@@ -57,12 +57,16 @@ def use_counts(jaxpr: Any) -> Mapping[Any, int]:
     return collections.Counter(atom for atom in (*read, *jaxpr.outvars) if not isinstance(atom, core.Literal))
 
 
-def terms(jaxpr: Any, results: Iterable[int]) -> dict[Any, int]:
-    """The arrays that are read once, to become terms of one of these results -> the number of the result."""
-    uses = use_counts(jaxpr)
-    found = {jaxpr.outvars[number]: number for number in results if uses[jaxpr.outvars[number]] == 1}
+def terms(jaxpr: Any, results: Iterable[int], uses: Mapping[Any, int]) -> dict[Any, int]:
+    """The arrays that are read once, to become terms of one of these results -> the number of the result.
+
+    uses: see `use_counts`.
+    """
+    ends = [(jaxpr.outvars[number], number) for number in results]
+    found = {atom: number for atom, number in ends if not isinstance(atom, core.Literal) and uses[atom] == 1}
     for equation in reversed(jaxpr.eqns):
         number = found.get(equation.outvars[0]) if equation.outvars else None
         if equation.primitive.name in ADDITIVE and number is not None:
-            found |= {atom: number for atom in equation.invars if uses.get(atom) == 1}
+            read = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+            found |= {atom: number for atom in read if uses[atom] == 1}
     return found

@@ -132,8 +132,9 @@ def unsupported(
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    if kernel != "xla" and model.relative_positions:
-        return "model.relative_positions"
+    for key in ("relative_positions", "relative_vectors"):
+        if kernel != "xla" and getattr(model, key):
+            return f"model.{key}"
     if kernel == "cudnn":
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
@@ -200,7 +201,10 @@ def masked(
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
-    if cfg.relative_positions:
+    if relative := cfg.relative_vectors:
+        of_distance_BNTS = by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, relative)
+        bias = of_distance_BNTS.astype(jnp.float32) * scale
+    elif cfg.relative_positions:
         queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
         plane = cfg.relative_positions.side > 0
         range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
@@ -243,8 +247,9 @@ def scores_scale(cfg: config.ModelConfig) -> float:
 
 
 def of_heads(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
-    """Numbers of each head, [R, N]: the biases of R ranges of distances, or its sink, a logit of nothing that takes a
-    share of its softmax. A head that has learned neither has its slope, which is 0 for heads of padding."""
+    """Numbers of each head, [R, N]: the biases of R ranges of distances, or their queries and keys, or its sink, a
+    logit of nothing that takes a share of its softmax. A head that has learned none of these has its slope, which is 0
+    for heads of padding."""
     if own_RN is not None:
         return jnp.atleast_2d(own_RN)
     return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]
@@ -275,6 +280,38 @@ def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig
     of_patches = (query_y - key_y + side - 1) * (2 * side - 1) + query_x - key_x + side - 1
     of_row = last - 2 * (queries == 0) * (keys > 0) - (queries > 0) * (keys == 0)
     return jnp.where((queries == 0) | (keys == 0), of_row, jnp.clip(of_patches, 0, last))
+
+
+def by_distance(
+    q_BTNH: jax.Array, k_BSNH: jax.Array, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array,
+    relative: config.RelativeVectors,
+) -> jax.Array:  # fmt: skip
+    """What is added to the products of queries and keys, before both are scaled, [B, N, T, S].
+
+    heads_RN: the query and the key of each range, see `model.attention.of_ranges`. queries_BT, keys_BS: the place of
+    each in its row; one row stands for all if it has one.
+    """
+    queries_RNH, keys_RNH = rearrange(heads_RN, "(z R H) N -> z R N H", z=2, H=q_BTNH.shape[-1])
+    longest = keys_BS.shape[-1] - 1
+    ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None]
+    range_B1TS = range_numbers(longest, relative)[ahead_BTS + longest][:, None]
+    of_queries_BNTR = jnp.einsum("BTNH,RNH->BNTR", q_BTNH, keys_RNH)
+    of_keys_BNSR = jnp.einsum("BSNH,RNH->BNSR", k_BSNH, queries_RNH)
+    of_keys_BNST = jnp.take_along_axis(of_keys_BNSR, jnp.swapaxes(range_B1TS, 2, 3), -1)
+    return jnp.take_along_axis(of_queries_BNTR, range_B1TS, -1) + jnp.swapaxes(of_keys_BNST, 2, 3)
+
+
+def range_numbers(longest: int, relative: config.RelativeVectors) -> jax.Array:
+    """The range of each distance from query to key, from -longest to longest, int32 [2 longest + 1].
+
+    A distance up to a quarter of the ranges has one of its own; beyond, ranges grow with its logarithm.
+    """
+    ahead, own, last = jnp.arange(-longest, longest + 1), relative.ranges // 4, relative.distance - 1
+    far = jnp.abs(ahead)
+    share = jnp.log(jnp.maximum(far, own).astype(jnp.float32) / own) / math.log(last / own)
+    share = jnp.where(far == last, 1.0, share)  # rounding must not decide whether it is in the last range but one
+    beyond = jnp.sign(ahead) * (jnp.ceil(share * (own - 1)).astype(jnp.int32) + own)
+    return jnp.clip(jnp.where(far <= own, ahead, beyond) + 2 * own, 0, relative.ranges - 1)
 
 
 def alibi_slopes(heads: int) -> jax.Array:

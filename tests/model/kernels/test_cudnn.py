@@ -209,7 +209,9 @@ def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
         jax.eval_shape(call, q, k, k, SINKS, jax.ShapeDtypeStruct((2, 2**18), jnp.int32))
 
 
-@pytest.mark.parametrize(("form", "packed"), [("ring", False), ("ring", True), ("ulysses", True)])
+@pytest.mark.parametrize(
+    ("form", "packed"), [pytest.param("ring", False, marks=pytest.mark.slow), ("ring", True), ("ulysses", True)]
+)
 def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls):
     """Four devices in a ring: some turns stand in a loop. Key heads under ulysses allow for two."""
     qkv, weigh, batch = arrays(2, 64, 8)
