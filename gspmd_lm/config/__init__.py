@@ -185,16 +185,21 @@ class Config:
     def _wrong_patches(self) -> list[str]:
         """What does not go with images."""
         model, data = self.model, self.data
-        if not model.patches:
+        key, patches = "model.patches", model.patches
+        if model.vision:
+            key, patches = "model.vision.patches", model.vision.patches
+        if not patches:
             plane = model.relative_positions and model.relative_positions.side
             return ["model.relative_positions.side needs model.patches"] if plane else []
-        rows, numbers = model.patches.rows, {1, model.patches.channels}
+        rows = patches.rows
         problems = {
+            f"data.images.resize={data.images.resize} is below {key}.image={patches.image}":
+                0 < data.images.resize < patches.image,
+            f"data.images: mean and std need 1 number, or {patches.channels}, one for each channel":
+                {len(data.images.mean), len(data.images.std)} - {1, patches.channels},
+        }  # fmt: skip
+        problems |= {} if not model.patches else {
             "model.patches does not go with data.label_kind: number": data.label_kind == "number",
-            f"data.images.resize={data.images.resize} is below model.patches.image={model.patches.image}":
-                0 < data.images.resize < model.patches.image,
-            f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
-                {len(data.images.mean), len(data.images.std)} - numbers,
             "model.patches needs objective: classes": self.objective != "classes",
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":

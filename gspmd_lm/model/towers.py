@@ -55,7 +55,8 @@ class Towers(Stack):
         last_B1D = jnp.where(is_last_BT[..., None], x_BTD, 0).sum(1, keepdims=True)
         text_BP = _projected(self, cfg, last_B1D, cfg.vision.projection)
         key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
-        image_BP = VisionTower(vision, projection=cfg.vision.projection, name="vision")(batch, key)
+        images = {name: batch[name] for name in ("patches", "row")}
+        image_BP = VisionTower(vision, projection=cfg.vision.projection, name="vision")(images, key)
         start = nn.initializers.constant(cfg.vision.temperature)
         return Compared(text_BP, image_BP, jnp.exp(use(weight(self, "temperature", "", (), cfg, start), jnp.float32)))
 

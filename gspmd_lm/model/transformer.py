@@ -136,8 +136,9 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
         batch["segment_ids"] = tokens
     if cfg.frames:
         batch[f"{SOURCE}frames"] = jnp.zeros((1, 1, WINDOW, cfg.frames.bands))
-    if cfg.of_vision and cfg.of_vision.patches:
-        batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, cfg.of_vision.context, cfg.of_vision.patches.pixels))}
+    if cfg.vision:
+        patches = cfg.vision.patches
+        batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, patches.rows, patches.pixels))}
     if cfg.patches:
         batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
     return _module(cfg).init(key, batch)["params"]
