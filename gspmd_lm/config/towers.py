@@ -48,13 +48,15 @@ class Vision:
         """What of a model does not go with images beside texts."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
                 "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "embedding_width", "encoder",
-                "patches", "classes", "relative_positions", "layer_pattern", "head_transform", "lora")  # fmt: skip
+                "patches", "classes", "relative_positions", "layer_pattern", "head_transform", "unembedding_bias",
+                "tied_embeddings", "relative_vectors", "layer_scale")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             "residual_streams": model.residual_streams > 1,
             "block: parallel": model.block == "parallel",
             f"positions: {model.positions}": model.positions != "learned",
             "mask: full": model.mask == "full",
+            "lora: adapters would leave the projections as they are": model.lora,
             "patches.distillation and patches.pool: mean": (self.patches.first, self.patches.pool) != (1, "first"),
             f"vision.heads={self.heads} and vision.kv_heads={self.kv_heads}, which do not divide":
                 (self.heads or model.heads) % (self.kv_heads or model.kv_heads),

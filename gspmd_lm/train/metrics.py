@@ -64,12 +64,13 @@ def model_flops(config: Config, arrays: Arrays) -> float:
     model, data = config.model, config.data
     active, trained = (arrays.active_count(model, trained) for trained in (False, True))
     if model.vision and (vision := model.of_vision):
-        of_images, trained_of_images = (_below("vision", *of) for of in (
-            (arrays.named_params, arrays.params), (arrays.named_trained, arrays.trained)))  # fmt: skip
-        joint, rows = model.vision.projection, config.source_seq
-        heads = joint * model.embed, joint * vision.embed  # of one row each
-        of_text = flops_per_token(no_head(model), active - of_images - heads[0], data.seq, trained - trained_of_images)
-        of_image = flops_per_token(no_head(vision), of_images - heads[1], rows, trained_of_images)
+        seen = (
+            like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("vision.")
+        )
+        of_images, joint, rows = sum(seen), model.vision.projection, config.source_seq
+        heads = joint * model.embed, joint * vision.embed  # which one row of each goes through
+        of_text = flops_per_token(model, active - of_images - heads[0] - 1, data.seq)  # 1: the temperature
+        of_image = flops_per_token(vision, of_images - heads[1], rows)
         return data.batch * (of_text * data.seq + of_image * rows + 6.0 * (sum(heads) + data.batch * joint))
     if not (encoder := model.of_encoder):
         return flops_per_token(model, active, data.seq, trained) * data.batch * data.seq
@@ -82,16 +83,6 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
     return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
-
-
-def no_head(model: ModelConfig) -> ModelConfig:
-    """The model with a table that is only looked up."""
-    return dataclasses.replace(model, tied_embeddings=False)
-
-
-def _below(module: str, named: Any, abstract: Any) -> int:
-    """How many parameters a module of the model has."""
-    return sum(like.size for leaf, like in pairs(named, abstract) if leaf.path.startswith(f"{module}."))
 
 
 def _read_by_sources(named: Any, abstract: Any) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors
+from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision
 from gspmd_lm.config.images import Patches
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
@@ -73,6 +73,9 @@ ENCODERS = {
     "classes": {"objective": "classes", "classes": 3, **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
+    "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
+                         "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
+                         "data": {"source_seq": 24}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},

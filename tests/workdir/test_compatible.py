@@ -38,7 +38,7 @@ OTHER = {
     "relative_vectors": config.RelativeVectors(), "shared_layers": True, "embedding_in": "sum",
     "pooler_activation": "gelu", "head_transform": True, "classes": 3, "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
-    "layer_scale": 0.1,
+    "layer_scale": 0.1, "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
