@@ -153,6 +153,8 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
         )
     kept_out = {*distinct[:count]} | {one.encoded.sha256 for one in held_out}
     train = [one for one in every if one.encoded.sha256 not in kept_out]
+    if not train:
+        raise InputError(f"data.held_out has all {what} of data.source\n  fix   name others in one of them")
     return train, [*held_out] or [one for one in every if one.encoded.sha256 in kept_out]
 
 
