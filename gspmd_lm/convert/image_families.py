@@ -165,6 +165,8 @@ def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, 
         "image_mean": [*prepared.mean] * (patches.channels // len(prepared.mean)),
         "image_std": [*prepared.std] * (patches.channels // len(prepared.std)),
     }
+    if prepared.keep_ratio:  # otherwise CLIP's processor makes colours of grey
+        fields["do_convert_rgb"] = patches.channels == 3
     if cut:
         fields |= {"do_center_crop": True, "crop_size": {"height": patches.image, "width": patches.image}}
     return {PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}

@@ -57,7 +57,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.ModelConfig))
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS), "rotated": small(rope_dim=2),
-             "narrow": small(embedding_width=24),
+             "narrow": small(embedding_width=24), "learned": small(positions="learned"),
              "full": small(objective="masked", mask="full", positions="none", qkv_bias=True)}  # fmt: skip
     for folder, base in bases.items():
         with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
@@ -66,7 +66,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
-        base = "narrow" if name == "embedding_in" else "full" if name == "relative_vectors" else base
+        base = {"embedding_in": "narrow", "relative_vectors": "full", "vision": "learned"}.get(name, base)
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
