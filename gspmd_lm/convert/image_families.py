@@ -116,7 +116,7 @@ def preprocessing(folder: Path) -> dict[str, Any]:
         kind = raw.get("image_processor_type", raw.get("feature_extractor_type"))
         found |= _resized(raw["size"], str(kind).startswith("CLIP"), wrong)
     resample = raw.get("resample", 2)
-    if resample in _RESAMPLE:
+    if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]
     else:
         wrong.append(f"resample: {shown(resample)} is not 2 (bilinear) or 3 (bicubic)")
