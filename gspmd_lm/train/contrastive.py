@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.config import ModelConfig
+from gspmd_lm.model.ends import SCORES
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.task import Batch
 from gspmd_lm.model.towers import compare
+from gspmd_lm.sharding.annotate import like, shard
 
 NEVER = -1e30  # the score of a row of padding
 
@@ -28,14 +30,20 @@ def sums(model: ModelConfig, params: object, batch: Batch, key: jax.Array | None
     """Of each text, the cross-entropy of its image among all images of the batch, and of each image likewise."""
     holds_B = _holds_text(batch)
     text_BP, image_BP, scale = compare(model, params, zigzag_sharded(dict(batch), model.mask), key)
-    scores_BC = scale * jnp.einsum("BP,CP->BC", text_BP, image_BP)
-    both_BC = holds_B[:, None] & holds_B[None]
-    scores_BC = jnp.where(both_BC, scores_BC, NEVER)
     own_B = scale * (text_BP * image_BP).sum(-1)
-    of_texts, of_images = (jax.nn.logsumexp(scores_BC, axis=axis) - own_B for axis in (1, 0))
-    rows = jnp.arange(len(holds_B))
-    correct = ((holds_B & (scores_BC.argmax(axis) == rows)).sum(dtype=jnp.float32) for axis in (1, 0))
-    return PairSums(jnp.where(holds_B, (of_texts + of_images) / 2, 0).sum(), *correct)
+    # All that a row is compared with are its classes: each device has all scores of its own rows.
+    holds_C = like(holds_B, "class_scores: classes")
+
+    def sought(x_BP: jax.Array, among_BP: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The cross-entropies of rows, and whether their own has the highest score."""
+        among_CP = like(among_BP, "compared: classes joint")
+        scores_BC = shard(scale * jnp.einsum("BP,CP->BC", x_BP, among_CP)[:, None], SCORES)[:, 0]
+        scores_BC = jnp.where(holds_C, scores_BC, NEVER)
+        return jax.nn.logsumexp(scores_BC, axis=-1) - own_B, scores_BC.argmax(-1) == jnp.arange(len(holds_B))
+
+    (of_text_B, found_image_B), (of_image_B, found_text_B) = sought(text_BP, image_BP), sought(image_BP, text_BP)
+    correct = ((holds_B & found_B).sum(dtype=jnp.float32) for found_B in (found_image_B, found_text_B))
+    return PairSums(jnp.where(holds_B, (of_text_B + of_image_B) / 2, 0).sum(), *correct)
 
 
 def pairs(batch: Batch) -> jax.Array:
