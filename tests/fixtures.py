@@ -115,6 +115,8 @@ def batch_of():
             "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
             "row": np.arange(data.batch, dtype=np.int32),
         }
+        if model.classes_of == "tokens":
+            arrays["targets"] = np.minimum(arrays["targets"], 1)
         if model.encoder and (sources := built_step.config.source_seq):
             cut, place = rng.integers(1, sources, (data.batch, 1)), np.arange(sources)[None]
             arrays |= {

@@ -117,8 +117,8 @@ class Config:
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
     # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
     # is made from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and
-    # which text to an image, which model.vision sees.
-    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive"] = "causal"
+    # which text to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA).
+    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -151,9 +151,13 @@ class Config:
             f"model.mask: full shows a token what objective: {objective} asks for: "
             "set objective: masked or mask: causal":
                 objective in ("causal", "seq2seq") and model.mask == "full",
-            "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
+            f"objective: {objective} needs model.mask: full":
+                objective in ("masked", "replaced") and model.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":
-                (objective == "classes") != (model.classes > 0),
+                (objective in ("classes", "replaced")) != (model.classes > 0),
+            "objective: replaced needs model.classes_of: tokens, which needs objective: replaced":
+                (objective == "replaced") != (model.classes_of == "tokens"),
+            "model.classes_of: tokens needs model.classes: 1": model.classes_of == "tokens" and model.classes != 1,
             "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
                 objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
             "objective: classes needs model.mask: full: a text is read at its first token":

@@ -65,7 +65,7 @@ class Data:
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
     label_kind: Literal["class", "number"] = "class"
     images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared
-    # Of the tokens of a row, the share that a model which guesses masked tokens has to guess.
+    # Of the tokens of a row, the share that is masked, or replaced, for a model that guesses these.
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"

@@ -152,6 +152,7 @@ class ModelConfig:
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
     # The classes of a text, whose first token goes through a matrix and pooler_activation, or of an image; 0: none.
     classes: Count = 0
+    classes_of: Literal["text", "tokens"] = "text"  # tokens: each of a text, as objective: replaced needs it (ELECTRA)
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)

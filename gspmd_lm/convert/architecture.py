@@ -125,13 +125,16 @@ def objective_of(values: Mapping[str, Any]) -> str:
     for part, objective in (("encoder", "seq2seq"), ("vision", "contrastive")):
         if values.get(part):
             return objective
+    if values.get("classes_of") == "tokens":
+        return "replaced"
     return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
 
 
 def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
     seq = padded_rows(values["context"]) if "patches" in values else seq
-    of_data = {"seq": seq} | ({"label_kind": "number"} if values.get("classes") == 1 else {})
+    one_number = values.get("classes") == 1 and objective_of(values) == "classes"
+    of_data = {"seq": seq} | ({"label_kind": "number"} if one_number else {})
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     if isinstance(vision := values.get("vision"), dict):

@@ -34,9 +34,10 @@ class ImageClassifier(Stack):
             sum_B1D = jnp.where(is_patch_BT1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
             mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
             class_row_B1D = Norm(cfg, name="pooled_norm")(mean_B1D)
-        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)
+        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
         if cfg.patches and cfg.patches.distillation == "head":
-            return (scores_BX + scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)) / 2
+            second_B1X = scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)
+            return (scores_BX + second_B1X[:, 0]) / 2
         return scores_BX
 
 

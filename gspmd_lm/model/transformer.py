@@ -86,11 +86,11 @@ class Decoder(Stack):
 
 
 class TextClassifier(Stack):
-    """A stack of blocks from tokens to the scores of the classes of each text."""
+    """A stack of blocks from tokens to the scores of the classes of each text, or of each token."""
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
-        """[B, classes], float32. `batch`: see `Decoder`."""
+        """[B, classes], or [B, T, classes], float32. `batch`: see `Decoder`."""
         x_BTD, _, keys_BT = embedded(self, self.cfg, batch, dropout_key)
         return class_scores(self, self.cfg, self.blocks(x_BTD, batch, keys_BT)[0])
 
@@ -98,7 +98,7 @@ class TextClassifier(Stack):
 def classify(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """The scores of classes, [B, classes], float32, for plain (unboxed) parameters."""
+    """The scores of classes, [B, classes], or [B, T, classes] of tokens, float32, for plain (unboxed) parameters."""
     scored: Any = _module(cfg).apply({"params": params}, batch, dropout_key)
     return scored
 

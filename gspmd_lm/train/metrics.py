@@ -32,7 +32,7 @@ def flops_per_token(
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
     if vectors := model.relative_vectors:  # layers multiply them once for all tokens
         looked_up += vectors.ranges * model.embed
-    if model.classes:  # one token of a row is scored, of a text after a matrix
+    if model.classes and model.classes_of == "text":  # one token of a row is scored, of a text after a matrix
         looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":
         looked_up += model.context * summed_width

@@ -71,6 +71,7 @@ ENCODERS = {
     "shared": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
                "embedding_width": 16, "embedding_in": "sum", "layers": 4},
     "classes": {"objective": "classes", "classes": 3, **ENCODER},
+    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
     "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,

@@ -138,6 +138,7 @@ def test_model_flops_of_images_are_those_of_all_but_the_head(small):
         BERT,
         {"relative_positions": dataclasses.replace(NEAR, shared=False)},
         {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
+        {"objective": "replaced", "mask": "full", "classes": 1, "classes_of": "tokens"},
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},

@@ -36,7 +36,8 @@ OTHER = {
     "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
     "relative_positions": config.RelativePositions(), "mask": "full", "encoder": config.Encoder(), "token_types": 2,
     "relative_vectors": config.RelativeVectors(), "shared_layers": True, "embedding_in": "sum",
-    "pooler_activation": "gelu", "head_transform": True, "classes": 3, "patches": Patches(image=8, size=4),
+    "pooler_activation": "gelu", "classes_of": "tokens", "head_transform": True, "classes": 3,
+    "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
     "layer_scale": 0.1, "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
