@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm.config import experts
 from gspmd_lm.config.attention import (
     AttentionTemperature,
+    Convolution,
     LatentAttention,
     LinearAttention,
     RelativePositions,
@@ -124,6 +125,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
     relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
+    convolution: Convolution | None = None  # over tokens, beside the first layer (DeBERTa v2 xlarge)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
@@ -192,12 +194,9 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        if "sliding" in self.layer_pattern and not self.sliding_window:
-            wrong.append("layer_pattern has sliding layers: set sliding_window")
-        if "chunked" in self.layer_pattern and not self.attention_chunk:
-            wrong.append("layer_pattern has chunked layers: set attention_chunk")
-        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
-            wrong.append("layer_pattern has linear layers: set linear_attention")
+        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention"}
+        wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
+                  if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")
@@ -210,7 +209,7 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.convolution
         wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -273,10 +272,14 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
+
+        A first layer that has a convolution beside it stands alone.
+        """
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
+            "convolved_layers": 1 if self.convolution else 0,
         }  # fmt: skip
         turn, first, stacks = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
         for name in sorted(ends, key=ends.__getitem__):

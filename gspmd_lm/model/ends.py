@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import (
-    ACTIVATIONS,
     BLOCK_INPUT,
     EMBEDDED,
     RESIDUAL,
     Norm,
     activated,
+    activation,
     dropout,
     sinusoids,
     table_specs,
@@ -122,8 +122,7 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
     """
     of_text = cfg.classes_of == "text"
     read_BTD = like(x_BTD[:, :1], RESIDUAL) if of_text else x_BTD
-    activation = jnp.tanh if cfg.pooler_activation == "tanh" else ACTIVATIONS[cfg.pooler_activation]
-    pooled_BTO = activation(_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
+    pooled_BTO = activation(cfg.pooler_activation)(_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
     scores_BTX = scored(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
     return scores_BTX[:, 0] if of_text else scores_BTX
 

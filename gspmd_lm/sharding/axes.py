@@ -79,6 +79,8 @@ WEIGHTS = {
     "temperature": "logarithm of what their products are multiplied by",
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
+    "convolution": "convolution over the tokens that the first layer reads",
+    "convolution_bias": "its bias",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",

@@ -39,7 +39,8 @@ OTHER = {
     "pooler_activation": "gelu", "classes_of": "tokens", "head_transform": True, "classes": 3,
     "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
-    "layer_scale": 0.1, "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
+    "layer_scale": 0.1, "convolution": config.Convolution(),
+    "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
@@ -67,7 +68,9 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
-        base = {"embedding_in": "narrow", "relative_vectors": "full", "vision": "learned"}.get(name, base)
+        base = {"embedding_in": "narrow", "relative_vectors": "full", "convolution": "full", "vision": "learned"}.get(
+            name, base
+        )
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
