@@ -186,7 +186,7 @@ def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
         problems.append(Problem(message, place, one, "--set model.balance=row or bias"))
     if model.vision and rules.microbatches > 1:
         message = "objective: contrastive scores each text with all images of the batch, and no microbatch has them"
-        problems.append(Problem(message, place, one, "--set rules.remat=block, for memory"))
+        problems.append(Problem(message, place, one))
     if model.capacity_factor:
         message = (
             f"model.capacity_factor: {model.capacity_factor} drops the tokens that an expert gets beyond "
