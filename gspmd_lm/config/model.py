@@ -20,6 +20,7 @@ from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.towers import Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 from gspmd_lm.config.windows import Windows
 
@@ -154,10 +155,12 @@ class ModelConfig:
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
     # The classes of a text, whose first token goes through a matrix and pooler_activation, or of an image; 0: none.
     classes: Count = 0
+    classes_of: Literal["text", "tokens"] = "text"  # tokens: each of a text, as objective: replaced needs it (ELECTRA)
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
     row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
+    vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -194,8 +197,7 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention",
-                "shifted": "windows"}  # fmt: skip
+        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
@@ -210,7 +212,7 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        parts = self.latent_attention, self.encoder, self.relative_vectors, self.windows, self.convolution
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.windows, self.convolution
         wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -273,10 +275,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
-
-        A first layer that has a convolution beside it stands alone.
-        """
+        """The layers in order. The first ones may be dense, sparse or beside a convolution; the last may share keys."""
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
@@ -324,9 +323,12 @@ class ModelConfig:
     @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
-        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
-        own |= {"positions": "learned", "position_offset": 0} if self.frames else {}
-        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
+        return self.encoder and self.encoder.of(self)
+
+    @property
+    def of_vision(self) -> "ModelConfig | None":
+        """The settings of the stack that sees images beside texts, if there is one."""
+        return self.vision and self.vision.of(self)
 
     @property
     def of_memory(self) -> "ModelConfig":

@@ -175,6 +175,8 @@ class Pretrained:
         if location.path in self.new:
             return np.asarray(self._drawn[location.path][index], location.dtype)
         model, tensor = self.config.model, location.tensor
+        if not location.shape:
+            return np.asarray(self.files[tensor.name].read((), ()), location.dtype)
         rows = tensor.rows(location.weight, location.letters, model)
         shape = tuple(at.stop - at.start for at in index)
         whole = _zeros(shape, location.dtype)
@@ -289,7 +291,8 @@ def _new_paths(
     row: Family, raw: Mapping[str, Any], leaves: list[ArrayLocation], stored: Mapping[str, Stored]
 ) -> list[str]:
     """The paths of the weights of the row's head that the files lack, if config.json does not say that they have it."""
-    if row.architecture in (raw.get("architectures") or ()):
+    classes = raw.get("architectures")
+    if isinstance(classes, list) and row.architecture in classes:
         return []
     have = stored.keys() | {row.prefix + name for name in stored}
     return [leaf.path for leaf in leaves if row.is_of_head(leaf.tensor.name) and not have & {*leaf.names()}]

@@ -34,7 +34,7 @@ class LevelsClassifier(nn.Module):
                 keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
             x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
         last = of_levels[-1]
-        return scored(self, last, mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)
+        return scored(self, last, mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
 
 
 class Level(Stack):

@@ -34,12 +34,13 @@ def attention_lacks(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    reason, encoder = _stack_lacks(kernel, config.model, rules, asked, capability), config.model.of_encoder
-    if reason or not encoder:
+    reason, model = _stack_lacks(kernel, config.model, rules, asked, capability), config.model
+    if reason or not (other := model.of_encoder or model.of_vision):
         return reason
     source = asked if asked.padded else asked._replace(seq=config.source_seq)
-    reason = _stack_lacks(kernel, encoder, rules, source, capability)
-    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of the encoder"
+    reason = _stack_lacks(kernel, other, rules, source, capability)
+    of = "the encoder" if model.encoder else "images"
+    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of {of}"
 
 
 def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, capability: tuple[int, ...]) -> str | None:
@@ -230,8 +231,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
             "attention_sinks: true": model.attention_sinks,
             "mask: full": model.mask == "full",
-            "relative_positions": model.relative_positions,
-            "encoder": model.encoder,
+            **{key: getattr(model, key) for key in ("relative_positions", "encoder", "vision")},
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
@@ -271,7 +271,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.shared_layers:
         wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
-    for key in _beyond_one_stream(model):
+    for key in (*_beyond_one_stream(model), *(["vision"] if model.vision else [])):
         wrong(f"stages pass on a residual stream alone, which model.{key} does not go with",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     if rules.split("optimizer", f"{axis}.", axis) != over:

@@ -8,7 +8,7 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora, RelativePositions, RelativeVectors, Windows
+from gspmd_lm.config import Lora, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -77,6 +77,9 @@ ENCODERS = {
              "windows": Windows(size=2, shift=1, levels=(Level(layers=1, embed=64, heads=8, mlp=64),)),
              "layer_pattern": ("full", "shifted"), "row_multiple": 8},
     "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
+    "clip": {"objective": "contrastive", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned",
+             **BIASES, "unembedding_bias": False, "data": {"source_seq": 24},
+             "vision": Vision(patches=Patches(image=16, size=4, bias=False), projection=24, embed=48, layers=1, head_dim=6)},
 }  # fmt: skip
 
 
