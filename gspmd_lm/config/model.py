@@ -194,8 +194,7 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention",
-                "shifted": "windows"}  # fmt: skip
+        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
