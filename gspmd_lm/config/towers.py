@@ -49,7 +49,7 @@ class Vision:
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
                 "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "embedding_width", "encoder",
                 "patches", "classes", "relative_positions", "layer_pattern", "head_transform", "unembedding_bias",
-                "tied_embeddings", "relative_vectors", "layer_scale")  # fmt: skip
+                "tied_embeddings", "relative_vectors", "layer_scale", "shared_layers")  # fmt: skip
         problems = {
             **{key: getattr(model, key) for key in keys},
             "residual_streams": model.residual_streams > 1,

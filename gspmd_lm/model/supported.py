@@ -207,15 +207,14 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
-        key_heads = model.kv_head_rows
-        heads = rules.split("rules", "q", "heads")
-        if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
-            key_heads = model.head_rows
-        each = key_heads // rules.num_shards(heads)
-        if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
-            most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
-            wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
-                  f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
+        heads, stacks = rules.split("rules", "q", "heads"), filter(None, (model, model.of_encoder, model.of_vision))
+        repeated = rules.split("rules", "k", "kv_heads") != heads  # keys, for each device's heads
+        for rows, key_rows in dict.fromkeys((stack.head_rows, stack.kv_head_rows) for stack in stacks):
+            each = (key_heads := rows if repeated else key_rows) // rules.num_shards(heads)
+            if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
+                most = " x ".join(["kv_heads" if key_heads == key_rows else "heads", *heads])
+                wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
+                      f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
     elif zigzag and model.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":

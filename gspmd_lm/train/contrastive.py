@@ -57,7 +57,7 @@ def evaluate(model: ModelConfig, params: object, batch: Batch) -> dict[str, jax.
 
 
 def scores(totals: Mapping[str, float]) -> dict[str, float]:
-    """What evaluation logs. It depends on the size of a batch, of which an image is one."""
+    """What evaluation logs. It depends on how many rows a batch has, among which each is sought."""
     count = max(totals["pairs"], 1.0)
     names = {"loss": "eval_loss", "correct_texts": "eval_image_of_text", "correct_images": "eval_text_of_image"}
     return {ours: totals[name] / count for name, ours in names.items()} | {"eval_pairs": totals["pairs"]}

@@ -150,6 +150,10 @@ WRONG = {
     # Texts that are compared with the images of the whole batch
     "microbatches and a loss of the whole batch": Case(DP + "microbatches: 2\n", CLIP),
     "pipeline of two towers": Case(PP + "pipeline: {microbatches: 4}\n", CLIP),
+    "ulysses of a tower whose heads do not divide": Case(
+        "mesh: {context: 8}\nrules: {seq: context, kv_seq: context}\ncontext: ulysses\n",
+        (*CLIP[:-1], CLIP[-1].replace("projection", "heads: 4, kv_heads: 4, projection")),
+    ),
     "ring of two towers": Case("mesh: {context: 8}\nrules: {seq: context, kv_seq: context}\ncontext: ring\n", CLIP),
     # Rows in parts
     "interleave that is no number": Case(DP + "interleave: two\n"),

@@ -91,6 +91,7 @@ def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_no
         ({"mask": "full"}, "vision does not go with mask: full"),
         ({"experts": 4, "experts_per_token": 2}, "vision does not go with experts"),
         ({"encoder": Encoder()}, "vision does not go with encoder"),
+        ({"shared_layers": True}, "vision does not go with shared_layers"),
         ({"lora": Lora(targets=("wq",))}, "vision does not go with lora: adapters would leave the projections as they"),
         (
             {"vision": dataclasses.replace(CLIP["vision"], heads=6)},
