@@ -9,27 +9,32 @@ from gspmd_lm.config.types import STRICT, Count, Positive, Size
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Patches:
-    """The patches of square images (ViT, arXiv 2010.11929). A learned row stands before them."""
+    """The patches of square images (ViT, arXiv 2010.11929)."""
 
     image: Size  # pixels on a side of an image
     size: Size  # pixels on a side of a patch
     channels: Size = 3  # 3: red, green and blue; 1: grey
+    class_row: bool = True  # whether a learned row stands before the patches (Swin: not)
     # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of
     # its own, and an image's scores are the mean of both.
     distillation: Literal["none", "row", "head"] = "none"
-    # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT).
+    # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT) unless
+    # there is a final_norm.
     pool: Literal["first", "mean"] = "first"
+    bias: bool = True  # whether the projection of patches has a bias (CLIP: not)
 
     def __post_init__(self):
         if self.image % self.size:
             raise ValueError(f"image={self.image} is not a multiple of size={self.size}")
         if self.pool == "mean" and self.distillation == "head":
             raise ValueError("pool: mean does not go with distillation: head, which is read at a row")
+        if not self.class_row and (self.pool == "first" or self.distillation != "none"):
+            raise ValueError("class_row: false needs pool: mean and distillation: none, which read no row")
 
     @property
     def first(self) -> int:
         """The learned rows, which stand before the patches."""
-        return 1 + (self.distillation != "none")
+        return self.class_row + (self.distillation != "none")
 
     @property
     def rows(self) -> int:
@@ -52,6 +57,8 @@ class Images:
     """How the pixels of files become the numbers of patches, as the preprocessor_config.json of a model says it."""
 
     resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
+    # Whether the shorter side gets so many pixels, and the longer one as many as keep the ratio (CLIP).
+    keep_ratio: bool = False
     resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
     # What is subtracted from pixels, which are from 0 to 1: a number for each channel, or one for all.
     mean: tuple[float, ...] = (0.5,)

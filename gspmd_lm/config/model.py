@@ -20,7 +20,9 @@ from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.towers import Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+from gspmd_lm.config.windows import Windows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -134,9 +136,9 @@ class ModelConfig:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, the chunks, or linear attention. The pattern is repeated over the depth; () means
-    # all layers. A layer of kind nope has none of them, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, linear attention, or windows that are shifted. The pattern is repeated
+    # over the depth; () means all layers. A layer of kind nope has none of them, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
     latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
@@ -153,8 +155,12 @@ class ModelConfig:
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
     # The classes of a text, whose first token goes through a matrix and pooler_activation, or of an image; 0: none.
     classes: Count = 0
+    classes_of: Literal["text", "tokens"] = "text"  # tokens: each of a text, as objective: replaced needs it (ELECTRA)
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
+    windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
+    row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
+    vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -191,12 +197,9 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        if "sliding" in self.layer_pattern and not self.sliding_window:
-            wrong.append("layer_pattern has sliding layers: set sliding_window")
-        if "chunked" in self.layer_pattern and not self.attention_chunk:
-            wrong.append("layer_pattern has chunked layers: set attention_chunk")
-        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
-            wrong.append("layer_pattern has linear layers: set linear_attention")
+        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
+        wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
+                  if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")
@@ -209,10 +212,8 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        wrong += self.latent_attention.problems(self) if self.latent_attention else []
-        wrong += self.encoder.problems(self) if self.encoder else []
-        wrong += self.relative_vectors.problems(self) if self.relative_vectors else []
-        wrong += self.convolution.problems(self) if self.convolution else []
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.windows, self.convolution
+        wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -274,10 +275,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
-
-        A first layer that has a convolution beside it stands alone.
-        """
+        """The layers in order. The first ones may be dense, sparse or beside a convolution; the last may share keys."""
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
@@ -325,9 +323,12 @@ class ModelConfig:
     @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
-        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
-        own |= {"positions": "learned", "position_offset": 0} if self.frames else {}
-        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
+        return self.encoder and self.encoder.of(self)
+
+    @property
+    def of_vision(self) -> "ModelConfig | None":
+        """The settings of the stack that sees images beside texts, if there is one."""
+        return self.vision and self.vision.of(self)
 
     @property
     def of_memory(self) -> "ModelConfig":
@@ -345,7 +346,7 @@ class ModelConfig:
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
@@ -366,6 +367,7 @@ class ModelConfig:
             values["attention_chunk"] = 0
         if kind != "linear":
             values["linear_attention"] = None
+        values["windows"] = self.windows and self.windows.of_layer(kind)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

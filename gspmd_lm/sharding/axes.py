@@ -33,6 +33,7 @@ AXES = {
     "classes": ("X", "classes of texts or images"),
     "pixels": ("-", "numbers of a patch of an image"),
     "bands": ("-", "numbers of a frame of sound"),
+    "joint": ("-", "numbers of the space in which texts and images are compared"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -74,8 +75,11 @@ WEIGHTS = {
     "conv_out": "second convolution over frames of sound",
     "conv_out_bias": "its bias",
     "sinusoids": "table of fixed positions of sounds, which is not trained",
+    "projection": "matrix from a text or an image to the space in which they are compared",
+    "temperature": "logarithm of what their products are multiplied by",
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
+    "merge": "matrix that makes one patch of four neighbouring ones",
     "convolution": "convolution over the tokens that the first layer reads",
     "convolution_bias": "its bias",
     "wq": "query projection",
@@ -155,6 +159,7 @@ EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "patches": "patches of images",
+    "compared": "texts and images in the space in which they are compared",
     "frames": "frames of sounds",
     "frames_hidden": "output of the first convolution over them",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
@@ -174,6 +179,7 @@ ACTIVATIONS = {
     "memory": "what another stack made, as the blocks of this one read it",
     "vectors": "normed vectors of ranges of distances",
     "transformed": "output of head_transform or of pooler",
+    "merged": "four neighbouring patches side by side, normed, before they become one",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
@@ -183,7 +189,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "vectors", "transformed", "class_scores",
+    "vectors", "transformed", "class_scores", "compared", "merged",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

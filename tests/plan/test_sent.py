@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors
+from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
+from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
@@ -71,15 +72,24 @@ ENCODERS = {
     "shared": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
                "embedding_width": 16, "embedding_in": "sum", "layers": 4},
     "classes": {"objective": "classes", "classes": 3, **ENCODER},
+    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
+    "windows": {"objective": "classes", "classes": 3, "mask": "full", "mlp_kind": "plain", "vocab": 0,
+                "padded_vocab": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
+                "positions": "none", "windows": Windows(size=2, shift=1, levels=(
+                    Level(layers=2, embed=64, heads=8, mlp=256),)), "layer_pattern": ("full", "shifted"),
+                "row_multiple": 8},
+    "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
+                         "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
+                         "data": {"source_seq": 24}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
 }  # fmt: skip
 # "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
 DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name != "masked")]
-OTHERS = [("tp8", "masked"), *(("cp8", name) for name in ENCODERS if name != "images")]
+OTHERS = [("tp8", "masked"), *(("cp8", name) for name in ENCODERS if name not in ("images", "windows"))]  # refused
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision, Windows
+from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -96,6 +97,25 @@ def test_model_flops_have_those_of_an_encoder_and_of_attention_to_it(small, sett
     assert model_flops(config, arrays) == pytest.approx(wanted)
 
 
+def test_model_flops_of_texts_and_images_are_those_of_both_towers_and_of_their_products(small):
+    """As below. Each tower has a matrix that one row of it goes through. The trace has all products of texts and images
+    twice, once for each side's loss.
+    """
+    vision = Vision(patches=Patches(image=16, size=4), projection=24, embed=48, layers=1, head_dim=6)
+    config = small(objective="contrastive", vision=vision, positions="learned", norm="layernorm", norm_bias=True,
+                   data={"source_seq": 24})  # fmt: skip
+    task, model, data = decoder.task(config), config.model, config.data
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
+    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq)
+    wanted = 3 * jaxpr_flops(forward.jaxpr) - 6 * data.batch**2 * vision.projection
+    wanted -= data.batch * data.seq * 6 * model.heads * 2 * model.head_dim * unseen_keys
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        if len({*leaf.axes} - {"layers"}) == 1:  # a norm or a bias, which multiplies nothing
+            wanted += 6 * data.batch * like.size * (24 if leaf.path.startswith("vision.") else data.seq)
+    assert model_flops(config, arrays) == pytest.approx(wanted, rel=1e-6)
+
+
 def test_model_flops_of_images_are_those_of_all_but_the_head(small):
     """As below. The head reads one row of an image."""
     beit = {
@@ -113,12 +133,35 @@ def test_model_flops_of_images_are_those_of_all_but_the_head(small):
     assert model_flops(config, arrays) == pytest.approx(wanted)
 
 
+def test_model_flops_of_levels_are_those_of_the_rows_of_each(small):
+    """As above. Rows of padding are multiplied with weights, and attend to nothing."""
+    windows = Windows(size=2, shift=1, levels=(Level(layers=3, embed=64, heads=4, mlp=32),))
+    swin = {
+        "objective": "classes", "classes": 3, "mask": "full", "vocab": 0, "padded_vocab": 0, "context": 16,
+        "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "positions": "none", "windows": windows,
+        "layer_pattern": ("full", "shifted"), "row_multiple": 8,
+        "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+    }  # fmt: skip
+    config = small(**swin, data={"seq": 24})
+    task, rows = decoder.task(config), config.data.batch
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(rows))
+    vectors = {0: 0, 1: 0}
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        if len({*leaf.axes} - {"layers"}) == 1:
+            vectors[leaf.path.startswith(("level_1", "classifier"))] += like.size
+    head = 6 * rows * 64 * config.model.classes
+    counted = 6 * rows * (24 * vectors[0] + 8 * vectors[1])
+    assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) - head + counted)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         BERT,
         {"relative_positions": dataclasses.replace(NEAR, shared=False)},
         {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
+        {"objective": "replaced", "mask": "full", "classes": 1, "classes_of": "tokens"},
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
