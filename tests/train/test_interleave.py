@@ -9,6 +9,7 @@ import pytest
 from benchmarks.collectives import count
 from gspmd_lm import config
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.in_turns import in_turns
 from gspmd_lm.train import state, step
 from tests.courses import begun
 from tests.quick import QUICK
@@ -65,11 +66,40 @@ def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, s
 
 
 def test_layers_are_computed_in_so_many_parts():
-    def products(parts):
+    def operations(parts):
         cfg = config.load("tiny", [*SIZES])
         rules = dataclasses.replace(rules_file.load("none"), interleave=parts)
         arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
         built = step.build_step(cfg, rules, arrays, jax.devices()[:1])
-        return str(built.trace_train().jaxpr).count("dot_general")
+        text = str(built.trace_train().jaxpr)
+        return text.count("dot_general"), text.count("optimization_barrier")
 
-    assert products(2) > 1.5 * products(1)
+    (products, waits), (whole_products, whole_waits) = operations(2), operations(1)
+    assert products > 1.5 * whole_products
+    assert waits >= whole_waits + 3  # of the four sums of a layer, the last waits for no gather
+
+
+def test_each_part_makes_its_sum_after_the_gather_of_the_part_before_it():
+    order = []
+
+    def part(name):
+        for site in ("attention", "mlp"):
+            order.append(f"gather {site} {name}")
+            before = yield f"{site} {name}"
+            order.append(f"sum {site} {name} after {before}")
+        return name
+
+    assert in_turns([part("a"), part("b")]) == ["a", "b"]
+    assert order == [
+        "gather attention a",
+        "gather attention b",
+        "sum attention a after attention b",
+        "gather mlp a",
+        "sum attention b after mlp a",
+        "gather mlp b",
+        "sum mlp a after mlp b",
+        "sum mlp b after None",
+    ]
+    order.clear()
+    in_turns([part("a")])
+    assert order[1::2] == ["sum attention a after None", "sum mlp a after None"]
