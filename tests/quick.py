@@ -6,8 +6,6 @@ from importlib.metadata import version
 QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):  # later ones have no other emitters
     QUICK["xla_cpu_use_fusion_emitters"] = False
-else:  # with it, simulated devices waited for each other without end in 3 of 6 runs of a test of Whisper (jax 0.12.0)
-    QUICK["xla_cpu_enable_concurrency_optimized_scheduler"] = False
 XLA_FLAGS = " ".join(f"--{name}={json.dumps(value)}" for name, value in QUICK.items())
 # The same for a command, whose processes get no XLA_FLAGS from tests.
 QUICK_FLAGS = tuple(f"--set=rules.compiler_options.cpu.{name}={json.dumps(value)}" for name, value in QUICK.items())

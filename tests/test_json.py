@@ -29,7 +29,7 @@ def test_values():
     ("text", "message"),
     [
         ("", "not valid JSON: Expecting value: line 1 column 1"),
-        ('{"a":\n 1,}', "not valid JSON: Expecting property name enclosed in double quotes: line 2"),
+        ('{"a":\n 1;}', "not valid JSON: Expecting ',' delimiter: line 2"),
         ("9" * 5000, "not valid JSON: Exceeds the limit"),
         (b"\xff", "not UTF-8 text (invalid start byte at byte 0)"),
         ("[" * 501 + "]" * 501, "lists or objects within each other, over 500 levels deep"),

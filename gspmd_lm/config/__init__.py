@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperature
+from gspmd_lm.config.attention import Convolution as Convolution
 from gspmd_lm.config.attention import LatentAttention as LatentAttention
 from gspmd_lm.config.attention import LinearAttention as LinearAttention
 from gspmd_lm.config.attention import RelativePositions as RelativePositions

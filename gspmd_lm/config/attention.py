@@ -110,6 +110,27 @@ class RelativeVectors:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Convolution:
+    """A convolution over the tokens that the first layer reads. What it makes of them joins the output of that layer,
+    and a norm follows (DeBERTa v2 xlarge).
+    """
+
+    taps: Size = 3  # how many tokens it sees: as many before a token as after it
+    activation: Literal["tanh", "gelu"] = "tanh"  # of its output
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with a convolution beside the first layer."""
+        problems = {
+            "mask: causal": model.mask == "causal", "encoder": model.encoder, "patches": model.patches,
+            "experts": model.experts, "sparse_layers": model.sparse_layers, "shared_layers": model.shared_layers,
+            "shared_kv_layers": model.shared_kv_layers, "lora": model.lora,
+            f"residual_streams={model.residual_streams}": model.residual_streams > 1,
+            f"taps={self.taps}, an even number": self.taps % 2 == 0,
+        }  # fmt: skip
+        return [f"convolution does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AttentionTemperature:
     """Queries that grow with their position p (arXiv 2501.19399): times 1 + scale log(1 + floor((p + offset) / every)).
 

@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm.config import experts
 from gspmd_lm.config.attention import (
     AttentionTemperature,
+    Convolution,
     LatentAttention,
     LinearAttention,
     RelativePositions,
@@ -123,6 +124,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None  # for a context that is longer than in training
     relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
     relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
+    convolution: Convolution | None = None  # over tokens, beside the first layer (DeBERTa v2 xlarge)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
     # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
     # whatever kernel the rules choose.
@@ -210,6 +212,7 @@ class ModelConfig:
         wrong += self.latent_attention.problems(self) if self.latent_attention else []
         wrong += self.encoder.problems(self) if self.encoder else []
         wrong += self.relative_vectors.problems(self) if self.relative_vectors else []
+        wrong += self.convolution.problems(self) if self.convolution else []
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -271,10 +274,14 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys."""
+        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
+
+        A first layer that has a convolution beside it stands alone.
+        """
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
+            "convolved_layers": 1 if self.convolution else 0,
         }  # fmt: skip
         turn, first, stacks = math.lcm(len(self.layer_pattern) or 1, self.sparse_step), 0, []
         for name in sorted(ends, key=ends.__getitem__):

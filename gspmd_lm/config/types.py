@@ -18,7 +18,8 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
-StackName = Literal["layers", "dense_layers", "sparse_layers", "shared_kv_layers"]  # modules of layers in a loop
+# Modules of layers in a loop.
+StackName = Literal["layers", "convolved_layers", "dense_layers", "sparse_layers", "shared_kv_layers"]
 
 _KINDS = {
     "int_type": "must be a whole number",

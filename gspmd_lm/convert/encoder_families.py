@@ -5,7 +5,7 @@ folder is read with another head: what its files lack of that head is drawn anew
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
@@ -256,11 +256,36 @@ class Disentangled:
         return _TERMS | {"position_buckets": vectors.ranges // 2, "max_relative_positions": vectors.distance}
 
 
+@dataclasses.dataclass(frozen=True)
+class ConvolutionOfTokens:
+    """A convolution beside the first layer, if there is one."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        taps = reader.whole(["conv_kernel_size"], 0, 0)
+        groups, activation = reader.get(["conv_groups"], 1), reader.get(["conv_act"], "tanh")
+        if not taps:
+            return
+        if groups != 1:
+            reader.refuse("conv_groups", groups, "is not supported, only 1")
+        if activation not in (known := get_args(config.Convolution.__annotations__["activation"])):
+            reader.refuse("conv_act", activation, f"is not supported, only {' and '.join(known)}")
+        values["convolution"] = {"taps": taps, "activation": activation}
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (convolution := model.convolution):
+            return {}
+        return {"conv_kernel_size": convolution.taps, "conv_act": convolution.activation}
+
+
+def _has_convolution(model: config.ModelConfig) -> bool:
+    return model.convolution is not None
+
+
 _DEBERTA = (
     *(one for one in _BERT if getattr(one, "setting", "") not in ("positions", "norm_eps", "token_types")),
     Renamed("layer_norm_eps", "norm_eps", 1e-7), Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
     Constant("positions", "none"), Disentangled(),
-    Fixed("conv_kernel_size", 0, "has a convolution, which is not supported"),
+    ConvolutionOfTokens(),
     MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
 )  # fmt: skip
 _DEBERTA_TENSORS = (
@@ -270,6 +295,8 @@ _DEBERTA_TENSORS = (
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
+    *linear("deberta.encoder.conv.conv", "D O A", "convolution", biases=("convolution_bias",), is_of=_has_convolution),
+    *norm("deberta.encoder.conv.LayerNorm", "convolution_norm", bias=True, is_of=_has_convolution),
     *_blocks("deberta.", "_proj"),
 )  # fmt: skip
 _DEBERTA_SHARED = {

@@ -133,7 +133,8 @@ class Tensor:
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
         model = self.of(model)
-        N, K, H, A = model.heads, model.kv_heads, model.head_dim, TAPS
+        N, K, H = model.heads, model.kv_heads, model.head_dim
+        A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
         if self.linear and (sizes := model.linear_attention):

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import (
-    ACTIVATIONS,
     BLOCK_INPUT,
     EMBEDDED,
     RESIDUAL,
     Norm,
     activated,
+    activation,
     dropout,
     sinusoids,
     table_specs,
@@ -119,8 +119,7 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
     first_B1D = like(x_BTD[:, :1], RESIDUAL)
-    activation = jnp.tanh if cfg.pooler_activation == "tanh" else ACTIVATIONS[cfg.pooler_activation]
-    pooled_B1O = activation(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
+    pooled_B1O = activation(cfg.pooler_activation)(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
     return scored(module, cfg, pooled_B1O, "classifier", TRANSFORMED, TRANSFORMED)
 
 

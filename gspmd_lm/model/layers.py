@@ -13,7 +13,7 @@ from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import recomputed, shard, use
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
-from gspmd_lm.sharding.partial_sums import Unreduced
+from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
@@ -26,6 +26,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The function that `name` says, which may also be tanh."""
+    return jnp.tanh if name == "tanh" else ACTIVATIONS[name]
 
 
 def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
@@ -77,6 +82,32 @@ def activated(cfg: config.ModelConfig, first: jax.Array, *rest: jax.Array) -> ja
     slope = cfg.activation_slope
     gated = ACTIVATIONS[cfg.activation](first) if slope == 1 else first * jax.nn.sigmoid(slope * first)
     return math.prod(rest, start=gated)
+
+
+def convolved(
+    module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
+) -> jax.Array:
+    """[B, T, D]: a convolution of tokens with those around them in their text, after its activation.
+
+    The parameters are those of `module`. `batch`: see `transformer.Decoder`. keys_BT: a dropout key for each token.
+    """
+    assert cfg.convolution
+    taps, T = cfg.convolution.taps, x_BTD.shape[1]
+    before = after = taps // 2
+    segments_BT = batch.get("segment_ids", jnp.zeros(x_BTD.shape[:2], jnp.int32))
+    around_BTD = jnp.pad(x_BTD, ((0, 0), (before, after), (0, 0)))
+    around_BT = jnp.pad(segments_BT, ((0, 0), (before, after)), constant_values=-1)
+    windows_BTAO = jnp.stack(
+        [
+            jnp.where((around_BT[:, at : at + T] == segments_BT)[..., None], around_BTD[:, at : at + T], 0)
+            for at in range(taps)
+        ],
+        axis=2,
+    )
+    matrix_AOD = matrix(module, "convolution", "taps stream_width embed", (taps, cfg.embed, cfg.embed), cfg)
+    y_BTD = reduced(unreduced_matmul(windows_BTAO, matrix_AOD), BLOCK_INPUT, RESIDUAL)
+    y_BTD += bias(module, "convolution_bias", "embed", (cfg.embed,), cfg)
+    return activation(cfg.convolution.activation)(dropout(y_BTD, cfg.dropout, keys_BT, 1))
 
 
 def root(x: jax.Array, least: float = 0.0) -> jax.Array:

@@ -16,7 +16,7 @@ from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Cache, Kept, in_cache, no_keys
 from gspmd_lm.model.delta import GatedDeltaNet
 from gspmd_lm.model.latent_attention import LatentAttention
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, dropout
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, convolved, dropout
 from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
@@ -190,6 +190,7 @@ class Stack(nn.Module):
             x_BTD = shard(x_BTD, RESIDUAL)
         if cfg.shared_kv_layers:
             kept = no_keys(cfg, *batch["tokens"].shape)
+        convolved_BTD = convolved(self, cfg, x_BTD, batch, keys_BT) if cfg.convolution else None
         routed: list[RouterOutput] = []
         for stack in cfg.stacks:
             if stack.kinds[0].shared_kv_layers and kept:
@@ -199,6 +200,8 @@ class Stack(nn.Module):
                 batch, kept = batch | shared, None
             (x_BTD, cache, kept), of_stack = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
             routed += of_stack
+            if stack.name == "convolved_layers" and convolved_BTD is not None:
+                x_BTD = shard(Norm(cfg, name="convolution_norm")(x_BTD + convolved_BTD), RESIDUAL)
         if streams:
             x_BTD = streams.together(x_BTD)
         if cfg.final_norm:

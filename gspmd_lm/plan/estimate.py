@@ -8,7 +8,7 @@ What the backward pass recomputes, and what is saved for it, follow from the tra
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gspmd_lm.config import Config
@@ -18,7 +18,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
-from gspmd_lm.plan.operations import NamedNodes, Op, OpGraph, SavedActivations
+from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.parts import Part, Shards, parts
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
@@ -105,6 +105,10 @@ class _PartCosts:
     def kept_bytes(self, saved: SavedActivations) -> float:
         """What a device keeps at once for the backward pass."""
         return self.part.kept * self.local_bytes(saved.on_device)
+
+    def forward_s(self, ops: Collection[AnyOp]) -> float:
+        """The seconds of some ops in the forward pass, of all iterations."""
+        return sum(timed.trip_count * timed.forward_s for timed in self.timed_ops if timed.op in ops)
 
     def host_bytes(self, saved: SavedActivations) -> float:
         return self.part.kept * sum(self.local_bytes(loop.arrays) for loop in saved.on_host)
@@ -234,8 +238,11 @@ class Estimator:
         """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass."""
         loops = [(costs, loop) for costs, kept in saved for loop in kept.on_host]
         sizes = [[costs.part.runs * costs.local_bytes([array]) for array in loop.arrays] for costs, loop in loops]
+        remaining_s = [[costs.part.runs * costs.forward_s(ops) for ops in loop.made_later] for costs, loop in loops]
         computes_again = any(op.flops for _, kept in saved for op in kept.recomputed if isinstance(op, Op))
-        return self._overlap.exposed_host_copy_s([loop for _, loop in loops], sizes, passes_s, computes_again)
+        return self._overlap.exposed_host_copy_s(
+            [loop for _, loop in loops], sizes, remaining_s, passes_s, computes_again
+        )
 
     # What all remat policies share
 

@@ -32,11 +32,7 @@ _NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of e
 _SORTS = ("sort", "top_k")
 
 
-def _array(spec: str) -> str:
-    return spec.partition(":")[0]
-
-
-_OUT, *_READ = map(_array, (attention.OUT, attention.Q, attention.K, attention.V))
+_OUT, *_READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,10 +95,14 @@ class MoveOp:
         return 0.0 if self.node.primitive == "top_k" else 1.0
 
 
+AnyOp = Op | AttentionOp | MoveOp
+
+
 class Offloaded(NamedTuple):
     """What the iterations of a loop copy to the host."""
 
     arrays: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers; in the order in which an iteration makes them
+    made_later: tuple[frozenset[AnyOp], ...]  # of each array: the ops that its iteration has left
     begins_with_input: bool  # the first of them is what an iteration is given
 
 
@@ -112,7 +112,7 @@ class SavedActivations:
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
     on_host: tuple["Offloaded", ...]  # of each loop
-    recomputed: frozenset[Op | AttentionOp | MoveOp]
+    recomputed: frozenset[AnyOp]
 
 
 class OpGraph:
@@ -133,6 +133,7 @@ class OpGraph:
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
         self.saved_activations = functools.cache(self._saved_activations)
+        self.made_later = functools.cache(self._made_later)
         self.graph, self._stack, self._within = graph, stack, within
         self.attention_ops = self._attention_ops() if fused else []
         self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
@@ -148,6 +149,7 @@ class OpGraph:
         }
         self.move_ops = {op.node: op for op in self._move_ops()} if moves else {}
         self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
+        self.every_op: list[AnyOp] = [*self.ops, *self.attention_ops, *self.move_ops.values()]
 
     @functools.cached_property
     def trip_counts(self) -> list[int]:
@@ -207,33 +209,25 @@ class OpGraph:
     def _elementwise_ops(self) -> Iterable[Op]:
         """Groups of elementwise operations that nothing interrupts: neither a matmul nor an array that has a name."""
         moves = {node for node in self.move_ops if node.primitive != "reduce_sum"}
-        group: dict[Node, Node] = {}
 
         def root(node: Node) -> Node:
             while group[node] is not node:
                 node = group[node]
             return node
 
-        elementwise = [
-            node
+        group = {
+            node: node
             for node in filter(self._covers, self.graph.nodes)
             if node.primitive not in _NOT_ELEMENTWISE and node not in self.inside_attention and node not in moves
-        ]
-        for node in elementwise:
-            group[node] = node
-        for node in elementwise:
+        }
+        for node in group:
             for operand in node.inputs:
                 named = operand.placed is not None and node.primitive != "name"
-                if (
-                    operand in group
-                    and operand.trip_count == node.trip_count
-                    and not named
-                    and operand.is_float
-                    and node.is_float
-                ):
+                joins = operand in group and operand.trip_count == node.trip_count and not named
+                if joins and operand.is_float and node.is_float:
                     group[root(node)] = root(operand)
         members: dict[Node, list[Node]] = {}
-        for node in elementwise:
+        for node in group:
             members.setdefault(root(node), []).append(node)
         for nodes in members.values():
             if all(node.primitive in _VIEWS for node in nodes):
@@ -293,7 +287,6 @@ class OpGraph:
         return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
-
         on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
         waiting = [
             near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
@@ -318,7 +311,7 @@ class OpGraph:
                 waiting += node.inputs
 
         device_bytes = tuple(map(self._with_bytes, self._distinct(on_device)))
-        ops = frozenset(op for op in (*self.ops, *self.attention_ops, *self.move_ops.values()) if op.nodes & recomputed)
+        ops = frozenset(op for op in self.every_op if op.nodes & recomputed)
         return SavedActivations(device_bytes, self._offloaded(on_host), ops)
 
     def _with_bytes(self, node: Node) -> tuple[float, NamedNodes]:
@@ -331,8 +324,23 @@ class OpGraph:
             if node in distinct:
                 loops.setdefault(node.name.modules[:1], []).append(node)
         return tuple(
-            Offloaded(tuple(map(self._with_bytes, made)), _same_as(made[0]).primitive == "carry")
+            Offloaded(
+                tuple(map(self._with_bytes, made)),
+                tuple(map(self.made_later, made)),
+                _same_as(made[0]).primitive == "carry",
+            )
             for made in loops.values()
+        )
+
+    def _made_later(self, node: Node) -> frozenset[AnyOp]:
+        """The ops that an iteration of a loop runs after it has made a value."""
+        nodes = self.graph.nodes
+        later, loop = set(nodes[nodes.index(node) + 1 :]), node.name.modules[:1]
+        trip_count = self._saved_times(node)
+        return frozenset(
+            op
+            for op in self.every_op
+            if op.trip_count == trip_count and op.nodes <= later and next(iter(op.nodes)).name.modules[:1] == loop
         )
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
@@ -371,11 +379,8 @@ class OpGraph:
 
     def _saved_times(self, node: Node) -> int:
         """How often a value is saved: once in each iteration of its loop. What a loop carries is saved in each, too."""
-        return (
-            max([node.trip_count, *(user.trip_count for user in node.users)])
-            if node.primitive == "carry"
-            else node.trip_count
-        )
+        uses = node.users if node.primitive == "carry" else ()
+        return max([node.trip_count, *(user.trip_count for user in uses)])
 
 
 def _same_as(node: Node) -> Node:

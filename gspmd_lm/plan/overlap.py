@@ -130,31 +130,38 @@ class Overlap:
         self,
         loops: Sequence[Offloaded],
         sizes: Sequence[Sequence[float]],
+        remaining_s: Sequence[Sequence[float]],
         passes_s: tuple[float, float],
         computes_again: bool,
     ) -> float:
         """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass.
 
         sizes: the bytes that one device copies of each array of each loop in a step, one way.
+        remaining_s: of each of these arrays, the compute that the iterations have left when they have made it.
         computes_again: whether the backward pass computes matmuls again.
 
-        Copies that take longer than compute are exposed. On GPUs an iteration also waits where it could go on. To the
-        host, as many copies as can be under way hide behind the matmuls at its end, and that of what it is given behind
-        those at its beginning; it waits for the others one after the other. They are of the arrays that are made last,
-        because the scheduler works from the end to the beginning. From the host, an iteration begins with the copy of
-        the array that was made last. It waits for it if more arrays are copied than can be under way, or if it begins
-        with what is computed again.
+        Copies that take longer than compute are exposed. On GPUs an iteration ends when its copies to the host have
+        ended, so an array's copy hides behind what is left to compute when the array has been made. An iteration also
+        waits where it could go on. To the host, as many copies as can be under way hide behind the matmuls at its end,
+        and that of what it is given behind those at its beginning; it waits for the others one after the other. They
+        are of the arrays that are made last, because the scheduler works from the end to the beginning. From the host,
+        an iteration begins with the copy of the array that was made last. It waits for it if more arrays are copied
+        than can be under way, or if it begins with what is computed again.
         """
         chip = self.target.chip
         assert chip
         total_s = forward_s = backward_s = 0.0
-        for loop, sizes_of_loop in zip(loops, sizes, strict=True):
+        forward_share, backward_share = HOST_HIDDEN_SHARE[chip.platform]
+        for loop, sizes_of_loop, remaining_of_loop_s in zip(loops, sizes, remaining_s, strict=True):
             seconds = [size * chip.devices_per_chip / chip.host_link_bytes_per_s for size in sizes_of_loop]
             total_s += sum(seconds)
             if chip.gpu:
-                forward_s += sum(seconds[COPIES_UNDER_WAY + loop.begins_with_input :])
+                waits_s = sum(seconds[COPIES_UNDER_WAY + loop.begins_with_input :])
+                left_s = [
+                    sum(seconds[n:]) - forward_share * compute_s for n, compute_s in enumerate(remaining_of_loop_s)
+                ]
+                forward_s += max(waits_s, *left_s)
                 backward_s += seconds[-1] if computes_again or len(seconds) > COPIES_UNDER_WAY else 0.0
-        forward_share, backward_share = HOST_HIDDEN_SHARE[chip.platform]
         forward_s = max(forward_s, total_s - forward_share * passes_s[0])
         return forward_s + max(backward_s, total_s - backward_share * passes_s[1])
 

@@ -6,7 +6,7 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm.config import Config
@@ -149,7 +149,8 @@ class _Search:
                 self._compile([one])
         self._try_least()
         if len(self.tried) < self.most and time.monotonic() - self.began < 60 * self.minutes:
-            self._try_options()
+            self._try_variants(self.space.interleaved)
+            self._try_variants(self.space.with_options)
 
     def _try_least(self) -> None:
         """Where nothing fits, compiles what needs least by estimate, each of another family, until one fits.
@@ -167,10 +168,10 @@ class _Search:
                 self.far = [other for other in self.far if other is not one]
                 self._compile([one])
 
-    def _try_options(self) -> None:
-        """Compiles the best layout under other compiler options."""
+    def _try_variants(self, variants: Callable[[Mapping[str, Any]], Iterable[dict[str, Any]]]) -> None:
+        """Compiles the best layout with settings whose effect no estimate knows."""
         if best := self.best:
-            for raw in self.space.with_options(best.raw):
+            for raw in variants(best.raw):
                 self.searched += 1
                 self._compile([dataclasses.replace(best, raw=raw, rules=self.space.rules(raw), report=None)])
 

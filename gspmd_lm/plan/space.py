@@ -121,6 +121,13 @@ class Space:
                     named = raw | _plain(remat)
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
+    def interleaved(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The same layout with layers in two parts, where that hides gathers of tensor parallelism."""
+        platform, parts = self.target.platform, {**raw, "interleave": 2}
+        wanted = platform == "tpu" and "tensor" in raw["mesh"] and self.task.config
+        if wanted and not self.traces.problems(self.rules(parts), platform):
+            yield parts
+
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout under other compiler options whose effect is known."""
         platform, chip = self.target.platform, self.target.chip
@@ -299,6 +306,8 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts.append(f"{pipeline['microbatches']} microbatches in stages")
         parts += [f"{pipeline['repeats']} repeats"] if "repeats" in pipeline else []
         parts += [f"gathered once a {pipeline['gather']}"] if "gather" in pipeline else []
+    if "interleave" in raw:
+        parts.append(f"in {raw['interleave']} parts")
     if "unroll" in raw:
         parts.append(f"unroll {raw['unroll']}")
     count = sum(map(len, raw.get("compiler_options", {}).values()))

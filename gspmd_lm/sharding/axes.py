@@ -76,6 +76,8 @@ WEIGHTS = {
     "sinusoids": "table of fixed positions of sounds, which is not trained",
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
+    "convolution": "convolution over the tokens that the first layer reads",
+    "convolution_bias": "its bias",
     "wq": "query projection",
     "wk": "key projection",
     "wv": "value projection",

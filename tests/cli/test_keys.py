@@ -11,7 +11,7 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.attention import RelativeVectors
+from gspmd_lm.config.attention import Convolution, RelativeVectors
 from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.sounds import Frames
@@ -49,7 +49,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     plain = config.to_dict(wanted)
     # Most others go without these.
     apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames(),
-             "model.relative_vectors": RelativeVectors()}  # fmt: skip
+             "model.relative_vectors": RelativeVectors(), "model.convolution": Convolution()}  # fmt: skip
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
         section, _, field = key.name.rpartition(".")

@@ -24,12 +24,13 @@ SIZES = {
 LABELS = {"id2label": {"0": "no", "1": "perhaps", "2": "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
 NARROW = {"embedding_size": 24}
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+CONVOLUTION = {"type_vocab_size": 2, "conv_kernel_size": 3, "conv_act": "gelu"}
 KINDS = {
     "BertForMaskedLM": {"hidden_act": "gelu_new"}, "BertForSequenceClassification": LABELS,
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
-    "DebertaV2ForMaskedLM": DEBERTA, "DebertaV2ForSequenceClassification": DEBERTA | LABELS | {"type_vocab_size": 2},
+    "DebertaV2ForMaskedLM": DEBERTA, "DebertaV2ForSequenceClassification": DEBERTA | LABELS | CONVOLUTION,
     "ElectraForMaskedLM": NARROW, "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
@@ -156,7 +157,9 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "several classes"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
         ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),
-        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3}, "has a convolution"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups: 2 is not supported, only 1"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_act": "relu"}, "only tanh and gelu"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 4}, "convolution does not go with taps=4, an even number"),
         ("AlbertForMaskedLM", {"num_hidden_groups": 2}, "weights of their own beside shared ones"),
         ("RobertaForMaskedLM", {"hidden_act": "relu"}, "is not the activation of this family's head"),
         ("RobertaForMaskedLM", {"max_position_embeddings": 2}, "leaves no position after"),

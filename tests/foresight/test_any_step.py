@@ -53,7 +53,8 @@ def test_names_of_operations_of_others():
 
 
 def test_no_word_of_its_page_speaks_of_rules(descent):
-    shown = dataclasses.replace(descent, compile_s=1.0)
+    memory = dataclasses.replace(descent.memory, largest=())  # which differ between versions of XLA
+    shown = dataclasses.replace(descent, compile_s=1.0, memory=memory)
     same_as_recorded("explain.txt", "tests.own_steps:descent on cpu:8", repr(shown).rstrip())
     apart = r"<script.*?</script>|<style.*?</style>|<details><summary>What the words mean.*"
     page = re.sub(apart, "", comparison.page([shown]), flags=re.S)

@@ -178,8 +178,11 @@ def test_programs_of_accelerators(in_bfloat16, cache, target):
         again = [one for one in gathered if one.op == path and one.phase != "forward"]
         assert sum(one.times_per_step for one in again) == 2
         gradients = [one for one in found if one.op == path and one.kind != "all-gather"]
-        assert sum(one.times_per_step for one in gradients) == 2
-        assert {"rules.batch"} <= {row for one in gradients for row in one.rules} <= {"rules.batch", "weights.embed"}
+        # libtpu 0.0.50 names neither the matmuls of these gradients nor the one reduction of all three of attention.
+        without_name = [one for one in found if one.op == "layers.attention" and one.kind == "all-reduce"]
+        of_path = gradients or (without_name if "attention" in path else [])
+        assert sum(one.times_per_step for one in of_path) == (2 if gradients else 3 * 2)
+        assert {"rules.batch"} <= {row for one in of_path for row in one.rules} <= {"rules.batch", "weights.embed"}
     scales = [one for one in found if one.op == "layers.attention_norm" and one.kind == "all-reduce"]
     assert {one.rules for one in scales} == {("rules.batch", "rules.residual.seq")}
     assert {one.mesh_axes for one in scales} == {("fsdp", "tensor")}

@@ -363,3 +363,15 @@ def test_copies_to_the_host_follow_the_order_in_which_an_iteration_makes_them(ll
 
     assert copies(offload=OFFLOADED) == (["residual", "v", "q", "k", "attention_out", "residual"], True)
     assert copies(offload=("k", "v")) == (["v", "k"], False)
+
+
+def test_an_iteration_has_the_ops_left_that_stand_behind_an_array(llama):
+    op_graph = TraceCache(llama).trace(rules_file.load("fsdp8").fill(8)).op_graph(True)
+
+    def matmuls_left(name):
+        (loop,) = op_graph.saved_activations(Remat("names", offload=(name,))).on_host
+        return [sum(op.flops > 0 for op in later if isinstance(op, operations.Op)) for later in loop.made_later]
+
+    assert matmuls_left("layer_input") == [7]
+    assert matmuls_left("attention_out") == [4]
+    assert set(matmuls_left("hidden")) <= {1, 2}

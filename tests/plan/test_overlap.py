@@ -49,14 +49,30 @@ def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidde
 )
 def test_on_gpus_compute_waits_for_copies_of_what_is_made_last(sizes, begins_with_input, computes_again, exposed):
     """No more than two copies are under way. Sizes are in GB."""
-    loop = Offloaded((), begins_with_input)
+    loop = Offloaded((), (), begins_with_input)
 
     def exposed_s(target, pass_s):
         host = Overlap(targets.parse(target))
         sizes_bytes = [size * 1e9 for size in sizes]
-        return host.exposed_host_copy_s([loop], [sizes_bytes], (pass_s, pass_s), computes_again)
+        remaining_s = [[pass_s] * len(sizes)]
+        return host.exposed_host_copy_s([loop], [sizes_bytes], remaining_s, (pass_s, pass_s), computes_again)
 
     link_bytes_per_s = CHIPS["h100"].host_link_bytes_per_s
     assert exposed_s("h100:8", 1e6) == pytest.approx(exposed * 1e9 / link_bytes_per_s)
     assert exposed_s("h100:8", 0.0) == pytest.approx(2 * sum(sizes) * 1e9 / link_bytes_per_s)
     assert exposed_s("v5p:2x2x2", 1e6) == 0
+
+
+def test_on_gpus_a_copy_to_the_host_hides_behind_what_its_iteration_has_left_to_compute():
+    """An array that is made last has little of it, however long the iteration took before."""
+    host, loop = Overlap(targets.parse("h100:8")), Offloaded((), (), False)
+    link_bytes_per_s = CHIPS["h100"].host_link_bytes_per_s
+
+    def exposed_s(first_s, second_s):
+        sizes = [[link_bytes_per_s, 2 * link_bytes_per_s]]  # one second, and two
+        return host.exposed_host_copy_s([loop], sizes, [[first_s, second_s]], (1e6, 1e6), False)
+
+    share, _ = overlap.HOST_HIDDEN_SHARE["gpu"]
+    assert exposed_s(1e6, 1.0) == pytest.approx(2 - share)
+    assert exposed_s(1.0, 1.0) == pytest.approx(3 - share)
+    assert exposed_s(1e6, 1e6) == 0

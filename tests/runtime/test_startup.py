@@ -95,6 +95,18 @@ def test_only_a_device_that_may_wait_for_others_gets_spare_threads(monkeypatch, 
     assert [os.environ.get(name) for name in ("PJRT_NPROC", "NPROC")] == [threads, threads]
 
 
+@pytest.mark.parametrize(
+    ("devices", "version", "ordered"), [(8, (0, 12, 0), True), (1, (0, 12, 0), False), (8, (0, 10, 2), False)]
+)
+def test_simulated_devices_of_later_versions_run_in_an_order_that_cannot_hang(monkeypatch, devices, version, ordered):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "__version_info__", version)
+    startup.prepare_cpu(devices)
+    (name,) = startup.ORDER_FLAGS
+    assert (f"--{name}=false" in os.environ["XLA_FLAGS"].split()) == ordered
+    assert all(patient in os.environ["XLA_FLAGS"] for patient in startup.PATIENT_FLAGS)
+
+
 def test_starting_again_needs_no_more_devices():
     here = startup.start(platform="cpu", simulated_devices=8)
     assert (here.device_count, here.simulated, here.is_main) == (8, True, True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm.config import RelativePositions, RelativeVectors
+from gspmd_lm.config import Convolution, RelativePositions, RelativeVectors
 from gspmd_lm.infer import programs
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
@@ -20,7 +20,7 @@ BERT = {
 }  # fmt: skip
 MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": True, "tied_embeddings": True, **BERT}
 DEBERTA = {**MASKED, "positions": "none", "relative_vectors": RelativeVectors(ranges=8, distance=10),
-           "query_scale": 12**-0.5}  # fmt: skip
+           "convolution": Convolution(taps=3, activation="gelu"), "query_scale": 12**-0.5}  # fmt: skip
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
@@ -62,7 +62,7 @@ def test_what_all_layers_share_is_gathered_and_reduced_once(small, built, read):
 
 @pytest.fixture(scope="module")
 def bert(small):
-    cfg = small(**MASKED).model
+    cfg = small(**MASKED, convolution=Convolution(taps=5)).model
     params = weights(cfg)
     rng = np.random.default_rng(0)
     tokens, lengths = rng.integers(0, cfg.vocab, (4, 12)), np.array([[12], [9], [5], [3]])

@@ -60,7 +60,7 @@ def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, s
     # Of operands of 8 bits, each part has scales of its own.
     whole = trained("none", parts if "model.matmul_dtype=int8" in sets else 1, *sets)[0] if sets else expected
     weights, sent = trained(layout, parts, *sets)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), weights, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), weights, whole)
     # The gradients of norms, which are small, are summed in each part.
     assert sent == pytest.approx(trained(layout, 1, *sets)[1] if sent else 0, rel=0.01 * (parts - 1))
 

@@ -38,7 +38,7 @@ OTHER = {
     "relative_vectors": config.RelativeVectors(), "shared_layers": True, "embedding_in": "sum",
     "pooler_activation": "gelu", "head_transform": True, "classes": 3, "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
-    "layer_scale": 0.1,
+    "layer_scale": 0.1, "convolution": config.Convolution(),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
@@ -66,7 +66,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
-        base = "narrow" if name == "embedding_in" else "full" if name == "relative_vectors" else base
+        base = "narrow" if name == "embedding_in" else "full" if name in ("relative_vectors", "convolution") else base
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value
