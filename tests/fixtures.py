@@ -115,7 +115,9 @@ def batch_of():
             "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
             "row": np.arange(data.batch, dtype=np.int32),
         }
-        if sources := built_step.config.source_seq:
+        if model.classes_of == "tokens":
+            arrays["targets"] = np.minimum(arrays["targets"], 1)
+        if model.encoder and (sources := built_step.config.source_seq):
             cut, place = rng.integers(1, sources, (data.batch, 1)), np.arange(sources)[None]
             arrays |= {
                 "source_tokens": rng.integers(0, built_step.config.model.vocab, (data.batch, sources), dtype=np.int32),
@@ -125,6 +127,11 @@ def batch_of():
         if model.frames:
             shape = built_step.task.inputs["source_frames"].shape
             arrays["source_frames"] = rng.standard_normal(shape, np.float32)
+        if model.vision:  # a row has one text, and the last row none
+            cut[-1] = 0
+            positions = np.broadcast_to(place, (data.batch, data.seq)).astype(np.int32)
+            arrays |= {"segment_ids": (place < cut).astype(np.int32), "positions": positions}
+            arrays["patches"] = rng.standard_normal(built_step.task.inputs["patches"].shape, np.float32)
         if model.patches:
             arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
         wanted = built_step.abstract_batch

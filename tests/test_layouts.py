@@ -180,6 +180,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", [*seen_by_images, "model.layer_scale=0.1"]))
     heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
     configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
+    tower = "model.vision={patches: {image: 8, size: 4}, projection: 8}"
+    configs.append(config.load("tiny", ["objective=contrastive", "model.positions=learned", tower]))
     seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)

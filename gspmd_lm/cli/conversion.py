@@ -142,8 +142,8 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
     imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
     written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
-    if model.patches:
-        written |= image_families.preprocessor(model.patches, config.data.images)
+    if patches := model.vision.patches if model.vision else model.patches:
+        written |= image_families.preprocessor(patches, config.data.images)
     if model.frames:
         name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
         text = written[name].decode() if name in written else path.read_text() if path else "{}"

@@ -25,6 +25,7 @@ from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.sounds import Frames as Frames
+from gspmd_lm.config.towers import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
@@ -116,8 +117,9 @@ class Config:
     name: str  # of the run's folder and its reports; by default that of the file
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
     # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
-    # is made from a source, which model.encoder reads.
-    objective: Literal["causal", "masked", "classes", "seq2seq"] = "causal"
+    # is made from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and
+    # which text to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA).
+    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -136,7 +138,9 @@ class Config:
 
     @property
     def source_seq(self) -> int:
-        """Tokens of a source, or rows of a sound; 0 where there is no encoder."""
+        """Tokens of a source, or rows of a sound or image that stands beside a text; 0 where there is none."""
+        if self.model.of_vision:
+            return self.data.source_seq or self.model.of_vision.context
         if not (encoder := self.model.of_encoder):
             return 0
         return self.data.source_seq or (encoder.context if self.model.frames else self.data.seq)
@@ -148,13 +152,22 @@ class Config:
             f"model.mask: full shows a token what objective: {objective} asks for: "
             "set objective: masked or mask: causal":
                 objective in ("causal", "seq2seq") and model.mask == "full",
-            "objective: masked needs model.mask: full": objective == "masked" and model.mask == "causal",
+            f"objective: {objective} needs model.mask: full":
+                objective in ("masked", "replaced") and model.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":
-                (objective == "classes") != (model.classes > 0),
+                (objective in ("classes", "replaced")) != (model.classes > 0),
+            "objective: replaced needs model.classes_of: tokens, which needs objective: replaced":
+                (objective == "replaced") != (model.classes_of == "tokens"),
+            "model.classes_of: tokens needs model.classes: 1": model.classes_of == "tokens" and model.classes != 1,
             "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
                 objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
             "objective: classes needs model.mask: full: a text is read at its first token":
                 objective == "classes" and model.mask == "causal",
+            "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":
+                (objective == "contrastive") != bool(model.vision),
+            f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
+            f"{self.source_seq} to as many, or above for padding":
+                model.of_vision and self.source_seq < model.of_vision.context,
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
@@ -164,9 +177,9 @@ class Config:
                 encoder and model.frames and self.source_seq < encoder.context,
             "model.frames needs model.encoder, which reads them": model.frames and not encoder,
             "data.fields needs label too: the texts and the label of a record belong together":
-                self.data.fields and not self.data.label and objective != "seq2seq",
-            "objective: seq2seq needs data.fields=[source, text], without data.label":
-                objective == "seq2seq" and (self.data.label or len(self.data.fields) not in (0, 2)),
+                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive"),
+            f"objective: {objective} needs data.fields=[source, text], without data.label":
+                objective in ("seq2seq", "contrastive") and (self.data.label or len(self.data.fields) not in (0, 2)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":
@@ -177,16 +190,21 @@ class Config:
     def _wrong_patches(self) -> list[str]:
         """What does not go with images."""
         model, data = self.model, self.data
-        if not model.patches:
+        key, patches = "model.patches", model.patches
+        if model.vision:
+            key, patches = "model.vision.patches", model.vision.patches
+        if not patches:
             plane = model.relative_positions and model.relative_positions.side
             return ["model.relative_positions.side needs model.patches"] if plane else []
-        rows, numbers = model.patches.rows, {1, model.patches.channels}
+        rows = patches.rows
         problems = {
+            f"data.images.resize={data.images.resize} is below {key}.image={patches.image}":
+                0 < data.images.resize < patches.image,
+            f"data.images: mean and std need 1 number, or {patches.channels}, one for each channel":
+                {len(data.images.mean), len(data.images.std)} - {1, patches.channels},
+        }  # fmt: skip
+        problems |= {} if not model.patches else {
             "model.patches does not go with data.label_kind: number": data.label_kind == "number",
-            f"data.images.resize={data.images.resize} is below model.patches.image={model.patches.image}":
-                0 < data.images.resize < model.patches.image,
-            f"data.images: mean and std need 1 number, or {model.patches.channels}, one for each channel":
-                {len(data.images.mean), len(data.images.std)} - numbers,
             "model.patches needs objective: classes": self.objective != "classes",
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
@@ -200,7 +218,6 @@ class Config:
             f"model.patches goes with positions: learned or none, not {model.positions}":
                 model.positions not in ("learned", "none"),
             "model.patches does not go with token_types": model.token_types > 0,
-            "model.patches does not go with embedding_norm": model.embedding_norm,
             "model.patches does not go with embedding_width": model.embedding_width > 0,
             "model.patches does not go with position_offset": model.position_offset > 0,
         }  # fmt: skip

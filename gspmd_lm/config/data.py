@@ -65,13 +65,14 @@ class Data:
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
     label_kind: Literal["class", "number"] = "class"
     images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared
-    # Of the tokens of a row, the share that a model which guesses masked tokens has to guess.
+    # Of the tokens of a row, the share that is masked, or replaced, for a model that guesses these.
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     # stream: rows are cut from one text, and attention crosses documents.
     packing: Literal["documents", "stream"] = "documents"
     batch: Size = 32  # sequences per step, over all devices
     seq: Size = 256  # tokens per sequence
-    # Tokens per source that model.encoder reads; 0 means seq. With model.frames: rows per sound; 0 means its context.
+    # Tokens per source that model.encoder reads; 0 means seq. With model.frames or
+    # model.vision: rows per sound or image; 0 means as many as one has.
     source_seq: Count = 0
     # For evaluation: a share of the documents, chosen by their content; or a source of its own, written as `source` is.
     held_out: Annotated[

@@ -38,6 +38,12 @@ class Encoder:
         """The settings that differ from the decoder's, by their names."""
         return {name: size for name in _SIZES if (size := getattr(self, name))}
 
+    def of(self, model: Any) -> Any:
+        """The settings of the encoder, from those of the decoder."""
+        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        own |= {"positions": "learned", "position_offset": 0} if model.frames else {}
+        return dataclasses.replace(model, **own, **self.sizes)
+
     def with_all_sizes(self, model: Any) -> "Encoder":
         """The same encoder with the sizes of the decoder, `model`, written out."""
         return dataclasses.replace(self, **{name: getattr(self, name) or getattr(model, name) for name in _SIZES})

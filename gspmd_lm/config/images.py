@@ -19,6 +19,7 @@ class Patches:
     distillation: Literal["none", "row", "head"] = "none"
     # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT).
     pool: Literal["first", "mean"] = "first"
+    bias: bool = True  # whether the projection of patches has a bias (CLIP: not)
 
     def __post_init__(self):
         if self.image % self.size:
@@ -52,6 +53,8 @@ class Images:
     """How the pixels of files become the numbers of patches, as the preprocessor_config.json of a model says it."""
 
     resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
+    # Whether the shorter side gets so many pixels, and the longer one as many as keep the ratio (CLIP).
+    keep_ratio: bool = False
     resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
     # What is subtracted from pixels, which are from 0 to 1: a number for each channel, or one for all.
     mean: tuple[float, ...] = (0.5,)

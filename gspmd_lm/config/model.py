@@ -20,6 +20,7 @@ from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.towers import Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
 
 
@@ -153,8 +154,10 @@ class ModelConfig:
     head_transform: bool = False  # a matrix, the activation and a norm stand before the logits (BERT)
     # The classes of a text, whose first token goes through a matrix and pooler_activation, or of an image; 0: none.
     classes: Count = 0
+    classes_of: Literal["text", "tokens"] = "text"  # tokens: each of a text, as objective: replaced needs it (ELECTRA)
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
+    vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -191,12 +194,9 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        if "sliding" in self.layer_pattern and not self.sliding_window:
-            wrong.append("layer_pattern has sliding layers: set sliding_window")
-        if "chunked" in self.layer_pattern and not self.attention_chunk:
-            wrong.append("layer_pattern has chunked layers: set attention_chunk")
-        if ("linear" in self.layer_pattern) > bool(self.linear_attention):
-            wrong.append("layer_pattern has linear layers: set linear_attention")
+        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention"}
+        wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
+                  if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
         if not self.layer_pattern and sum(map(bool, kinds)) > 1:
             wrong.append("a layer has one of sliding_window, attention_chunk and linear_attention: set layer_pattern")
@@ -209,10 +209,8 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        wrong += self.latent_attention.problems(self) if self.latent_attention else []
-        wrong += self.encoder.problems(self) if self.encoder else []
-        wrong += self.relative_vectors.problems(self) if self.relative_vectors else []
-        wrong += self.convolution.problems(self) if self.convolution else []
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.convolution
+        wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -325,9 +323,12 @@ class ModelConfig:
     @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
-        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
-        own |= {"positions": "learned", "position_offset": 0} if self.frames else {}
-        return self.encoder and dataclasses.replace(self, **own, **self.encoder.sizes)
+        return self.encoder and self.encoder.of(self)
+
+    @property
+    def of_vision(self) -> "ModelConfig | None":
+        """The settings of the stack that sees images beside texts, if there is one."""
+        return self.vision and self.vision.of(self)
 
     @property
     def of_memory(self) -> "ModelConfig":

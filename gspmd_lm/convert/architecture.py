@@ -64,7 +64,7 @@ def run_config(
     seq = min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1
     settings = _sections(name, values, seq)
     settings["train"] = {"steps": 1000}
-    if "patches" in values and (found := preprocessing(tokenizer.parent)):
+    if ("patches" in values or "vision" in values) and (found := preprocessing(tokenizer.parent)):
         settings["data"]["images"] = found
     if "frames" in values:
         sound_families.check_preprocessing(tokenizer.parent, values["frames"]["bands"])
@@ -122,17 +122,24 @@ def asked_objective(overrides: Sequence[str], place: str) -> str:
 
 def objective_of(values: Mapping[str, Any]) -> str:
     """What a model of these settings predicts."""
-    if values.get("encoder"):
-        return "seq2seq"
+    for part, objective in (("encoder", "seq2seq"), ("vision", "contrastive")):
+        if values.get(part):
+            return objective
+    if values.get("classes_of") == "tokens":
+        return "replaced"
     return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
 
 
 def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
     seq = padded_rows(values["context"]) if "patches" in values else seq
-    of_data = {"seq": seq} | ({"label_kind": "number"} if values.get("classes") == 1 else {})
+    one_number = values.get("classes") == 1 and objective_of(values) == "classes"
+    of_data = {"seq": seq} | ({"label_kind": "number"} if one_number else {})
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
+    if isinstance(vision := values.get("vision"), dict):
+        patches = vision["patches"]
+        of_data["source_seq"] = padded_rows(1 + (patches["image"] // patches["size"]) ** 2)
     return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 
 
@@ -151,7 +158,8 @@ def model_settings(
     reader, values = _read(row, raw)
     unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
     for name in unknown:
-        reader.problems.append(f"{name}: {shown(raw[name])} is an unknown field, which may change what is computed")
+        value = shown(reader.raw[name])
+        reader.problems.append(f"{name}: {value} is an unknown field, which may change what is computed")
     if not reader.problems:
         return values
     count = f"{len(reader.problems)} problem{'s' * (len(reader.problems) > 1)}"
@@ -169,20 +177,24 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     null, and a value that is empty, count as not set. false and 0 count as set, because `is_causal: false` means
     something. transformers has no such field and so no default for it; a test checks that.
     """
-    unknown = raw.keys() - known_fields(row, raw)
+    raw, known = row.flat(raw), known_fields(row, raw)
+    unknown = raw.keys() - known
     return sorted(name for name in unknown if raw[name] not in (None, "", [], {}) and not DROPOUT.search(name))
 
 
 def known_fields(row: Family, raw: Mapping[str, Any]) -> set[str]:
     """The fields of a family whose meaning is known, besides dropout."""
-    reader, _ = _read(row, raw)
-    return reader.names_read | IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+    everywhere = IRRELEVANT | REFUSED.keys() | set(row.irrelevant)
+    within = {f"{part}.{name}" for part in row.parts for name in everywhere}
+    return _read(row, raw)[0].names_read | everywhere | within | {*row.parts}
 
 
 def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """Sentences about what a config.json says and the settings do not."""
     sentences = _read(row, raw)[0].notes
-    rates = {name: rate for name, rate in raw.items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)}
+    rates = {
+        name: rate for name, rate in row.flat(raw).items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)
+    }
     rates = {name: rate for name, rate in rates.items() if isinstance(rate, int | float) and rate is not True}
     if drops := [f"{name}: {rate}" for name, rate in rates.items() if rate > 0]:
         sentences.append(f"{', '.join(drops)}: training drops nothing until model.dropout is set")
@@ -193,7 +205,7 @@ def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Coll
     """Raises InputError if a field to be ignored does not exist, or has a known meaning."""
     unknown = unknown_fields(row, raw)
     for name in ignored:
-        if name not in raw:
+        if name not in row.flat(raw):
             raise InputError(f"--ignore={name}: not in {place}{did_you_mean(name, unknown)}\n  fix   drop it")
         if name not in unknown:
             raise InputError(f"--ignore={name}: the meaning of this field is known\n  fix   drop it")
@@ -201,12 +213,14 @@ def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Coll
 
 def _read(row: Family, raw: Mapping[str, Any]) -> tuple[ConfigReader, Values]:
     """The settings that the codecs of a family read from a config.json, and the reader with its problems."""
+    raw = row.flat(raw)
     reader, values = ConfigReader(raw), Values()
     for codec in (*row.codecs, *EVERY_FAMILY):
         codec.read(reader, values)
-    for name, reason in REFUSED.items():
-        if raw.get(name) and name not in reader.names_read:
-            reader.problems.append(f"{name}: {reason}")
+    for part in ("", *(f"{part}." for part in row.parts)):
+        for name, reason in REFUSED.items():
+            if raw.get(part + name) and part + name not in reader.names_read:
+                reader.problems.append(f"{part}{name}: {reason}")
     return reader, values
 
 
@@ -215,13 +229,13 @@ def config_json_of(row: Family, model: config.ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
     for codec in row.codecs:
         written |= codec.write(model)
-    return written
+    return row.nested(written)
 
 
 def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> list[str]:
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
-        values = model_settings(row, raw, row.name, ignored=raw)  # unknown fields were dealt with on import
+        values = model_settings(row, raw, row.name, ignored=row.flat(raw))  # unknown ones were dealt with on import
         theirs = config.from_dict(_sections(row.name, values, 1) | {"train": {"steps": 1}}, row.name).model
     except InputError as error:
         return str(error).splitlines()
@@ -229,8 +243,10 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     if model.balance_bias != theirs.balance_bias:  # a weight of the router
         ours = tuple(name for name in OURS_ALONE if name != "balance")
     model, theirs = (
-        dataclasses.replace(one, encoder=one.encoder and one.encoder.with_all_sizes(one)) for one in (model, theirs)
-    )
+        dataclasses.replace(one, **{name: part.with_all_sizes(one) for name in ("encoder", "vision")
+                                    if (part := getattr(one, name))})
+        for one in (model, theirs)
+    )  # fmt: skip
     names = [field.name for field in dataclasses.fields(config.ModelConfig) if field.name not in ours]
     return [
         f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs, name)!r}"
@@ -252,8 +268,8 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
         if not differences(row, like, model):
             return row, dict(like)
         newer = ("rope_parameters", "layer_types")  # these are written again, in the older form or in the same
-        kept = {name: value for name, value in like.items() if name not in newer}
-        written = kept | config_json_of(row, model)
+        kept = {name: value for name, value in row.flat(like).items() if name not in newer}
+        written = row.nested(kept | row.flat(config_json_of(row, model)))
         if differ := differences(row, written, model):
             raise InputError(_inexpressible(row, differ))
         return row, written

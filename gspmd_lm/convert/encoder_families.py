@@ -331,6 +331,13 @@ ENCODER_FAMILIES: tuple[Family, ...] = (
         irrelevant=_SUMMARY, **_ELECTRA_SHARED,
     ),
     Family(
+        "ELECTRA", "electra", "ElectraForPreTraining", "electra.",
+        (*_ELECTRA, Constant("classes", 1), Constant("classes_of", "tokens"), Constant("pooler_activation", "gelu"),
+         Fixed("hidden_act", "gelu", "is not the activation of this family's head")),
+        (*_ELECTRA_TENSORS, *_classes("discriminator_predictions.dense", "discriminator_predictions.dense_prediction")),
+        irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
+    ),
+    Family(
         "ELECTRA", "electra", "ElectraForSequenceClassification", "electra.",
         (*_ELECTRA, Classes(), Constant("pooler_activation", "gelu")),
         (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),

@@ -54,7 +54,9 @@ def write_folder(
     tensors = _tensors(array_locations(row, model), params)
     kind = safetensors.WEIGHT_DTYPES[fields["torch_dtype"]]
     shapes = {name: tensor.shape(model) for name, (tensor, _) in tensors.items()}
-    if ends:
+    if ends and row.parts:  # of the part that reads texts, where one token ends each
+        fields[row.parts[0]] = fields[row.parts[0]] | {"eos_token_id": ends[0]}
+    elif ends:
         fields["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     kinds = {name: "F32" if tensor.float32 else kind for name, (tensor, _) in tensors.items()}
     numbers = {name: np.dtype(safetensors.DTYPES[kind]) for name, kind in kinds.items()}
@@ -144,6 +146,8 @@ def _pieces(array: Any, entry: tuple[int, ...]) -> Iterator[tuple[tuple[slice, .
     shape = array.shape[len(entry) :]
     if isinstance(array, np.ndarray):
         yield tuple(slice(0, size) for size in shape), array[entry]
+    elif not array.shape:
+        yield (), array.addressable_data(0)
     elif array.is_fully_addressable:
         seen = set()
         for shard in array.addressable_shards:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed
 from gspmd_lm.convert.layout import Tensor
@@ -26,6 +27,8 @@ class Family:
     heads: tuple[str, ...] = ()
     older_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # ends of names in old files -> today's
     twice: Mapping[str, str] = dataclasses.field(default_factory=dict)  # tensor that files may have -> its equal
+    # Fields of config.json that hold fields themselves. A codec names these text_config.hidden_size.
+    parts: tuple[str, ...] = ()
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
@@ -37,6 +40,31 @@ class Family:
     def todays_name(self, name: str) -> str:
         """The name of a tensor whose file may be old."""
         return next((name.removesuffix(old) + new for old, new in self.older_names.items() if name.endswith(old)), name)
+
+    def flat(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json, with those of its parts among them.
+
+        transformers once wrote the fields of a part as text_config_dict, too. Where these are, they are what counts.
+        """
+        found = {name: value for name, value in raw.items() if name.removesuffix("_dict") not in self.parts}
+        for part in self.parts:
+            inner = next((one for one in (raw.get(f"{part}_dict"), raw.get(part)) if one is not None), {})
+            if isinstance(inner, Mapping):
+                found |= {f"{part}.{name}": value for name, value in inner.items()}
+            else:
+                found[part] = inner
+        return found
+
+    def nested(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What `flat` was made of."""
+        made: dict[str, Any] = {}
+        for name, value in fields.items():
+            part, dot, inner = name.partition(".")
+            if dot and part in self.parts:
+                made.setdefault(part, {})[inner] = value
+            else:
+                made[name] = value
+        return made
 
     def keeps_float32(self, name: str) -> bool:
         """Whether a tensor has float32 numbers, whatever the dtype of the others."""

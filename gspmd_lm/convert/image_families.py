@@ -68,12 +68,15 @@ class ImagePatches:
     """The sizes of an image and of its patches, from which the rows of an image follow."""
 
     distillation: str
+    part: str = ""  # of config.json, with a dot behind it
+    size: int = 16  # of a patch, where no field says it
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        image, size = self._side(reader, "image_size", 224), self._side(reader, "patch_size", 16)
-        channels = reader.whole(["num_channels"], 3, 1)
+        sides = (f"{self.part}image_size", 224), (f"{self.part}patch_size", self.size)
+        image, size = (self._side(reader, *side) for side in sides)
+        channels = reader.whole([f"{self.part}num_channels"], 3, 1)
         if image % size:
-            reader.refuse("image_size", image, f"is not a multiple of patch_size: {size}")
+            reader.refuse(sides[0][0], image, f"is not a multiple of patch_size: {size}")
             image = size
         values["patches"] = {"image": image, "size": size, "channels": channels, "distillation": self.distillation}
         values |= {"vocab": 0, "context": 1 + (self.distillation != "none") + (image // size) ** 2}
@@ -90,7 +93,8 @@ class ImagePatches:
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (patches := model.patches):
             return {}
-        return {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
+        fields = {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
+        return {f"{self.part}{name}": value for name, value in fields.items()}
 
 
 def padded_rows(context: int) -> int:
@@ -107,20 +111,12 @@ def preprocessing(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     raw, wrong = parse_object(paths.read_text(path), path), []
-
-    def side(name: str) -> int:
-        size = raw.get(name)
-        sides = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
-        if len({*sides}) != 1 or not isinstance(sides[0], int) or (isinstance(size, dict) and "height" not in size):
-            wrong.append(f"{name}: {shown(size)} is not the height and width of a square")
-            return 1
-        return sides[0]
-
     found: dict[str, Any] = {}
     if raw.get("do_resize", True) and "size" in raw:
-        found["resize"] = side("size")
+        kind = raw.get("image_processor_type", raw.get("feature_extractor_type"))
+        found |= _resized(raw["size"], str(kind).startswith("CLIP"), wrong)
     resample = raw.get("resample", 2)
-    if resample in _RESAMPLE:
+    if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]
     else:
         wrong.append(f"resample: {shown(resample)} is not 2 (bilinear) or 3 (bicubic)")
@@ -141,13 +137,27 @@ def preprocessing(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _resized(size: Any, keeps_ratio: bool, wrong: list[str]) -> dict[str, Any]:
+    """The settings of a field size. keeps_ratio: whether a number alone is the shorter side, and not both sides."""
+    if isinstance(size, int):
+        size = {"shortest_edge": size} if keeps_ratio else {"height": size, "width": size}
+    sides = [*size.values()] if isinstance(size, dict) else []
+    if sides and {*size} == {"shortest_edge"} and isinstance(sides[0], int):
+        return {"resize": sides[0], "keep_ratio": True}
+    if sides and {*size} == {"height", "width"} and isinstance(sides[0], int) and sides[0] == sides[1]:
+        return {"resize": sides[0]}
+    wrong.append(f"size: {shown(size)} is neither the height and width of a square nor a shortest_edge")
+    return {}
+
+
 def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, bytes]:
     """The preprocessor_config.json with which transformers prepares images as training did: name -> content."""
-    side, cut = prepared.resize or patches.image, prepared.resize > patches.image
+    side, cut = prepared.resize or patches.image, prepared.keep_ratio or prepared.resize > patches.image
+    kind = "CLIP" if prepared.keep_ratio else "DeiT" if cut else "ViT"
     fields = {
-        "image_processor_type": "DeiTImageProcessor" if cut else "ViTImageProcessor",
+        "image_processor_type": f"{kind}ImageProcessor",
         "do_resize": True,
-        "size": {"height": side, "width": side},
+        "size": {"shortest_edge": side} if prepared.keep_ratio else {"height": side, "width": side},
         "resample": {name: number for number, name in _RESAMPLE.items()}[prepared.resample],
         "do_rescale": True,
         "rescale_factor": 1 / 255,
@@ -155,6 +165,8 @@ def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, 
         "image_mean": [*prepared.mean] * (patches.channels // len(prepared.mean)),
         "image_std": [*prepared.std] * (patches.channels // len(prepared.std)),
     }
+    if prepared.keep_ratio:  # otherwise CLIP's processor makes colours of grey
+        fields["do_convert_rgb"] = patches.channels == 3
     if cut:
         fields |= {"do_center_crop": True, "crop_size": {"height": patches.image, "width": patches.image}}
     return {PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}

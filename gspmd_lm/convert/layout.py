@@ -19,17 +19,23 @@ from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
 #   p  rows of a position table, t  rows of a table of token types, r  ranges of distances, c  classes
-#   b  numbers of a frame of sound
+#   b  numbers of a frame of sound, j  numbers of the space of texts and images
 #   x  numbers of a patch, which are three dimensions of the file: channels, height and width
 #   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
-LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b"}
-ENCODER = "encoder."  # how the weights of an encoder begin
+LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b", "joint": "j"}
+_INNER = ("encoder", "vision")  # how the weights of other stacks of blocks begin
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
+
+
+def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
+    """The settings of the stack of blocks within the model that has a weight; None if it is of the model's own."""
+    name = path.partition(".")[0]
+    return getattr(model, f"of_{name}") if name in _INNER else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +71,8 @@ class Tensor:
         return "{expert}" in self.name or "E" in self.axes
 
     def of(self, model: config.ModelConfig) -> config.ModelConfig:
-        """The settings of the stack of blocks whose weights it holds: those of the encoder, or of the model."""
-        return (self.weights[0].startswith(ENCODER) and model.of_encoder) or model
+        """The settings of the stack of blocks whose weights it holds: those of an inner one, or of the model."""
+        return inner(self.weights[0], model) or model
 
     def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""
@@ -85,8 +91,8 @@ class Tensor:
                 inside = False
             elif inside:
                 shape[-1] *= sizes[word]
-            elif word == "x" and model.patches:
-                shape += [model.patches.channels, model.patches.size, model.patches.size]
+            elif word == "x" and (patches := self.of(model).patches):
+                shape += [patches.channels, patches.size, patches.size]
             else:
                 shape.append(sizes[word])
         return tuple(shape)
@@ -100,14 +106,14 @@ class Tensor:
 
     def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
-        model = self.of(model)
+        sizes, model = self._sizes(model), self.of(model)
         padded = {"V": model.vocab_rows}
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
-        size = self._sizes(model)[letter]
+        size = sizes[letter]
         entries = np.arange(size)
         if letter in "NK" and "R" in self.axes:
-            sizes, number = self._sizes(model), self.weights.index(weight)
+            number = self.weights.index(weight)
             heads = self._heads_of_weights(sizes["N"], sizes["K"])
             if self.order == "concatenated":
                 entries += sum(heads[:number])
@@ -132,7 +138,7 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
-        model = self.of(model)
+        j, model = model.vision.projection if model.vision else 0, self.of(model)
         N, K, H = model.heads, model.kv_heads, model.head_dim
         A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):
@@ -147,7 +153,7 @@ class Tensor:
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
             "Y": model.layer_embed, "r": of_distances.ranges if of_distances else 0,
             "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
-            "b": model.frames.bands if model.frames else 0,
+            "b": model.frames.bands if model.frames else 0, "j": j,
             **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
@@ -197,6 +203,9 @@ class AxisOrder:
 
     def write_into(self, view: np.ndarray, piece: np.ndarray, index: tuple[slice, ...] | None = None) -> None:
         """Writes a slice of our array, or all of it, into the view of a tensor, without its padding."""
+        if not self.along:  # a single number
+            view[...] = piece
+            return
         take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
         slices = tuple(at for at in take if isinstance(at, slice))

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors, sound_families
 from gspmd_lm.convert.families import Family
-from gspmd_lm.convert.layout import ENCODER, LETTERS, AxisOrder, Tensor, copy_transposed
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed, inner
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
@@ -93,10 +93,10 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
 
     What all layers share has a single tensor, whose name says no layer.
     """
-    if path.startswith(ENCODER) and model.of_encoder:
-        weight, layers, stacked = _layers(path.removeprefix(ENCODER), model.of_encoder)
-        return f"{ENCODER}{weight}", layers, stacked
     head, _, rest = path.partition(".")
+    if of_stack := inner(path, model):
+        weight, layers, stacked = _layers(rest, of_stack)
+        return f"{head}.{weight}", layers, stacked
     if model.shared_layers and head == "layers":
         return rest, (), False
     for stack in model.stacks:
@@ -175,6 +175,8 @@ class Pretrained:
         if location.path in self.new:
             return np.asarray(self._drawn[location.path][index], location.dtype)
         model, tensor = self.config.model, location.tensor
+        if not location.shape:
+            return np.asarray(self.files[tensor.name].read((), ()), location.dtype)
         rows = tensor.rows(location.weight, location.letters, model)
         shape = tuple(at.stop - at.start for at in index)
         whole = _zeros(shape, location.dtype)
@@ -289,7 +291,8 @@ def _new_paths(
     row: Family, raw: Mapping[str, Any], leaves: list[ArrayLocation], stored: Mapping[str, Stored]
 ) -> list[str]:
     """The paths of the weights of the row's head that the files lack, if config.json does not say that they have it."""
-    if row.architecture in (raw.get("architectures") or ()):
+    classes = raw.get("architectures")
+    if isinstance(classes, list) and row.architecture in classes:
         return []
     have = stored.keys() | {row.prefix + name for name in stored}
     return [leaf.path for leaf in leaves if row.is_of_head(leaf.tensor.name) and not have & {*leaf.names()}]

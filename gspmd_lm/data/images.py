@@ -58,7 +58,7 @@ class ImageRows:
         labels = np.full(len(indices), -1, np.int32)
 
         def put(i: int, image: LabelledImage) -> None:
-            found = cut(pixels(image, self.patches, self.prepared), self.patches)
+            found = cut(pixels(image.encoded, self.patches, self.prepared), self.patches)
             patches[i, self.patches.first : self.patches.rows] = found
             labels[i] = self.classes.index(image.label)
 
@@ -71,7 +71,7 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
 
     Raises InputError if there are none, if a file is no image, or if their labels are not those of the model.
     """
-    _pillow()
+    needs_pillow()
     data, patches = config.data, config.model.patches
     assert patches
     notes = corpus.FileNotes()
@@ -96,7 +96,7 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
     return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
 
 
-def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarray:
+def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
     """The numbers of an image that the model sees, float32 [height, width, channels].
 
     Pillow resizes it, its middle is cut out, and its channels are normalised, in the order of transformers' processors.
@@ -110,12 +110,17 @@ def pixels(image: LabelledImage, patches: Patches, prepared: Images) -> np.ndarr
             "  fix   set it to one of these, or train with data=batch"
         )
     side = prepared.resize or patches.image
-    with _reading(image.encoded.place):
-        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(image.encoded.read())))  # as the camera was held
+    with _reading(encoded.place):
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded.read())))  # as the camera was held
         resample = Image.Resampling[prepared.resample.upper()]
-        sized = np.asarray(turned.convert(kind).resize((side, side), resample), np.float32)
-    start = (side - patches.image) // 2
-    middle = sized.reshape(side, side, patches.channels)[start : start + patches.image, start : start + patches.image]
+        width, height = side, side
+        if prepared.keep_ratio:
+            shorter = min(turned.size)
+            width, height = (side if size == shorter else int(side * size / shorter) for size in turned.size)
+        sized = np.asarray(turned.convert(kind).resize((width, height), resample), np.float32)
+    top, left = (height - patches.image) // 2, (width - patches.image) // 2
+    sized = sized.reshape(height, width, patches.channels)
+    middle = sized[top : top + patches.image, left : left + patches.image]
     mean, std = np.asarray(prepared.mean, np.float32), np.asarray(prepared.std, np.float32)
     return (middle / np.float32(255) - mean) / std
 
@@ -142,14 +147,18 @@ def _reading(place: str) -> Iterator[None]:
         ) from error
 
 
-def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> LabelledImage:
-    """An image whose header was read. Raises an InputError that names its place."""
+def check(place: str, encoded: bytes) -> None:
+    """Reads the header of an image. Raises an InputError that begins with `place` if it is none, or not of 8 bits."""
     from PIL import Image
 
     with _reading(place):
         mode = Image.open(io.BytesIO(encoded)).mode
     if mode[0] in "IF":
         raise InputError(f"{place}: has pixels of mode {mode}\n  fix   save it with 8 bits for each channel")
+
+
+def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> LabelledImage:
+    check(place, encoded)
     return LabelledImage(media.Encoded.of(place, encoded, path), label)
 
 
@@ -216,12 +225,11 @@ def _of_tables(
             yield _checked(where, str(labelled.label_of(data, record, where)), encoded)
 
 
-def _pillow() -> None:
+def needs_pillow() -> None:
     """Raises InputError where Pillow is not installed."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "model.patches: images are decoded by Pillow, which is not installed\n"
-            "  fix   pip install 'gspmd_lm[vision]'"
+            "images are decoded by Pillow, which is not installed\n  fix   pip install 'gspmd_lm[vision]'"
         ) from error

@@ -15,8 +15,9 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, images, labelled, media, packing, pairs, sounds, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, labelled, media, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.data.masks import Masks
+from gspmd_lm.data.opened import opened
 from gspmd_lm.errors import InputError
 
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.MediaRows
@@ -134,24 +135,23 @@ def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
 def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
 
-    The rows have what `config.objective` predicts: next tokens; masked tokens, of which evaluation always has the same;
-    a label; or the text that a source goes with. A source that has no cache yet is tokenized, and `progress` is told
-    about it. Evaluation reads its rows once, in an order that does not depend on the seed. Raises InputError if the
-    source, the tokenizer, the labels or their sizes do not fit.
+    The rows have what `config.objective` predicts: next tokens; masked or replaced tokens, of which evaluation always
+    has the same; a label; or the text that a source goes with. A source that has no cache yet is tokenized, and
+    `progress` is told about it. Evaluation reads its rows once, in an order that does not depend on the seed. Raises
+    InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
-    data, masked = config.data, config.objective == "masked"
-    if config.model.patches:
-        return _of_media(config, images.open_images(config, progress))
+    data, masked = config.data, config.objective in ("masked", "replaced")
+    if found := opened(config, progress):
+        return _of_media(config, found)
     _check_objective(config)
-    if config.model.frames:
-        return _of_media(config, sounds.open_sounds(config, progress))
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
     source, tokens, made = _source(config, progress, masked)
     all_masks = None
     if masked and isinstance(tokens, tokenizer.Tokenizer):
-        all_masks = Masks(tokens.mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
+        mask = tokens.mask if config.objective == "masked" else None
+        all_masks = Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
     cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
@@ -204,7 +204,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
             about += f", {cut:,} rows with texts cut to {data.seq:,} tokens" * (cut > 0)
             more = [labelled.about_classes(tokens.classes)] if training and tokens.classes else []
         else:
-            about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them masked" * masked
+            about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them {config.objective}" * masked
         lines = [f"{use}: {about} ({origin})", *more]
         for part, share, (part_rows, _, _) in zip(parts, shares, counted, strict=False):
             times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
@@ -225,7 +225,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
             description="\n".join(lines),
             fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}"
             + (f"-{shares}" if shares else "")
-            + (f"-masked {data.masked_share}" if masked else ""),
+            + (f"-{config.objective} {data.masked_share}" if masked else ""),
             shares=shares,
             tokenizer=made,
             classes=tokens.classes if isinstance(tokens, labelled.Labelled) else (),
@@ -238,11 +238,11 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
-def _of_media(config: Config, opened: media.Opened) -> tuple[Loader, Loader | None]:
+def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
     """The loaders of images or sounds."""
 
     def loader_of(use: str, rows: media.MediaRows, seed: int) -> Loader:
-        lines = [f"{use}: {len(rows):,} {opened.what} ({opened.names})"] + [opened.notes] * (use == "training")
+        lines = [f"{use}: {len(rows):,} {found.what} ({found.names})"] + [found.notes] * (use == "training")
         return Loader(
             rows=rows,
             batch=config.data.batch,
@@ -250,12 +250,12 @@ def _of_media(config: Config, opened: media.Opened) -> tuple[Loader, Loader | No
             repeat=use == "training",
             tokens_per_epoch=rows.targets,
             description="\n".join(filter(None, lines)),
-            fingerprint=f"{opened.fingerprint}-{use}",
-            classes=opened.classes,
+            fingerprint=f"{found.fingerprint}-{use}",
+            classes=found.classes,
         )
 
-    train = loader_of("training", opened.train, config.data.seed)
-    return train, loader_of("evaluation", opened.held_out, 0) if opened.held_out else None
+    train = loader_of("training", found.train, config.data.seed)
+    return train, loader_of("evaluation", found.held_out, 0) if found.held_out else None
 
 
 def _check_objective(config: Config) -> None:
@@ -275,10 +275,10 @@ def _check_objective(config: Config) -> None:
             "data.fields: objective: causal predicts tokens, not labels\n"
             "  fix   set objective to classes, or leave data.fields and data.label out"
         )
-    if objective == "masked" and (data.conversations or data.fields):
+    if objective in ("masked", "replaced") and (data.conversations or data.fields):
         key = "fields" if data.fields else "messages_field"
         raise InputError(
-            f"data.{key}: masked tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
+            f"data.{key}: {objective} tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
         )
 
 
@@ -343,7 +343,7 @@ def _shares(parts: Sequence[sources.SourcePart]) -> tuple[int, ...]:
 
 def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Loader | None]:
     """The loaders of random rows. Held-out rows are drawn anew, as many as there are for training. 0 is the mask."""
-    data, vocab = config.data, config.model.vocab
+    data, vocab, mask = config.data, config.model.vocab, 0 if config.objective == "masked" else None
     if count * (data.seq + 1) > MOST_RANDOM_TOKENS:
         raise InputError(
             f"data.source: random:{count} in rows of data.seq={data.seq:,} is more than {MOST_RANDOM_TOKENS:,} tokens, "
@@ -363,8 +363,8 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}"
             + (f"-{config.source_seq}" if seq2seq else "")
-            + (f"-masked {data.masked_share}" if masked else ""),
-            masks=Masks(0, vocab, (), data.masked_share, seed) if masked else None,
+            + (f"-{config.objective} {data.masked_share}" if masked else ""),
+            masks=Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

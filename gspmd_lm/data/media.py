@@ -1,15 +1,17 @@
-"""What images and sounds share: files that are decoded when their row is read, and which of them are held out."""
+"""What images and sounds share: tables, files that are decoded when a row is read, and which are held out."""
 
 import concurrent.futures
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from gspmd_lm.config import Data
+from gspmd_lm.config import Config, Data
+from gspmd_lm.config import data as config_data
+from gspmd_lm.data import corpus, formats
 from gspmd_lm.errors import InputError
 
 _THREADS = 8
@@ -79,6 +81,64 @@ def bytes_of(path: Path) -> bytes:
         ) from error
 
 
+def check_vocabulary(config: Config, size: int) -> None:
+    """Raises InputError for a tokenizer of more tokens than the model has."""
+    named, vocab = config.data.tokenizer, config.model.vocab
+    if size > vocab:
+        raise InputError(
+            f"data.tokenizer={named} has {size:,} tokens, more than model.vocab={vocab:,}\n"
+            "  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
+        )
+
+
+def records(
+    data: Data, sources: Sequence[config_data.Source], place: str, endings: Sequence[str], what: str,
+    notes: corpus.FileNotes,
+) -> Iterator[tuple[Path, str, dict[str, Any]]]:  # fmt: skip
+    """The records of tables, in their order: the file, the place, and the fields. `notes` is told of skipped files, but
+    not of those with `endings`, which tables name. Raises InputError if `data.fields` does not name the fields.
+    """
+    if not data.fields:
+        raise InputError(f"data.fields: records have {what} and texts\n  fix   set it to the names of both fields")
+    for source in sources:
+        if source.weight:
+            raise InputError(f"{place}: {source.path}: {what} have no weights\n  fix   drop the weight")
+        skipped = corpus.FileNotes()
+        for path in corpus.files([source.path], place, skipped):
+            kind = formats.format_of(path)
+            if not kind or not kind.records:
+                skipped.skipped("no table", path)
+                continue
+            for where, record in formats.records(path, data.fields):
+                yield path, where, record
+        for reason, paths in skipped.files.items():
+            for path in paths:
+                if path.suffix.lower() not in endings:
+                    notes.add(reason, path)
+
+
+def content_of(table: Path, where: str, record: dict[str, Any], name: str, what: str) -> tuple[str, bytes, Path | None]:
+    """The place and the content of what the field `name` of a record holds, as bytes, as {bytes}, or as the name of a
+    file, seen from the folder of the table; and the path of that file.
+
+    Raises an InputError that names the place if there is none.
+    """
+    held, path = record.get(name), None
+    if isinstance(held, dict):  # as the package datasets writes it
+        held = held.get("bytes") or held.get("path")
+    if isinstance(held, str) and held:
+        path = table.parent / held
+        where, held = f"{where}: {path}", bytes_of(path)
+    if not isinstance(held, bytes):
+        found = f"is a {type(held).__name__}" if name in record else f"is not one of {', '.join(record)}"
+        raise InputError(
+            f"{where}: {name} {found}: there is no {what}\n"
+            f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}, and that of "
+            "the texts"
+        )
+    return where, held, path
+
+
 def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str) -> tuple[list[Item], list[Item]]:
     """What is for training and what for evaluation: `held_out`, or the share of distinct contents that `data` says.
 
@@ -93,6 +153,8 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
         )
     kept_out = {*distinct[:count]} | {one.encoded.sha256 for one in held_out}
     train = [one for one in every if one.encoded.sha256 not in kept_out]
+    if not train:
+        raise InputError(f"data.held_out has all {what} of data.source\n  fix   name others in one of them")
     return train, [*held_out] or [one for one in every if one.encoded.sha256 in kept_out]
 
 

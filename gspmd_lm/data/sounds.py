@@ -15,7 +15,7 @@ import numpy as np
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.sounds import WINDOW
-from gspmd_lm.data import corpus, formats, labelled, media
+from gspmd_lm.data import corpus, labelled, media
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
@@ -92,11 +92,7 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     """
     data, model, notes = config.data, config.model, corpus.FileNotes()
     tokens = load_tokenizer(data.tokenizer)
-    if tokens.vocab_size > model.vocab:
-        raise InputError(
-            f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab={model.vocab:,}\n"
-            "  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
-        )
+    media.check_vocabulary(config, tokens.vocab_size)
     every = list(_found(config, tokens, data.sources, "data.source", notes, progress))
     named = list(_found(config, tokens, data.held_out_sources, "data.held_out", notes, progress))
     train, held_out = media.apart(data, every, named, "sounds")
@@ -115,40 +111,17 @@ def _found(
     progress: Progress | None,
 ) -> Iterator[Sound]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
-    for source in sources:
-        if source.weight:
-            raise InputError(f"{place}: {source.path}: sounds have no weights\n  fix   drop the weight")
-        skipped = corpus.FileNotes()
-        for path in corpus.files([source.path], place, skipped, progress):
-            kind = formats.format_of(path)
-            if not kind or not kind.records:
-                skipped.skipped("no table", path)
-                continue
-            for number, (where, record) in enumerate(formats.records(path, config.data.fields), 1):
-                if progress and number % _NOTED == 0:
-                    progress(f"reading sounds of {path}", 0, 0)
-                yield _sound(config, tokens, path, where, record)
-        for reason, paths in skipped.files.items():
-            for path in paths:
-                if path.suffix.lower() != ".wav":  # tables name these
-                    notes.add(reason, path)
+    found = media.records(config.data, sources, place, (".wav",), "sounds", notes)
+    for number, (table, where, record) in enumerate(found, 1):
+        if progress and number % _NOTED == 0:
+            progress(f"reading sounds of {table}", 0, 0)
+        yield _sound(config, tokens, table, where, record)
 
 
 def _sound(config: Config, tokens: Tokenizer, table: Path, where: str, record: dict[str, Any]) -> Sound:
     """The sound and the text of a record. Raises an InputError that names its place."""
     name, text_name = config.data.fields
-    held, path = record.get(name), None
-    if isinstance(held, dict):  # as the package datasets writes it
-        held = held.get("bytes") or held.get("path")
-    if isinstance(held, str) and held:
-        path = table.parent / held
-        where, held = f"{where}: {path}", media.bytes_of(path)
-    if not isinstance(held, bytes):
-        what = f"is a {type(held).__name__}" if name in record else f"is not one of {', '.join(record)}"
-        raise InputError(
-            f"{where}: {name} {what}: there is no sound\n"
-            "  fix   name in data.fields the column with wav files, their bytes, or {bytes}, and that of the texts"
-        )
+    where, held, path = media.content_of(table, where, record, name, "sound")
     samples(where, held, sizes(config.model)[0])
     text, _ = labelled.valid(labelled.text_of(record, text_name, where))
     assert config.model.encoder

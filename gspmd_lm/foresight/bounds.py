@@ -132,9 +132,10 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
     model, seq = config.model, config.data.seq
     total = sum(flops for _, flops in _matmul_flops(config, rules, arrays, graph))
     attention = attention_flops(model, seq) * seq
-    if encoder := model.of_encoder:
+    if other := model.of_encoder or model.of_vision:
         source_seq = config.source_seq
-        attention += cross_attention_flops(model, source_seq) * seq + attention_flops(encoder, source_seq) * source_seq
+        attention += attention_flops(other, source_seq) * source_seq
+        attention += cross_attention_flops(model, source_seq) * seq if model.encoder else 0
     return total + attention * config.data.batch / rules.devices
 
 

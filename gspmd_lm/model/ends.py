@@ -117,21 +117,25 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 
 
 def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT)."""
-    first_B1D = like(x_BTD[:, :1], RESIDUAL)
-    pooled_B1O = activation(cfg.pooler_activation)(_dense(module, cfg, first_B1D, "pooler", cfg.embed, TRANSFORMED))
-    return scored(module, cfg, pooled_B1O, "classifier", TRANSFORMED, TRANSFORMED)
+    """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT). Of each
+    token, [B, T, classes], if tokens have classes.
+    """
+    of_text = cfg.classes_of == "text"
+    read_BTD = like(x_BTD[:, :1], RESIDUAL) if of_text else x_BTD
+    pooled_BTO = activation(cfg.pooler_activation)(_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
+    scores_BTX = scored(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
+    return scores_BTX[:, 0] if of_text else scores_BTX
 
 
 def scored(
-    module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, name: str, gathered_spec: str, reduced_spec: str
+    module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, gathered_spec: str, reduced_spec: str
 ) -> jax.Array:
-    """The scores that the matrix `name` gives one row of each text or image, [B, classes], float32."""
+    """The scores that the matrix `name` gives rows of texts or images, [B, T, classes], float32."""
     axis = gathered_spec.rpartition(" ")[2]
     classifier = matrix(module, name, f"{axis} classes", (cfg.embed, cfg.classes), cfg)
-    with gathered(row_B1D, gathered_spec, reduced_spec) as in_B1D:
-        scores_B1X = shard(project(in_B1D, classifier), SCORES)
-    return (scores_B1X + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)[:, 0]
+    with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTD:
+        scores_BTX = shard(project(in_BTD, classifier), SCORES)
+    return (scores_BTX + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)
 
 
 def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:

@@ -26,24 +26,31 @@ class ImageClassifier(Stack):
         `batch` holds row [B] and patches [B, T, X]: of each image, rows whose places the learned rows take, then its
         patches, and beyond the context rows of padding. No row sees padding.
         """
-        cfg, patches_BTX = self.cfg, batch["patches"]
-        T = patches_BTX.shape[1]
-        places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
-        of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
-        if cfg.context < T:
-            of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-        x_BTD, keys_BT = before_blocks(cfg, _patched(self, cfg, patches_BTX), batch, dropout_key)
-        x_BTD = self.blocks(x_BTD, of_rows, keys_BT)[0]
+        cfg, x_BTD = self.cfg, seen(self, batch, dropout_key)
+        places_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
             is_patch_BT1 = ((places_BT >= cfg.patches.first) & (places_BT < cfg.context))[..., None]
             sum_B1D = jnp.where(is_patch_BT1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
             mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
             class_row_B1D = Norm(cfg, name="pooled_norm")(mean_B1D)
-        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)
+        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
         if cfg.patches and cfg.patches.distillation == "head":
-            return (scores_BX + scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)) / 2
+            second_B1X = scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)
+            return (scores_BX + second_B1X[:, 0]) / 2
         return scores_BX
+
+
+def seen(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | None) -> jax.Array:
+    """The output of the last block of a stack that sees images, normed, [B, T, D]. `batch`: see `ImageClassifier`."""
+    cfg, patches_BTX = stack.cfg, batch["patches"]
+    T = patches_BTX.shape[1]
+    places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
+    of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
+    if cfg.context < T:
+        of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
+    x_BTD, keys_BT = before_blocks(cfg, _patched(stack, cfg, patches_BTX), batch, dropout_key)
+    return stack.blocks(x_BTD, of_rows, keys_BT)[0]
 
 
 def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
@@ -53,7 +60,8 @@ def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array)
     stem = matrix(module, "stem", "pixels embed", (cfg.patches.pixels, cfg.embed), cfg)
     with gathered(patches_BTX.astype(dtype), PATCHES, PATCHES) as in_BTX:
         x_BTD = like(like(project(in_BTX, stem), BLOCK_INPUT), RESIDUAL)
-    x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
+    if cfg.patches.bias:
+        x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
     # Selected and not put before the patches: their sequence may be split over devices.
     for place, name in enumerate(FIRST_ROWS[: cfg.patches.first]):
         row_D = use(matrix(module, name, "embed", (cfg.embed,), cfg))
@@ -61,4 +69,5 @@ def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array)
     if cfg.positions == "learned":
         table_PD = use(matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg))
         x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
-    return like(x_BTD, RESIDUAL)
+    x_BTD = like(x_BTD, RESIDUAL)
+    return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD

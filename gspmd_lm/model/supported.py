@@ -34,12 +34,13 @@ def attention_lacks(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    reason, encoder = _stack_lacks(kernel, config.model, rules, asked, capability), config.model.of_encoder
-    if reason or not encoder:
+    reason, model = _stack_lacks(kernel, config.model, rules, asked, capability), config.model
+    if reason or not (other := model.of_encoder or model.of_vision):
         return reason
     source = asked if asked.padded else asked._replace(seq=config.source_seq)
-    reason = _stack_lacks(kernel, encoder, rules, source, capability)
-    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of the encoder"
+    reason = _stack_lacks(kernel, other, rules, source, capability)
+    of = "the encoder" if model.encoder else "images"
+    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of {of}"
 
 
 def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, capability: tuple[int, ...]) -> str | None:
@@ -208,15 +209,14 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
-        key_heads = model.kv_head_rows
-        heads = rules.split("rules", "q", "heads")
-        if rules.split("rules", "k", "kv_heads") != heads:  # keys are repeated for each device's heads
-            key_heads = model.head_rows
-        each = key_heads // rules.num_shards(heads)
-        if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
-            most = " x ".join(["kv_heads" if key_heads == model.kv_head_rows else "heads", *heads])
-            wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
-                  f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
+        heads, stacks = rules.split("rules", "q", "heads"), filter(None, (model, model.of_encoder, model.of_vision))
+        repeated = rules.split("rules", "k", "kv_heads") != heads  # keys, for each device's heads
+        for rows, key_rows in dict.fromkeys((stack.head_rows, stack.kv_head_rows) for stack in stacks):
+            each = (key_heads := rows if repeated else key_rows) // rules.num_shards(heads)
+            if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
+                most = " x ".join(["kv_heads" if key_heads == key_rows else "heads", *heads])
+                wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
+                      f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
     elif zigzag and model.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
@@ -232,8 +232,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
             "attention_sinks: true": model.attention_sinks,
             "mask: full": model.mask == "full",
-            "relative_positions": model.relative_positions,
-            "encoder": model.encoder,
+            **{key: getattr(model, key) for key in ("relative_positions", "encoder", "vision")},
         }
         for asked in filter(lacking.get, lacking):
             wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
@@ -273,8 +272,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.shared_layers:
         wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
-    for key in _beyond_one_stream(model):
-        wrong(f"stages pass on a residual stream alone, which model.{key}={getattr(model, key)} does not go with",
+    for key in (*_beyond_one_stream(model), *(["vision"] if model.vision else [])):
+        wrong(f"stages pass on a residual stream alone, which model.{key} does not go with",
               f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
     if rules.split("optimizer", f"{axis}.", axis) != over:
         wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
@@ -340,8 +339,8 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
         return []
     place, without = rules.place("interleave", parts), "--set rules.interleave=1"
     problems = [
-        Problem(f"interleave: layers with model.{key}={getattr(model, key)} are not computed in parts", place, without)
-        for key in (*(["experts"] if model.experts else []), *_beyond_one_stream(model))
+        Problem(f"interleave: layers with model.{key} are not computed in parts", place, without)
+        for key in (*([f"experts={model.experts}"] if model.experts else []), *_beyond_one_stream(model))
     ]
     microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
     batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
@@ -354,12 +353,13 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
 
 
 def _beyond_one_stream(model: ModelConfig) -> list[str]:
-    """The keys of a config by which a layer is given, or passes on, more than one residual stream of its rows."""
+    """The settings by which a layer is given, or passes on, more than one residual stream of its rows."""
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
              "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
              "relative_positions": bool(model.relative_positions and model.relative_positions.shared),
              "relative_vectors": bool(model.relative_vectors)}  # fmt: skip
-    return [key for key, is_set in asked.items() if is_set]
+    found = {key: getattr(model, key) for key, is_set in asked.items() if is_set}
+    return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 
 
 def _pipeline_row(rules: Rules) -> str:

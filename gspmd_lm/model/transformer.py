@@ -17,6 +17,7 @@ from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.towers import Towers
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard
 
@@ -85,11 +86,11 @@ class Decoder(Stack):
 
 
 class TextClassifier(Stack):
-    """A stack of blocks from tokens to the scores of the classes of each text."""
+    """A stack of blocks from tokens to the scores of the classes of each text, or of each token."""
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
-        """[B, classes], float32. `batch`: see `Decoder`."""
+        """[B, classes], or [B, T, classes], float32. `batch`: see `Decoder`."""
         x_BTD, _, keys_BT = embedded(self, self.cfg, batch, dropout_key)
         return class_scores(self, self.cfg, self.blocks(x_BTD, batch, keys_BT)[0])
 
@@ -97,7 +98,7 @@ class TextClassifier(Stack):
 def classify(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """The scores of classes, [B, classes], float32, for plain (unboxed) parameters."""
+    """The scores of classes, [B, classes], or [B, T, classes] of tokens, float32, for plain (unboxed) parameters."""
     scored: Any = _module(cfg).apply({"params": params}, batch, dropout_key)
     return scored
 
@@ -135,12 +136,17 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
         batch["segment_ids"] = tokens
     if cfg.frames:
         batch[f"{SOURCE}frames"] = jnp.zeros((1, 1, WINDOW, cfg.frames.bands))
+    if cfg.vision:
+        patches = cfg.vision.patches
+        batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, patches.rows, patches.pixels))}
     if cfg.patches:
         batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
     return _module(cfg).init(key, batch)["params"]
 
 
 def _module(cfg: config.ModelConfig) -> Stack:
+    if cfg.vision:
+        return Towers(cfg)
     if cfg.patches:
         return ImageClassifier(cfg)
     return TextClassifier(cfg) if cfg.classes else Decoder(cfg)

@@ -33,6 +33,7 @@ AXES = {
     "classes": ("X", "classes of texts or images"),
     "pixels": ("-", "numbers of a patch of an image"),
     "bands": ("-", "numbers of a frame of sound"),
+    "joint": ("-", "numbers of the space in which texts and images are compared"),
 }
 STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
@@ -74,6 +75,8 @@ WEIGHTS = {
     "conv_out": "second convolution over frames of sound",
     "conv_out_bias": "its bias",
     "sinusoids": "table of fixed positions of sounds, which is not trained",
+    "projection": "matrix from a text or an image to the space in which they are compared",
+    "temperature": "logarithm of what their products are multiplied by",
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
     "convolution": "convolution over the tokens that the first layer reads",
@@ -155,6 +158,7 @@ EXACT = ("scale", "bias", "decay", "decay_bias", *SCALES)
 ACTIVATIONS = {
     "tokens": "the batch: input tokens, and what has their shape",
     "patches": "patches of images",
+    "compared": "texts and images in the space in which they are compared",
     "frames": "frames of sounds",
     "frames_hidden": "output of the first convolution over them",
     "embedded": "rows of a token table with a width of its own, and what is multiplied with it",
@@ -183,7 +187,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "vectors", "transformed", "class_scores",
+    "vectors", "transformed", "class_scores", "compared",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

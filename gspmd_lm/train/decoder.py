@@ -19,7 +19,7 @@ from gspmd_lm.model.sounds import FRAMES
 from gspmd_lm.model.task import Batch, Input, Task
 from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
-from gspmd_lm.train import classes, optimizer
+from gspmd_lm.train import classes, contrastive, optimizer, replaced
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
 initial = jax.jit(init, static_argnums=0)
@@ -64,6 +64,11 @@ def _predicted(config: Config) -> dict[str, Any]:
         if config.data.label_kind != "class":
             sums, count, evaluate = classes.squared, classes.numbers, classes.evaluate_numbers
             means, scores = classes.means_of_numbers, classes.scores_of_numbers
+    if config.objective == "contrastive":
+        sums, count, evaluate = contrastive.sums, contrastive.pairs, contrastive.evaluate
+        means, scores = contrastive.means, contrastive.scores
+    if config.objective == "replaced":
+        sums, evaluate, means, scores = replaced.sums, replaced.evaluate, replaced.means, replaced.scores
     return {
         "sums": functools.partial(sums, model),
         "count": count,
@@ -78,18 +83,22 @@ def inputs(config: Config) -> Mapping[str, Input]:
 
     patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
-    targets [B, T]: the token to predict at a place, -1 for none. labels [B], in their place if the objective is
-    classes: the class of the row's text, -1 for none, or its number.
-    segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the model
-    has any. row [B]: the number of the row in the batch. Of a source: see `transformer.Decoder`.
+    targets [B, T]: the token to predict at a place, -1 for none; with objective: replaced, whether another token stands
+    there. labels [B], in their place if the objective is classes: the class of the row's text, -1 for none, or its
+    number. segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the
+    model has any. row [B]: the number of the row in the batch. Of a source: see `transformer.Decoder`.
     """
     data, classes = config.data, config.objective == "classes"
     if patches := config.model.patches:
         arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
         return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
-    names = ["tokens", "positions"] if classes else ["tokens", "targets", "positions"]
+    vision = config.model.vision
+    names = ["tokens", "positions"] if classes or vision else ["tokens", "targets", "positions"]
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
+    if vision:
+        shape = data.batch, config.source_seq, vision.patches.pixels
+        arrays["patches"] = Input(shape, "float32", "patches: batch seq pixels")
     if config.model.encoder:
         shape, frames = (data.batch, config.source_seq), config.model.frames
         sources = ["tokens"] * (not frames) + ["positions", "segment_ids"]

@@ -18,7 +18,8 @@ from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
 
-_HEAD = ("classes", "head_transform", "unembedding_bias", "tied_embeddings")  # of an encoder, before what it predicts
+# Of an encoder, before what it predicts.
+_HEAD = ("classes", "classes_of", "head_transform", "unembedding_bias", "tied_embeddings")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ def flops_per_token(
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
     if vectors := model.relative_vectors:  # layers multiply them once for all tokens
         looked_up += vectors.ranges * model.embed
-    if model.classes:  # one token of a row is scored, of a text after a matrix
+    if model.classes and model.classes_of == "text":  # one token of a row is scored, of a text after a matrix
         looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":
         looked_up += model.context * summed_width
@@ -63,6 +63,15 @@ def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
     model, data = config.model, config.data
     active, trained = (arrays.active_count(model, trained) for trained in (False, True))
+    if model.vision and (vision := model.of_vision):
+        seen = (
+            like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("vision.")
+        )
+        of_images, joint, rows = sum(seen), model.vision.projection, config.source_seq
+        heads = joint * model.embed, joint * vision.embed  # which one row of each goes through
+        of_text = flops_per_token(model, active - of_images - heads[0] - 1, data.seq)  # 1: the temperature
+        of_image = flops_per_token(vision, of_images - heads[1], rows)
+        return data.batch * (of_text * data.seq + of_image * rows + 6.0 * (sum(heads) + data.batch * joint))
     if not (encoder := model.of_encoder):
         return flops_per_token(model, active, data.seq, trained) * data.batch * data.seq
     of_source = _read_by_sources(arrays.named_params, arrays.params)

@@ -159,7 +159,7 @@ def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
         return _state_problems(task, rules)
     problems = layer_problems(config, rules, platform, attention_pass(config))
     problems += [*pipeline_problems(config, rules), *interleave_problems(config, rules)]
-    return [*problems, *_balance_problems(config, rules)]
+    return [*problems, *_whole_batch_problems(config, rules)]
 
 
 def _state_problems(task: Task, rules: Rules) -> list[Problem]:
@@ -177,13 +177,16 @@ def _state_problems(task: Task, rules: Rules) -> list[Problem]:
     return problems
 
 
-def _balance_problems(config: Config, rules: Rules) -> list[Problem]:
-    """What rules and the training of experts have against each other, and what a config's experts drop."""
+def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
+    """What rules have against a loss that needs the whole batch, and what a config's experts drop."""
     model, problems = config.model, []
+    place, one = rules.place("microbatches", rules.microbatches), "--set rules.microbatches=1"
     if model.balance == "batch" and rules.microbatches > 1:
         message = "model.balance: batch needs the loads of the whole batch, and no microbatch has them"
-        place = rules.place("microbatches", rules.microbatches)
-        problems.append(Problem(message, place, "--set rules.microbatches=1", "--set model.balance=row or bias"))
+        problems.append(Problem(message, place, one, "--set model.balance=row or bias"))
+    if model.vision and rules.microbatches > 1:
+        message = "objective: contrastive scores each text with all images of the batch, and no microbatch has them"
+        problems.append(Problem(message, place, one))
     if model.capacity_factor:
         message = (
             f"model.capacity_factor: {model.capacity_factor} drops the tokens that an expert gets beyond "

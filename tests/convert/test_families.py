@@ -12,6 +12,7 @@ from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.convert.sound_families import SOUND_FAMILIES
+from gspmd_lm.convert.tower_families import TOWER_FAMILIES
 from tests.convert import ours, references
 
 # What a layout of eight devices needs of a family: its heads or its vocabulary do not divide.
@@ -48,7 +49,7 @@ OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 def test_every_family_has_a_case():
     # test_encoder_families.py, test_image_families.py, test_sound_families.py
-    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES)}
+    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES, *TOWER_FAMILIES)}
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES} - elsewhere
 
 

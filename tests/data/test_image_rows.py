@@ -103,7 +103,7 @@ def test_what_is_held_out_follows_from_the_contents(folder):
 
 def test_images_are_resized_and_their_middle_is_cut_out(tmp_path):
     drawn(1, side=20).save(tmp_path / "one.png")
-    image = images.LabelledImage(media.Encoded("one", b"", tmp_path / "one.png"), "cat")
+    image = media.Encoded("one", b"", tmp_path / "one.png")
     found = images.pixels(image, Patches(image=8, size=4, channels=1), Images(resize=12, resample="bicubic"))
     whole = drawn(1, side=20).convert("L").resize((12, 12), Image.Resampling.BICUBIC)
     np.testing.assert_allclose(found[..., 0], np.asarray(whole, np.float32)[2:10, 2:10] / 127.5 - 1, atol=1e-6)
@@ -155,18 +155,23 @@ def test_a_run_learns_the_classes_and_keeps_them(folder, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parity
-@pytest.mark.parametrize(("side", "resample"), [(16, "bilinear"), (20, "bicubic")])
-def test_pixels_are_those_of_the_processors_of_transformers(tmp_path, side, resample):
+@pytest.mark.parametrize(
+    ("side", "resample", "kept"), [(16, "bilinear", False), (20, "bicubic", False), (19, "bicubic", True)]
+)
+def test_pixels_are_those_of_the_processors_of_transformers(tmp_path, side, resample, kept):
+    """kept: whether images keep the ratio of their sides, as CLIP's do."""
     import transformers
 
-    drawn(5, side=37).save(tmp_path / "one.png")
+    drawn(5, side=37).crop((0, 0, 31, 37)).save(tmp_path / "one.png")
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    kind = transformers.DeiTImageProcessorPil if side == 20 else transformers.ViTImageProcessorPil
-    crop = {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}} if side == 20 else {}
-    theirs = kind(size={"height": side, "width": side}, resample=3 if resample == "bicubic" else 2,
+    kind = transformers.CLIPImageProcessorPil if kept else transformers.DeiTImageProcessorPil
+    kind = transformers.ViTImageProcessorPil if side == 16 else kind
+    crop = {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}} if side > 16 else {}
+    size = {"shortest_edge": side} if kept else {"height": side, "width": side}
+    theirs = kind(size=size, resample=3 if resample == "bicubic" else 2,
                   image_mean=list(mean), image_std=list(std), **crop)  # fmt: skip
     want = theirs(Image.open(tmp_path / "one.png"), return_tensors="np")["pixel_values"][0]
-    image = images.LabelledImage(media.Encoded("one", b"", tmp_path / "one.png"), "cat")
-    prepared = Images(resize=side, resample=resample, mean=mean, std=std)
+    image = media.Encoded("one", b"", tmp_path / "one.png")
+    prepared = Images(resize=side, keep_ratio=kept, resample=resample, mean=mean, std=std)
     found = images.pixels(image, Patches(image=16, size=4), prepared)
     np.testing.assert_allclose(found.transpose(2, 0, 1), want, atol=2e-6)

@@ -33,9 +33,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _open(**data):
+def _open(objective="masked", model=MODEL, **data):
     data = {"source": "a.jsonl", "tokenizer": "bert.json", "batch": 16, "seq": 64, "held_out": 0.1} | data
-    settings = {"name": "x", "objective": "masked", "model": MODEL, "data": data, "train": {"steps": 1}}
+    settings = {"name": "x", "objective": objective, "model": model, "data": data, "train": {"steps": 1}}
     train, held_out = loader.open_loaders(config.from_dict(settings, "x"))
     assert held_out
     return train, held_out
@@ -63,6 +63,18 @@ def test_the_shares_of_what_is_chosen_and_what_stands_there():
     third, _ = _open(masked_share=0.3)
     assert (_rows(third, range(40))["targets"] >= 0).sum() / able.sum() == pytest.approx(0.3, abs=0.01)
     assert third.fingerprint != train.fingerprint
+
+
+def test_tokens_in_place_of_others_are_told_apart_from_all_true_ones():
+    model = MODEL | {"classes": 1, "classes_of": "tokens"}
+    train, _ = _open(objective="replaced", model=model)
+    read, plain = _rows(train, range(20)), _rows(_unmasked(train), range(20))
+    others = read["tokens"] != plain["tokens"]
+    assert (read["targets"] == np.where(plain["segment_ids"] > 0, others, -1)).all()
+    assert not others[plain["tokens"] < 5].any() and read["targets"].dtype == np.int32
+    assert others.sum() / (plain["tokens"] >= 5).sum() == pytest.approx(0.15, abs=0.01)
+    assert read["tokens"][others].max() > 290 and "0.15 of them replaced" in train.description
+    assert train.fingerprint != _open()[0].fingerprint
 
 
 def _unmasked(opened):

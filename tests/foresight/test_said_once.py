@@ -8,7 +8,7 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora, RelativePositions, RelativeVectors
+from gspmd_lm.config import Lora, RelativePositions, RelativeVectors, Vision
 from gspmd_lm.config.images import Patches
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
@@ -70,6 +70,9 @@ ENCODERS = {
     "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
             "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
     "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
+    "clip": {"objective": "contrastive", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned",
+             **BIASES, "unembedding_bias": False, "data": {"source_seq": 24},
+             "vision": Vision(patches=Patches(image=16, size=4, bias=False), projection=24, embed=48, layers=1, head_dim=6)},
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors
+from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision
 from gspmd_lm.config.images import Patches
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
@@ -71,8 +71,12 @@ ENCODERS = {
     "shared": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
                "embedding_width": 16, "embedding_in": "sum", "layers": 4},
     "classes": {"objective": "classes", "classes": 3, **ENCODER},
+    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
+    "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
+                         "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
+                         "data": {"source_seq": 24}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},

@@ -5,6 +5,8 @@ import dataclasses
 TP = "mesh: {tensor: 8}\nrules: {heads: tensor, kv_heads: tensor, mlp: tensor, vocab: tensor}\n"
 DP = "mesh: {data: 8}\nrules: {batch: data}\n"
 PP = "mesh: {stage: 4, fsdp: 2}\nrules: {batch: [stage, fsdp]}\nweights: {layers: stage}\n"
+CLIP = ("objective=contrastive", "model.positions=learned", "data.source_seq=24",
+        "model.vision={patches: {image: 16, size: 4}, projection: 16}")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,14 @@ WRONG = {
         PP + "pipeline: {microbatches: 4}\n",
         ("model.experts=8", "model.experts_per_token=2", "model.balance=batch"),
     ),
+    # Texts that are compared with the images of the whole batch
+    "microbatches and a loss of the whole batch": Case(DP + "microbatches: 2\n", CLIP),
+    "pipeline of two towers": Case(PP + "pipeline: {microbatches: 4}\n", CLIP),
+    "ulysses of a tower whose heads do not divide": Case(
+        "mesh: {context: 8}\nrules: {seq: context, kv_seq: context}\ncontext: ulysses\n",
+        (*CLIP[:-1], CLIP[-1].replace("projection", "heads: 4, kv_heads: 4, projection")),
+    ),
+    "ring of two towers": Case("mesh: {context: 8}\nrules: {seq: context, kv_seq: context}\ncontext: ring\n", CLIP),
     # Rows in parts
     "interleave that is no number": Case(DP + "interleave: two\n"),
     "rows that do not divide into parts": Case(DP + "interleave: 3\n"),

@@ -34,6 +34,7 @@ KINDS = {
     },
     "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
     "vectors": DEBERTA,
+    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", "pooler_activation": "gelu", **BERT},
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -96,6 +96,25 @@ def test_model_flops_have_those_of_an_encoder_and_of_attention_to_it(small, sett
     assert model_flops(config, arrays) == pytest.approx(wanted)
 
 
+def test_model_flops_of_texts_and_images_are_those_of_both_towers_and_of_their_products(small):
+    """As below. Each tower has a matrix that one row of it goes through. The trace has all products of texts and images
+    twice, once for each side's loss.
+    """
+    vision = Vision(patches=Patches(image=16, size=4), projection=24, embed=48, layers=1, head_dim=6)
+    config = small(objective="contrastive", vision=vision, positions="learned", norm="layernorm", norm_bias=True,
+                   data={"source_seq": 24})  # fmt: skip
+    task, model, data = decoder.task(config), config.model, config.data
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
+    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq)
+    wanted = 3 * jaxpr_flops(forward.jaxpr) - 6 * data.batch**2 * vision.projection
+    wanted -= data.batch * data.seq * 6 * model.heads * 2 * model.head_dim * unseen_keys
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        if len({*leaf.axes} - {"layers"}) == 1:  # a norm or a bias, which multiplies nothing
+            wanted += 6 * data.batch * like.size * (24 if leaf.path.startswith("vision.") else data.seq)
+    assert model_flops(config, arrays) == pytest.approx(wanted, rel=1e-6)
+
+
 def test_model_flops_of_images_are_those_of_all_but_the_head(small):
     """As below. The head reads one row of an image."""
     beit = {
@@ -119,6 +138,7 @@ def test_model_flops_of_images_are_those_of_all_but_the_head(small):
         BERT,
         {"relative_positions": dataclasses.replace(NEAR, shared=False)},
         {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
+        {"objective": "replaced", "mask": "full", "classes": 1, "classes_of": "tokens"},
         {"kv_heads": 1},
         {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True},
         {"layer_pattern": ("sliding", "full"), "sliding_window": 5},

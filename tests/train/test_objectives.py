@@ -28,6 +28,7 @@ BERT = {
 LABELS = {"fields": ["text"], "label": "mood", "seq": 16}
 KINDS = {
     "masked": ({"head_transform": True, "tied_embeddings": True, "unembedding_bias": True}, {"seq": 32}, "perplexity"),
+    "replaced": ({"classes": 1, "classes_of": "tokens"}, {"seq": 32}, "recall"),
     "classes": ({"classes": 2}, LABELS, "f1"),
     "numbers": ({"classes": 1}, LABELS | {"label": "size", "label_kind": "number"}, "pearson"),
 }
@@ -51,7 +52,7 @@ def flat(tree) -> dict[str, Any]:
 def _written(kind):
     model, data, _ = KINDS[kind]
     sections = {
-        "objective": "masked" if kind == "masked" else "classes", "model": BERT | model,
+        "objective": kind if kind in ("masked", "replaced") else "classes", "model": BERT | model,
         "data": {"source": "a.jsonl", "batch": 8, "held_out": 0.3} | data,
         "optimizer": {"learning_rate": 1.0e-2}, "train": {"steps": 20, "log_every": 1, "trackers": []},
     }  # fmt: skip
@@ -59,7 +60,7 @@ def _written(kind):
         yaml.safe_dump(sections, file)
 
 
-SLOW = [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("masked", "numbers")]
+SLOW = [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("masked", "replaced", "numbers")]
 
 
 @pytest.mark.parametrize(("kind", "in_parts"), [("masked", False), ("classes", True), *SLOW])
@@ -78,7 +79,7 @@ def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
     rows = [json.loads(line) for line in (folder / "W" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 20 and np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
-    last, count = rows[-1], "eval_tokens" if kind == "masked" else "eval_labels"
+    last, count = rows[-1], "eval_tokens" if kind in ("masked", "replaced") else "eval_labels"
     assert last[f"eval_{KINDS[kind][2]}"] >= 0 and last[count] > 10, last
     if in_parts:
         said = run("eval")
@@ -104,6 +105,9 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
         ("classes", ("model.classes=3",), r"has 2 labels, and model\.classes is 3(.|\n)*fix   --set model\.classes=2"),
         ("classes", ("model.token_types=1", "data.fields=[text, text]"), r"and model\.token_types is 1\n  fix "),
         ("classes", ("model.classes=1",), r"model\.classes: 1 is the number"),
+        ("replaced", ("model.classes=2",), r"model\.classes_of: tokens needs model\.classes: 1"),
+        ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes_of: tokens, which needs"),
+        ("replaced", ("data.fields=[text]", "data.label=mood"), r"replaced tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal"),
          r"objective: causal predicts tokens, not labels\n  fix "),

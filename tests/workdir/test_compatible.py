@@ -36,9 +36,11 @@ OTHER = {
     "layer_vocab": 50, "activation_sparsity": 0.9, "sparse_layers": 1, "shared_kv_layers": 1, "value_norm": True,
     "relative_positions": config.RelativePositions(), "mask": "full", "encoder": config.Encoder(), "token_types": 2,
     "relative_vectors": config.RelativeVectors(), "shared_layers": True, "embedding_in": "sum",
-    "pooler_activation": "gelu", "head_transform": True, "classes": 3, "patches": Patches(image=8, size=4),
+    "pooler_activation": "gelu", "classes_of": "tokens", "head_transform": True, "classes": 3,
+    "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
     "layer_scale": 0.1, "convolution": config.Convolution(),
+    "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
     "context": 64, "dropout": 0.1, "z_loss": 1e-3, "init_std": 0.5, "compute_dtype": "bfloat16",
@@ -57,7 +59,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.ModelConfig))
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS), "rotated": small(rope_dim=2),
-             "narrow": small(embedding_width=24),
+             "narrow": small(embedding_width=24), "learned": small(positions="learned"),
              "full": small(objective="masked", mask="full", positions="none", qkv_bias=True)}  # fmt: skip
     for folder, base in bases.items():
         with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
@@ -66,7 +68,9 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
-        base = "narrow" if name == "embedding_in" else "full" if name in ("relative_vectors", "convolution") else base
+        base = {"embedding_in": "narrow", "relative_vectors": "full", "convolution": "full", "vision": "learned"}.get(
+            name, base
+        )
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value

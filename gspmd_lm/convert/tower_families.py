@@ -1,0 +1,127 @@
+"""The family of two towers, one of texts and one of their images: CLIP."""
+
+import dataclasses
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Renamed, Values
+from gspmd_lm.convert.image_families import ImagePatches
+from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.names import linear, norm
+
+_TEXT, _VISION = "text_config", "vision_config"
+_QUICK_GELU, _SLOPE = "quick_gelu", 1.702  # x * sigmoid(1.702 x)
+# The eos_token_id of old files. To transformers it means that a text is read at the token with the highest number.
+_HIGHEST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class QuickActivation(Activation):
+    """The activation, which may be quick_gelu: silu with a slope."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        super().read(reader, values)
+        values["activation_slope"] = _SLOPE if reader.get([self.names], self.default) == _QUICK_GELU else 1.0
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.names: _QUICK_GELU} if model.activation_slope == _SLOPE else super().write(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class EndOfText:
+    """The token at which a text is read. Here it is the last one, whose number only the tokenizer says."""
+
+    name: str = f"{_TEXT}.eos_token_id"
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        reader.whole([self.name], _HIGHEST, 0)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.name: _HIGHEST}
+
+
+def _tower(part: str, embed: int, heads_: int, mlp: int) -> tuple[FieldCodec, ...]:
+    return (
+        Renamed(f"{part}.hidden_size", "embed", embed), Renamed(f"{part}.intermediate_size", "mlp", mlp),
+        Renamed(f"{part}.num_hidden_layers", "layers", 12, most=MOST_LAYERS),
+        Renamed(f"{part}.num_attention_heads", "heads", heads_), Constant("kv_heads", heads),
+        Constant("head_dim", head_dim), Renamed(f"{part}.layer_norm_eps", "norm_eps", 1e-5),
+        QuickActivation(f"{part}.hidden_act", _QUICK_GELU, {"gelu_tanh": "gelu_new"}, ((_QUICK_GELU, "silu"),)),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionPart:
+    """The tower of images, and the space in which texts and images are compared."""
+
+    codecs: tuple[FieldCodec, ...] = (*_tower(_VISION, 768, 12, 3072), ImagePatches("none", f"{_VISION}.", 32))
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        found = Values()
+        for codec in self.codecs:
+            codec.read(reader, found)
+        for setting in ("activation", "activation_slope", "norm_eps"):
+            if found[setting] != values[setting]:
+                both = f"{found[setting]}, and {values[setting]} by {_TEXT}"
+                reader.problems.append(f"{_VISION}: model.{setting} is {both}, which is not supported")
+        sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
+        values["vision"] = {name: found[name] for name in sizes} | {
+            "patches": found["patches"] | {"bias": False},
+            "projection": reader.number(["projection_dim"], 512),
+            "temperature": float(reader.number(["logit_scale_init_value"], 2.6592)),
+        }
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (model.vision and (vision := model.of_vision)):
+            return {}
+        written = {"projection_dim": model.vision.projection, "logit_scale_init_value": model.vision.temperature}
+        for codec in self.codecs:
+            written |= codec.write(vision)
+        return written
+
+
+_CLIP = (
+    Renamed(f"{_TEXT}.vocab_size", "vocab", 49408), Renamed(f"{_TEXT}.max_position_embeddings", "context", 77),
+    *_tower(_TEXT, 512, 8, 2048), *PLAIN_LAYERNORM, Constant("positions", "learned"), Constant("qkv_bias", True),
+    Constant("attention_out_bias", True), Constant("mlp_bias", True), EndOfText(), VisionPart(),
+)  # fmt: skip
+
+
+def _blocks(prefix: str, ours: str, last: str) -> tuple[Tensor, ...]:
+    layer = f"{prefix}.encoder.layers.{{}}"
+    attention = f"{layer}.self_attn"
+    return (
+        *linear(f"{attention}.q_proj", "(N H) D", f"{ours}attention.wq"),
+        *linear(f"{attention}.k_proj", "(K H) D", f"{ours}attention.wk"),
+        *linear(f"{attention}.v_proj", "(K H) D", f"{ours}attention.wv"),
+        *linear(f"{attention}.out_proj", "D (N H)", f"{ours}attention.wo"),
+        *norm(f"{layer}.layer_norm1", f"{ours}attention_norm", bias=True),
+        *linear(f"{layer}.mlp.fc1", "F D", f"{ours}mlp.w_up"),
+        *linear(f"{layer}.mlp.fc2", "D F", f"{ours}mlp.w_down"),
+        *norm(f"{layer}.layer_norm2", f"{ours}mlp_norm", bias=True),
+        *norm(f"{prefix}.{last}", f"{ours}final_norm", bias=True),
+    )
+
+
+_IMAGE = "vision_model.embeddings"
+_TENSORS = (
+    Tensor("text_model.embeddings.token_embedding.weight", "V D", ("embedding",)),
+    Tensor("text_model.embeddings.position_embedding.weight", "p D", ("position_embedding",)),
+    *_blocks("text_model", "", "final_layer_norm"),
+    Tensor("text_projection.weight", "j D", ("projection",)),
+    Tensor("logit_scale", "", ("temperature",)),
+    Tensor(f"{_IMAGE}.class_embedding", "D", ("vision.class_row",)),
+    Tensor(f"{_IMAGE}.patch_embedding.weight", "D x", ("vision.stem",)),
+    Tensor(f"{_IMAGE}.position_embedding.weight", "p D", ("vision.position_embedding",)),
+    *norm("vision_model.pre_layrnorm", "vision.embedding_norm", bias=True),
+    *_blocks("vision_model", "vision.", "post_layernorm"),
+    Tensor("visual_projection.weight", "j D", ("vision.projection",)),
+)
+TOWER_FAMILIES = (
+    Family(
+        "CLIP", "clip", "CLIPModel", "", _CLIP, _TENSORS, no_weights=(r"embeddings\.position_ids$",),
+        irrelevant=("projection_dim", "tie_word_embeddings"), parts=(_TEXT, _VISION),
+    ),
+)  # fmt: skip

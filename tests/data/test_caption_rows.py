@@ -1,0 +1,143 @@
+"""Images with texts: what a row holds, what is held out, what is refused, and a run that learns which are together."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import gspmd_lm
+from gspmd_lm import InputError
+from gspmd_lm import config as configs
+from gspmd_lm.data import loader
+from tests.data.test_image_rows import drawn
+
+pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
+COLOURS = ("red", "green", "blue")
+
+
+def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(), **data):
+    plain = {
+        "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
+        "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
+        "vision": {"patches": {"image": 8, "size": 4}, "projection": 8}, "compute_dtype": "float32",
+    }  # fmt: skip
+    of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
+    return configs.from_dict(
+        {"name": "captions", "objective": "contrastive", "model": plain | dict(model),
+         "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
+         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Nine images, and a table that names them."""
+    (tmp_path / "seen" / "png").mkdir(parents=True)
+    lines = ["file,text"]
+    for number in range(9):
+        drawn(number).save(tmp_path / "seen" / "png" / f"{number}.png")
+        lines.append(f"png/{number}.png,{COLOURS[number % 3]} {number}")
+    (tmp_path / "seen" / "table.csv").write_text("\n".join(lines))
+    return tmp_path / "seen"
+
+
+def test_a_row_has_the_patches_of_an_image_and_its_text(folder):
+    train, held_out = loader.open_loaders(config_of(folder))
+    assert held_out is None and len(train.rows) == 9 and train.tokens_per_epoch == 9
+    assert "9 images with texts" in train.description and "skipped" not in train.description
+    found = train.rows.read([1, -1])
+    whole = (np.asarray(drawn(1), np.float32) / 255 - 0.5) / 0.5
+    np.testing.assert_allclose(found["patches"][0, 2], whole[:4, 4:].transpose(2, 0, 1).ravel(), atol=1e-6)
+    assert found["patches"].shape == (2, 8, 48) and found["patches"].dtype == np.float32
+    assert not found["patches"][0, [0, 5, 6, 7]].any() and not found["patches"][1].any()
+    assert found["tokens"].tolist() == [[*b"green 1", 256, 0, 0, 0, 0], [0] * 12]
+    assert found["segment_ids"].tolist() == [[1] * 8 + [0] * 4, [0] * 12]
+    assert found["positions"][0].tolist() == [*range(8), 0, 0, 0, 0]
+
+
+def test_a_text_that_is_too_long_is_cut_before_its_end(folder):
+    (folder / "table.csv").write_text("file,text\npng/0.png,a text of many letters\npng/1.png,short")
+    train = loader.open_loaders(config_of(folder))[0]
+    assert train.rows.read([0])["tokens"].tolist() == [[*b"a text of m", 256]]
+    assert "texts cut to data.seq=12 tokens: 1" in train.description
+
+
+def test_tables_of_other_kinds_hold_the_same_images(folder):
+    contents = [(folder / "png" / f"{number}.png").read_bytes() for number in range(9)]
+    texts = [f"{COLOURS[number % 3]} {number}" for number in range(9)]
+    columns = {"image": [{"bytes": one, "path": "x.png"} for one in contents], "plain": contents, "text": texts,
+               "file": [f"png/{number}.png" for number in range(9)]}  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "all.parquet")
+    want = loader.open_loaders(config_of(folder / "table.csv"))[0].rows.read(range(9))
+    for name in ("image", "plain", "file"):
+        found = loader.open_loaders(config_of(folder / "all.parquet", fields=(name, "text")))[0].rows.read(range(9))
+        assert all(np.array_equal(found[array], want[array]) for array in want)
+
+
+def test_rows_are_the_same_after_a_restart_and_equal_images_are_on_one_side(folder):
+    (folder / "png" / "copy.png").write_bytes((folder / "png" / "0.png").read_bytes())
+    with open(folder / "table.csv", "a") as table:
+        table.write("\npng/copy.png,another text")
+    config = config_of(folder, held_out=0.4)
+    (train, apart), (again, _) = loader.open_loaders(config), loader.open_loaders(config)
+    assert train.fingerprint == again.fingerprint
+    first, second = (one.rows_at(7, slice(0, 4)) for one in (train, again))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    sums = [{caption.encoded.sha256 for caption in one.rows.captions} for one in (train, apart)]
+    assert not sums[0] & sums[1] and len(train.rows) + len(apart.rows) == 10
+
+
+def broken(folder, what):
+    """Makes the first image, its text or the settings unusable."""
+    path, table = folder / "png" / "0.png", folder / "table.csv"
+    if what == "no image":
+        path.write_bytes(b"no image at all")
+    elif what == "missing":
+        path.unlink()
+    elif what == "column":
+        table.write_text("picture,text\npng/0.png,a")
+    elif what == "no text":
+        (folder / "table.jsonl").write_text(json.dumps({"file": "png/0.png", "text": None}))
+        table.unlink()
+    elif what == "no table":
+        table.unlink()
+    return {"no fields": {"fields": ()}, "vocabulary": {"model": {"vocab": 200}}}.get(what, {})
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no image", r"table\.csv:2: .*0\.png: cannot be read as an image"),
+        ("missing", r"0\.png: cannot be read \(No such file or directory\)\n  fix "),
+        ("column", r"table\.csv:2: file is not one of picture, text: there is no image\n  fix   name in data\.fields"),
+        ("no text", r"table\.jsonl:1.*: text is empty"),
+        ("no table", r"data\.source: .*seen: nothing to read"),
+        ("no fields", r"data\.fields: records have images and texts\n  fix   set it to the names of both fields"),
+        ("vocabulary", r"data\.tokenizer=bytes has 257 tokens, more than model\.vocab=200\n  fix "),
+    ],
+)
+def test_what_is_no_image_with_a_text_is_refused_with_its_place(what, words, folder):
+    changes = broken(folder, what)
+    with pytest.raises(InputError, match=words):
+        loader.open_loaders(config_of(folder, **changes))
+
+
+@pytest.mark.slow
+def test_a_run_learns_which_image_belongs_to_a_text(tmp_path, folder):
+    config = config_of(folder, steps=30, held_out=str(folder), batch=8)
+    with pytest.raises(InputError, match="held_out has all images of data"):
+        loader.open_loaders(config)
+    (tmp_path / "other").mkdir()
+    lines = ["file,text"]
+    for number in range(3):
+        drawn(30 + number).save(tmp_path / "other" / f"{number}.png")
+        lines.append(f"{number}.png,{COLOURS[number]} 9")
+    (tmp_path / "other" / "table.csv").write_text("\n".join(lines))
+    config = config_of(folder, steps=30, held_out=str(tmp_path / "other"), batch=8)
+    last = gspmd_lm.train(config, "none", tmp_path / "run", platform="cpu")
+    assert last["loss"] < 1.2 < np.log(8) and last["pairs"] == 8
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = next(row for row in reversed(logged) if "eval_image_of_text" in row)
+    assert scores["eval_pairs"] == 3 and scores["eval_image_of_text"] == 1.0

@@ -1,0 +1,114 @@
+"""Texts and their images: the loss is that of the whole batch under every layout, and wrong settings are refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from gspmd_lm.config import Encoder, Images, Lora, Patches, Vision
+from gspmd_lm.model.supported import Pass, attention_lacks
+from gspmd_lm.model.towers import compare
+from gspmd_lm.plan.pipelines import layers
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import contrastive, decoder, progress
+from tests.courses import agree, weights
+
+CLIP = {
+    "objective": "contrastive", "vision": Vision(patches=Patches(image=16, size=4, bias=False), projection=24, embed=48,
+                                                 layers=1, head_dim=6, mlp=40),
+    "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "silu", "activation_slope": 1.702,
+    "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "data": {"source_seq": 24},
+}  # fmt: skip
+DROPOUT = CLIP | {"dropout": 0.1}
+UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
+CASES = [(layout, CLIP, 1) for layout in ("fsdp2_tp4", "fsdp8", "tp8", "zero1_8", "cp8", "cp8_ulysses")]
+CASES += [("cp8", DROPOUT, 1), ("fsdp2_tp4", CLIP, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "interleave"),
+    [pytest.param(*case, marks=pytest.mark.slow if number else ()) for number, case in enumerate(CASES)],
+)
+def test_a_layout_changes_nothing(layout, kind, interleave, small, course):
+    config, rules = small(optimizer=UNCLIPPED, **kind), rules_file.load(layout)
+    alone, found = course(config, "single", 3, unroll=1), course(config, rules, 3, interleave=interleave)
+    # Softmax does not know what all keys have in common.
+    agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk",))
+
+
+@pytest.fixture(scope="module")
+def model(small):
+    return dataclasses.replace(small(**CLIP).model, dropout=0.0)
+
+
+def batch_of(lengths, T=10):
+    """Rows with a text and an image in each; one without a text is padding."""
+    rng, rows, places = np.random.default_rng(0), len(lengths), np.arange(T)
+    return {
+        "tokens": rng.integers(0, 61, (rows, T)), "positions": np.tile(places, (rows, 1)), "row": np.arange(rows),
+        "segment_ids": (places < np.array(lengths)[:, None]).astype(int),
+        "patches": rng.standard_normal((rows, 20, 48)).astype(np.float32),
+    }  # fmt: skip
+
+
+def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model):
+    run, batch = jax.jit(lambda batch: compare(model, weights(model), batch)[:2]), batch_of([4, 10])
+    text, image = run(batch)
+    np.testing.assert_allclose(np.square([text, image]).sum(-1), 1, rtol=1e-5)
+    patches, tokens = batch["patches"].copy(), batch["tokens"].copy()
+    patches[:, 17:], tokens[0, 4:] = 9.0, 7  # 17 rows of an image: one that is learned, and its patches
+    assert all((one == other).all() for one, other in zip(run(batch | {"patches": patches, "tokens": tokens}),
+                                                          (text, image), strict=True))  # fmt: skip
+    patches[:, 16], tokens[0, 3] = 9.0, 8
+    for one, other in zip(run(batch | {"patches": patches, "tokens": tokens}), (text, image), strict=True):
+        assert np.abs(one[0] - other[0]).max() > 1e-3
+
+
+def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_not_in_it(model):
+    params, batch = weights(model), batch_of([4, 0, 10, 7])
+    run = jax.jit(lambda batch: (compare(model, params, batch), contrastive.evaluate(model, params, batch)))
+    (text, image, scale), found = run(batch)
+    assert progress.scored(contrastive.scores(found)) == "3 pairs were scored"
+    real = [0, 2, 3]
+    scores = np.asarray(scale * text[np.array(real)] @ image[np.array(real)].T, np.float64)
+    both = [np.log(np.exp(one).sum(1)) - np.diag(one) for one in (scores, scores.T)]
+    np.testing.assert_allclose(found["loss"], sum(both).sum() / 2, rtol=1e-5)
+    assert found["correct_texts"] == (scores.argmax(1) == np.arange(3)).sum()
+    assert found["correct_images"] == (scores.argmax(0) == np.arange(3)).sum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": "causal"}, "objective: contrastive needs model.vision, and model.vision needs objective"),
+        ({"vision": None}, "objective: contrastive needs model.vision"),
+        ({"data": {"source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16 to as many"),
+        ({"data": {"images": Images(resize=8)}}, "data.images.resize=8 is below model.vision.patches.image=16"),
+        ({"data": {"images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
+        ({"data": {"packing": "stream"}}, "objective: contrastive needs data.packing: documents"),
+        ({"positions": "rope"}, "vision does not go with positions: rope"),
+        ({"mask": "full"}, "vision does not go with mask: full"),
+        ({"experts": 4, "experts_per_token": 2}, "vision does not go with experts"),
+        ({"encoder": Encoder()}, "vision does not go with encoder"),
+        ({"shared_layers": True}, "vision does not go with shared_layers"),
+        ({"lora": Lora(targets=("wq",))}, "vision does not go with lora: adapters would leave the projections as they"),
+        (
+            {"vision": dataclasses.replace(CLIP["vision"], heads=6)},
+            "vision.heads=6 and vision.kv_heads=0, which do not",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**{**CLIP, **changes})
+
+
+def test_a_kernel_is_asked_for_both_towers(small):
+    config = small(**CLIP | {"compute_dtype": "bfloat16", "context": 256, "data": {"seq": 128, "source_seq": 24}})
+    lacks = attention_lacks("splash", config, rules_file.load("single"), Pass(128, segments=True))
+    assert lacks == "data.source_seq: 24 (only multiples of 128) of images"
+
+
+def test_no_pipeline_is_planned(small):
+    assert layers(decoder.task(small(**CLIP))) == 1
