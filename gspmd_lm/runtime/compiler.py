@@ -48,8 +48,6 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
         "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     },
-    # Where layers compute their rows in parts, an attention kernel hides what another part gathers.
-    "tpu interleave": {"xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call": True},
     # On a torus of three dimensions, libtpu turns reduce-scatters, and all-gathers over 64 chips or more, into
     # synchronous all-reduces of twice the bytes. With these options the collectives stay what they are, asynchronous.
     "tpu 3d": {
@@ -72,8 +70,7 @@ def options(
     """The compiler options of `platform`: its defaults, overridden by the rules file's `compiler_options.<platform>`.
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it. Some are for programs of `also`: "once" for one
-    that runs only once, "offload" for one that offloads activations, "interleave" for one whose layers compute rows in
-    parts.
+    that runs only once, "offload" for one that offloads activations.
 
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.

@@ -148,8 +148,7 @@ class Rules:
     @property
     def compiled_for(self) -> tuple[str, ...]:
         """What a training step under these rules has compiler options of its own for."""
-        asked = {"offload": self.remat.offload, "interleave": self.interleave > 1}
-        return tuple(kind for kind, yes in asked.items() if yes)
+        return ("offload",) if self.remat.offload else ()
 
     def kernel(self, platform: str) -> str:
         """The attention kernel of a platform; XLA's own where none is chosen."""

@@ -147,12 +147,3 @@ def test_gpu_programs_that_offload_may_overlap_although_memory_seems_full():
         factors.append(compiler.options("gpu", {}, rules.path, also=rules.compiled_for)[name])
     assert factors == [115, 1000]
     assert name not in compiler.options("tpu", {}, "here", also=("offload",))
-
-
-def test_a_step_whose_layers_compute_rows_in_parts_has_an_option_of_its_own():
-    def options(parts, platform):
-        rules = rules_file.from_dict({"mesh": {"data": 8}, "interleave": parts}, "here")
-        return set(compiler.options(platform, {}, rules.path, also=rules.compiled_for))
-
-    assert options(2, "tpu") - options(1, "tpu") == set(compiler.DEFAULT_OPTIONS["tpu interleave"])
-    assert options(2, "gpu") == options(1, "gpu")
