@@ -178,6 +178,10 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
                       "model.positions=learned", "model.mask=full"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, "model.layer_scale=0.1"]))
+    levels = "{size: 2, levels: [{layers: 1, embed: 8, heads: 8, mlp: 8}]}"
+    in_windows = [f"model.windows={levels}", "model.patches={image: 8, size: 2, class_row: false, pool: mean}",
+                  "model.context=16", "data.seq=16", "model.positions=none", "model.kv_heads=8"]  # fmt: skip
+    configs.append(config.load("tiny", [*seen_by_images, *in_windows]))
     heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
     configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
     tower = "model.vision={patches: {image: 8, size: 4}, projection: 8}"

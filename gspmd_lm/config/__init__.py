@@ -29,6 +29,9 @@ from gspmd_lm.config.towers import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
+from gspmd_lm.config.windows import Windows as Windows
+from gspmd_lm.config.windows import levels as levels
+from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError
 
 
@@ -176,6 +179,8 @@ class Config:
             "to as many, or above for padding":
                 encoder and model.frames and self.source_seq < encoder.context,
             "model.frames needs model.encoder, which reads them": model.frames and not encoder,
+            f"model.row_multiple={model.row_multiple} needs model.windows":
+                model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":
                 self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive"),
             f"objective: {objective} needs data.fields=[source, text], without data.label":
@@ -208,8 +213,8 @@ class Config:
             "model.patches needs objective: classes": self.objective != "classes",
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
-                model.relative_positions and (model.relative_positions.side, model.patches.first) != (
-                    model.patches.side, 1),
+                model.relative_positions and not model.windows and (
+                    model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,

@@ -62,12 +62,13 @@ class RelativePositions:
     ranges: Size = 32  # how many ranges of distances there are
     distance: Size = 128  # from this distance on, all keys are in the last range
     shared: bool = True  # whether all layers have one table (T5), or each has its own
-    side: Count = 0  # patches on a side of an image, behind a learned row; 0: distances are those in a row
+    side: Count = 0  # patches on a side of an image, or of a window of it; 0: distances are those in a row
+    learned_row: bool = True  # whether a learned row stands before these patches
 
     @property
     def ranges_of_plane(self) -> int:
-        """How many ranges there are in two dimensions: three are of the learned row, as query, as key, and as both."""
-        return (2 * self.side - 1) ** 2 + 3
+        """How many ranges there are in two dimensions: three are of a learned row, as query, as key, and as both."""
+        return (2 * self.side - 1) ** 2 + 3 * self.learned_row
 
     def __post_init__(self):
         if self.side:

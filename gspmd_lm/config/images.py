@@ -9,15 +9,17 @@ from gspmd_lm.config.types import STRICT, Count, Positive, Size
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Patches:
-    """The patches of square images (ViT, arXiv 2010.11929). A learned row stands before them."""
+    """The patches of square images (ViT, arXiv 2010.11929)."""
 
     image: Size  # pixels on a side of an image
     size: Size  # pixels on a side of a patch
     channels: Size = 3  # 3: red, green and blue; 1: grey
+    class_row: bool = True  # whether a learned row stands before the patches (Swin: not)
     # row: a second learned row follows the first one (DeiT, arXiv 2012.12877). head: it is scored by a classifier of
     # its own, and an image's scores are the mean of both.
     distillation: Literal["none", "row", "head"] = "none"
-    # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT).
+    # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT) unless
+    # there is a final_norm.
     pool: Literal["first", "mean"] = "first"
     bias: bool = True  # whether the projection of patches has a bias (CLIP: not)
 
@@ -26,11 +28,13 @@ class Patches:
             raise ValueError(f"image={self.image} is not a multiple of size={self.size}")
         if self.pool == "mean" and self.distillation == "head":
             raise ValueError("pool: mean does not go with distillation: head, which is read at a row")
+        if not self.class_row and (self.pool == "first" or self.distillation != "none"):
+            raise ValueError("class_row: false needs pool: mean and distillation: none, which read no row")
 
     @property
     def first(self) -> int:
         """The learned rows, which stand before the patches."""
-        return 1 + (self.distillation != "none")
+        return self.class_row + (self.distillation != "none")
 
     @property
     def rows(self) -> int:

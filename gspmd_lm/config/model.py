@@ -22,6 +22,7 @@ from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.towers import Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+from gspmd_lm.config.windows import Windows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -135,9 +136,9 @@ class ModelConfig:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, the chunks, or linear attention. The pattern is repeated over the depth; () means
-    # all layers. A layer of kind nope has none of them, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, linear attention, or windows that are shifted. The pattern is repeated
+    # over the depth; () means all layers. A layer of kind nope has none of them, and no positions.
+    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
     latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
@@ -157,6 +158,8 @@ class ModelConfig:
     classes_of: Literal["text", "tokens"] = "text"  # tokens: each of a text, as objective: replaced needs it (ELECTRA)
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
+    windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
+    row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
     vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
@@ -194,7 +197,7 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        keys = {"sliding": "sliding_window", "chunked": "attention_chunk", "linear": "linear_attention"}
+        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
@@ -209,7 +212,7 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
-        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.convolution
+        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.windows, self.convolution
         wrong += [line for part in parts if part for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -272,10 +275,7 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple["Stack", ...]:
-        """The layers in order. The first ones may be dense or sparse, and the last ones may share keys.
-
-        A first layer that has a convolution beside it stands alone.
-        """
+        """The layers in order. The first ones may be dense, sparse or beside a convolution; the last may share keys."""
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
             "sparse_layers": self.sparse_layers, "shared_kv_layers": self.layers,
@@ -346,7 +346,7 @@ class ModelConfig:
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
@@ -367,6 +367,7 @@ class ModelConfig:
             values["attention_chunk"] = 0
         if kind != "linear":
             values["linear_attention"] = None
+        values["windows"] = self.windows and self.windows.of_layer(kind)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

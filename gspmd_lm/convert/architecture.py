@@ -24,7 +24,7 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "attention_scores_dtype", "matmul_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate",
-    "router_z_loss",
+    "router_z_loss", "row_multiple",
 )  # fmt: skip
 _OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.

@@ -1,4 +1,4 @@
-"""The families that see images: ViT, DeiT and BEiT, with a head of classes."""
+"""The families that see images: ViT, DeiT, BEiT and Swin, with a head of classes."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ from gspmd_lm.config import paths
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.encoder_families import Classes
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Flag, Renamed, Values
-from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed, Values
+from gspmd_lm.convert.layout import LEVEL, Tensor
 from gspmd_lm.convert.names import linear, norm
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError
@@ -20,6 +20,7 @@ _BIAS = "relative_position_bias.relative_position_bias_table"
 PREPROCESSOR = "preprocessor_config.json"
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _ROWS_DIVIDE_BY = 8
+MOST_LEVELS = 8  # a limit: published models have four
 
 
 _NO_POSITIONS = "has two kinds of biases by distance, which is not supported"
@@ -70,6 +71,7 @@ class ImagePatches:
     distillation: str
     part: str = ""  # of config.json, with a dot behind it
     size: int = 16  # of a patch, where no field says it
+    class_row: bool = True
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         sides = (f"{self.part}image_size", 224), (f"{self.part}patch_size", self.size)
@@ -79,7 +81,9 @@ class ImagePatches:
             reader.refuse(sides[0][0], image, f"is not a multiple of patch_size: {size}")
             image = size
         values["patches"] = {"image": image, "size": size, "channels": channels, "distillation": self.distillation}
-        values |= {"vocab": 0, "context": 1 + (self.distillation != "none") + (image // size) ** 2}
+        values |= {"vocab": 0, "context": self.class_row + (self.distillation != "none") + (image // size) ** 2}
+        if not self.class_row:
+            values["patches"] |= {"class_row": False, "pool": "mean"}
 
     def _side(self, reader: ConfigReader, name: str, default: int) -> int:
         side = reader.get([name], default)
@@ -95,6 +99,54 @@ class ImagePatches:
             return {}
         fields = {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
         return {f"{self.part}{name}": value for name, value in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class SwinLevels:
+    """Swin's windows, and the sizes of its levels, each of which is twice as wide as the level before."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        embed, size = reader.whole(["embed_dim"], 96, 1), reader.whole(["window_size"], 7, 2)
+        ratio, side = reader.number(["mlp_ratio"], 4.0), values["patches"]["image"] // values["patches"]["size"]
+        layers, heads = (
+            self._numbers(reader, "depths", [2, 2, 6, 2]),
+            self._numbers(reader, "num_heads", [3, 6, 12, 24]),
+        )
+        widths, head_dim = [embed * 2**number for number in range(len(layers))], embed // heads[0]
+        if [head_dim * count for count in heads] != widths:
+            reader.refuse("num_heads", heads, f"does not give heads of one size to levels of the widths {widths}")
+            return
+        if any(side / 2**number % size for number in range(len(layers))):
+            why = (
+                f"does not divide the {side} patches on a side in each of {len(layers)} levels, which is not supported"
+            )
+            reader.refuse("window_size", size, why)
+            return
+        first, *rest = [
+            {"layers": depth, "embed": width, "heads": count, "mlp": int(ratio * width)}
+            for depth, width, count in zip(layers, widths, heads, strict=True)
+        ]
+        values |= first | {"kv_heads": heads[0], "head_dim": head_dim, "row_multiple": _ROWS_DIVIDE_BY}
+        values |= {"layer_pattern": ["full", "shifted"], "windows": {"size": size, "shift": size // 2, "levels": rest}}
+        ranges = (2 * size - 1) ** 2
+        values["relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
+
+    def _numbers(self, reader: ConfigReader, name: str, default: list[int]) -> list[int]:
+        numbers = reader.get([name], default)
+        whole = isinstance(numbers, list) and all(type(one) is int and 0 < one <= MOST_LAYERS for one in numbers)
+        if whole and 0 < len(numbers) <= MOST_LEVELS:
+            return numbers
+        reader.refuse(name, numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
+        return default
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not model.windows:
+            return {}
+        levels = config.levels(model)
+        return {
+            "embed_dim": model.embed, "window_size": model.windows.size, "depths": [level.layers for level in levels],
+            "num_heads": [level.heads for level in levels], "mlp_ratio": model.mlp / model.embed,
+        }  # fmt: skip
 
 
 def padded_rows(context: int) -> int:
@@ -222,6 +274,49 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
     )
 
 
+_SWIN = (
+    ImagePatches("none", class_row=False), SwinLevels(), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+    Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
+    Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), Constant("mask", "full"),
+    Constant("positions", "none"),
+    Fixed("use_absolute_embeddings", False, "adds a table of positions to the patches, which is not supported"),
+    Flag("qkv_bias", ("qkv_bias",), True), Constant("attention_out_bias", True), Constant("mlp_bias", True),
+    Constant("embedding_norm", True), Classes(),
+)  # fmt: skip
+
+
+def _of_level(number: int) -> tuple[Tensor, ...]:
+    """The tensors of one level of Swin."""
+    stage, ours = f"swin.encoder.layers.{number}", f"{LEVEL}{number}."
+    layer, attention = f"{stage}.blocks.{{}}", f"{stage}.blocks.{{}}.attention"
+    merge = f"swin.encoder.layers.{number - 1}.downsample"
+    merged: Any = {"others": lambda level: dict.fromkeys("DO", 2 * level.embed)}
+    return tuple(
+        dataclasses.replace(tensor, is_of=lambda model: len(config.levels(model)) > number)
+        for tensor in (
+            *norm(f"{layer}.layernorm_before", f"{ours}attention_norm", bias=True),
+            *linear(f"{attention}.self.query", "(N H) D", f"{ours}attention.wq"),
+            *linear(f"{attention}.self.key", "(K H) D", f"{ours}attention.wk"),
+            *linear(f"{attention}.self.value", "(K H) D", f"{ours}attention.wv"),
+            *linear(f"{attention}.output.dense", "D (N H)", f"{ours}attention.wo"),
+            Tensor(f"{attention}.self.relative_position_bias_table", "r N", (f"{ours}attention.relative_bias",)),
+            *norm(f"{layer}.layernorm_after", f"{ours}mlp_norm", bias=True),
+            *linear(f"{layer}.intermediate.dense", "F D", f"{ours}mlp.w_up"),
+            *linear(f"{layer}.output.dense", "D F", f"{ours}mlp.w_down"),
+            *norm(f"{merge}.norm", f"{ours}merge_norm", bias=True, axis="O", **merged),
+            Tensor(f"{merge}.reduction.weight", "D O", (f"{ours}merge",), others=lambda level: {"O": 2 * level.embed}),
+            *norm("swin.layernorm", f"{ours}final_norm", bias=True),
+        )
+    )
+
+
+_SWIN_TENSORS = (
+    *linear("swin.embeddings.patch_embeddings.projection", "D x", "stem", biases=("stem_bias",)),
+    *norm("swin.embeddings.norm", "embedding_norm", bias=True),
+    *(tensor for number in range(MOST_LEVELS) for tensor in _of_level(number)),
+    *linear("classifier", "c D", "classifier", biases=("classifier_bias",),
+            others=lambda model: {"D": config.levels(model)[-1].embed}),
+)  # fmt: skip
 # Tensors of pretraining, and numbers that follow from the sizes.
 _BEIT_UNUSED = (r"embeddings\.mask_token$", r"relative_position_index$")
 # Fields of training in transformers, and of other heads.
@@ -230,6 +325,11 @@ _BEIT_IRRELEVANT = (
     "auxiliary_loss_weight", "auxiliary_num_convs", "out_features", "out_indices", "_out_features",
     "_out_indices", "stage_names", "pool_scales",
     "reshape_hidden_states", "semantic_loss_ignore_index", "use_auxiliary_head",
+)  # fmt: skip
+# Fields of training, of other heads, and those that repeat sizes.
+_SWIN_IRRELEVANT = (
+    "drop_path_rate", "encoder_stride", "out_features", "out_indices", "_out_features", "_out_indices", "stage_names",
+    "hidden_size", "num_layers", "path_norm",
 )  # fmt: skip
 # Fields of an unused head, and of pictures that a decoder draws.
 _IRRELEVANT = ("encoder_stride", "pooler_act", "pooler_output_size")
@@ -244,6 +344,10 @@ IMAGE_FAMILIES: tuple[Family, ...] = (
         "BEiT", "beit", "BeitForImageClassification", "beit.", _BEIT, _tensors("beit.", "classifier"),
         no_weights=_BEIT_UNUSED, irrelevant=_BEIT_IRRELEVANT,
         heads=(r"^(beit\.)?pooler\.layernorm\.", r"^classifier\."),
+    ),
+    Family(
+        "Swin", "swin", "SwinForImageClassification", "swin.", _SWIN, _SWIN_TENSORS, no_weights=_BEIT_UNUSED,
+        irrelevant=_SWIN_IRRELEVANT, heads=(r"^classifier\.", r"^decoder\."),
     ),
     Family(
         "DeiT", "deit", "DeiTForImageClassification", "deit.", _codecs("row"), _tensors("deit.", "classifier"),

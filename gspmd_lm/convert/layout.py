@@ -28,6 +28,7 @@ from gspmd_lm.sharding.axes import AXES
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b", "joint": "j"}
 _INNER = ("encoder", "vision")  # how the weights of other stacks of blocks begin
+LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 
@@ -35,6 +36,8 @@ _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
 def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
     """The settings of the stack of blocks within the model that has a weight; None if it is of the model's own."""
     name = path.partition(".")[0]
+    if name.startswith(LEVEL):
+        return config.levels(model)[int(name.removeprefix(LEVEL))]
     return getattr(model, f"of_{name}") if name in _INNER else None
 
 

@@ -14,7 +14,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train.metrics import attention_flops, cross_attention_flops, flops_per_token, model_flops
+from gspmd_lm.train.metrics import attention_flops_of_row, flops_per_token, model_flops
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 FLOAT32_BYTES = 4
@@ -129,14 +129,8 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
-    model, seq = config.model, config.data.seq
     total = sum(flops for _, flops in _matmul_flops(config, rules, arrays, graph))
-    attention = attention_flops(model, seq) * seq
-    if other := model.of_encoder or model.of_vision:
-        source_seq = config.source_seq
-        attention += attention_flops(other, source_seq) * source_seq
-        attention += cross_attention_flops(model, source_seq) * seq if model.encoder else 0
-    return total + attention * config.data.batch / rules.devices
+    return total + attention_flops_of_row(config) * config.data.batch / rules.devices
 
 
 def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:

@@ -11,6 +11,7 @@ from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
+from gspmd_lm.model.kernels.windows import attend_in_windows
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, use
@@ -115,7 +116,10 @@ class Attention(nn.Module):
         if cfg.relative_vectors:
             pairs = (self.wq.weight, self.bq), (self.w_keys[0].weight, self.b_keys["k"])
             of_heads = of_ranges(batch["relative_RD"], *pairs)
-        out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
+        if cfg.windows:
+            out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads)
+        else:
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
         if self.wg is not None:
             gate_BTNH = like(project(x_BTD, self.wg), Q)
             out_BTNH = shard(out_BTNH * jax.nn.sigmoid(gate_BTNH), OUT)

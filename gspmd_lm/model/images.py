@@ -27,13 +27,9 @@ class ImageClassifier(Stack):
         patches, and beyond the context rows of padding. No row sees padding.
         """
         cfg, x_BTD = self.cfg, seen(self, batch, dropout_key)
-        places_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
-            is_patch_BT1 = ((places_BT >= cfg.patches.first) & (places_BT < cfg.context))[..., None]
-            sum_B1D = jnp.where(is_patch_BT1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
-            mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
-            class_row_B1D = Norm(cfg, name="pooled_norm")(mean_B1D)
+            class_row_B1D = mean_of_patches(cfg, x_BTD)
         scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
         if cfg.patches and cfg.patches.distillation == "head":
             second_B1X = scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)
@@ -49,11 +45,21 @@ def seen(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | Non
     of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
     if cfg.context < T:
         of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-    x_BTD, keys_BT = before_blocks(cfg, _patched(stack, cfg, patches_BTX), batch, dropout_key)
+    x_BTD, keys_BT = before_blocks(cfg, patched(stack, cfg, patches_BTX), batch, dropout_key)
     return stack.blocks(x_BTD, of_rows, keys_BT)[0]
 
 
-def _patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
+def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The mean of the patches of each image, [B, 1, D], normed if they are not."""
+    assert cfg.patches
+    places_T1 = jnp.arange(x_BTD.shape[1])[:, None]
+    is_patch_T1 = (places_T1 >= cfg.patches.first) & (places_T1 < cfg.context)
+    sum_B1D = jnp.where(is_patch_T1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
+    mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
+    return mean_B1D if cfg.final_norm else Norm(cfg, name="pooled_norm")(mean_B1D)
+
+
+def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
     """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
     assert cfg.patches
     dtype, T = jnp.dtype(cfg.compute_dtype), patches_BTX.shape[1]

@@ -199,13 +199,11 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             fix = "write rules.seq in place of rows for single arrays, or --set rules.context=gather"
             wrong(f"{form} needs a sequence that is split alike in {', '.join(ALIKE)}", fix)
         return problems
+    whole, unsplit = "and no device has all of a row", f"do not split seq over {', '.join(over)}"
     if "linear" in model.kind_of_each_layer:
-        problems.append(
-            Problem(
-                "model.linear_attention: a state goes from token to token, and no device has all of a row", place,
-                f"do not split seq over {', '.join(over)}",
-            )
-        )  # fmt: skip
+        problems.append(Problem(f"model.linear_attention: a state goes from token to token, {whole}", place, unsplit))
+    if model.windows:
+        problems.append(Problem(f"model.windows: patches of a window are not neighbours, {whole}", place, unsplit))
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
@@ -357,7 +355,7 @@ def _beyond_one_stream(model: ModelConfig) -> list[str]:
     asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
              "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
              "relative_positions": bool(model.relative_positions and model.relative_positions.shared),
-             "relative_vectors": bool(model.relative_vectors)}  # fmt: skip
+             "relative_vectors": bool(model.relative_vectors), "windows": bool(model.windows)}  # fmt: skip
     found = {key: getattr(model, key) for key, is_set in asked.items() if is_set}
     return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 

@@ -14,6 +14,7 @@ from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.images import ImageClassifier
+from gspmd_lm.model.levels import LevelsClassifier
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
@@ -144,9 +145,9 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     return _module(cfg).init(key, batch)["params"]
 
 
-def _module(cfg: config.ModelConfig) -> Stack:
+def _module(cfg: config.ModelConfig) -> Stack | LevelsClassifier:
     if cfg.vision:
         return Towers(cfg)
     if cfg.patches:
-        return ImageClassifier(cfg)
+        return LevelsClassifier(cfg) if cfg.windows else ImageClassifier(cfg)
     return TextClassifier(cfg) if cfg.classes else Decoder(cfg)

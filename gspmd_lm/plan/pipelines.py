@@ -30,10 +30,11 @@ def stage_counts(task: Task, target: Target) -> list[int]:
 def layers(task: Task) -> int:
     """How many pieces the layers that can be cut in stages have: one for each turn of their pattern.
 
-    Layers that share their weights cannot be cut, nor can those of two stacks.
+    Layers that share their weights cannot be cut, nor can those of two stacks or of several widths.
     """
     model = task.config and task.config.model
-    cut = model and task.names.stages and not (model.shared_layers or model.encoder or model.vision)
+    whole = model and (model.shared_layers or model.encoder or model.vision or model.windows)
+    cut = model and task.names.stages and not whole
     stacks = model.stacks if model and cut else ()
     return next((stack.scanned // len(stack.kinds) for stack in stacks if stack.name == task.names.stages), 1)
 

@@ -79,6 +79,7 @@ WEIGHTS = {
     "temperature": "logarithm of what their products are multiplied by",
     "relative_bias": "each head's bias of each range of distances",
     "relative_embedding": "vector of each range of distances",
+    "merge": "matrix that makes one patch of four neighbouring ones",
     "convolution": "convolution over the tokens that the first layer reads",
     "convolution_bias": "its bias",
     "wq": "query projection",
@@ -178,6 +179,7 @@ ACTIVATIONS = {
     "memory": "what another stack made, as the blocks of this one read it",
     "vectors": "normed vectors of ranges of distances",
     "transformed": "output of head_transform or of pooler",
+    "merged": "four neighbouring patches side by side, normed, before they become one",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
     "state": "what linear attention carries from token to token while text is generated",
@@ -187,7 +189,7 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "vectors", "transformed", "class_scores", "compared",
+    "vectors", "transformed", "class_scores", "compared", "merged",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

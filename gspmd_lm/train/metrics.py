@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config import Config, ModelConfig, levels, padded_rows
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 
@@ -62,6 +62,11 @@ def _numbers(model: ModelConfig, last: bool) -> int:
 def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
     model, data = config.model, config.data
+    if model.windows:
+        return data.batch * sum(
+            flops_per_token(level, count, rows) * rows
+            for (level, rows), count in zip(rows_of_levels(config), _read_by_levels(config, arrays), strict=True)
+        )
     active, trained = (arrays.active_count(model, trained) for trained in (False, True))
     if model.vision and (vision := model.of_vision):
         seen = (
@@ -93,6 +98,34 @@ def _read_by_sources(named: Any, abstract: Any) -> int:
     )
 
 
+def rows_of_levels(config: Config) -> list[tuple[ModelConfig, int]]:
+    """The settings of each level of blocks, and its rows of an image or text, with padding."""
+    first, *rest = levels(config.model)
+    return [(first, config.data.seq), *((level, padded_rows(level)) for level in rest)]
+
+
+def _read_by_levels(config: Config, arrays: Arrays) -> list[int]:
+    """How many parameters compute a row of each level. What is outside of levels stands before the first or after the
+    last one."""
+    count = len(levels(config.model))
+    found = dict.fromkeys((f"level_{number}" for number in range(count)), 0)
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        place = leaf.path.partition(".")[0]
+        outside = f"level_{count - 1}" if place.startswith("classifier") else "level_0"
+        found[place if place in found else outside] += like.size
+    return [*found.values()]
+
+
+def attention_flops_of_row(config: Config) -> float:
+    """`attention_flops` of all tokens of one row of the batch, and of its source."""
+    total = sum(attention_flops(level, rows) * rows for level, rows in rows_of_levels(config))
+    if other := config.model.of_encoder or config.model.of_vision:
+        total += attention_flops(other, config.source_seq) * config.source_seq
+    if config.model.encoder:
+        total += cross_attention_flops(config.model, config.source_seq) * config.data.seq
+    return total
+
+
 def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
     """What `attention_flops` counts of one token that attends to a source of so many tokens."""
     return 6.0 * model.heads * _numbers(model, last=False) * source_seq * model.layers
@@ -104,7 +137,9 @@ def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
 
 
 def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
-    """The keys that a token sees in one layer."""
+    """The keys that a token sees in one layer, or a row of it, of which some may be padding."""
+    if layer.windows:
+        return layer.windows.size**2 * layer.context / seq
     if layer.mask == "full":
         whole, rest = divmod(seq, layer.attention_chunk or seq)
         return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq

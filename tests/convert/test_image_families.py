@@ -16,7 +16,9 @@ from einops import rearrange
 from gspmd_lm import InputError
 from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.convert import export, image_families, pretrained
+from gspmd_lm.convert.image_families import padded_rows
 from gspmd_lm.model.transformer import classify
+from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours, references
 
 GOLDEN = Path(__file__).parent / "golden" / "images.json"
@@ -40,6 +42,27 @@ CASES = {
             "use_mean_pooling": False,
         },
     ),
+    "swin": (
+        "SwinForImageClassification",
+        LABELS
+        | {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 3], "num_heads": [4, 8], "window_size": 4},
+    ),
+    "swin-one-window": (
+        "SwinForImageClassification",
+        LABELS
+        | {
+            "image_size": 24,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [4, 1, 2],
+            "num_heads": [4, 8, 16],
+            "window_size": 3,
+            "mlp_ratio": 2.5,
+            "qkv_bias": False,
+            "hidden_act": "gelu_new",
+            "num_channels": 1,
+        },
+    ),
     "deit-teacher": ("DeiTForImageClassificationWithTeacher", SIZES | LABELS),
 }
 
@@ -54,14 +77,19 @@ def folder_of(case, folder):
     return references.save(folder, dict(case["config"]), weights)
 
 
-def scores(opened, seq):
-    """The scores of our model, with so many rows for each image."""
+def scores(opened, seq, placed=None):
+    """The scores of our model, with so many rows for each image, on one device or as a placement says."""
     patches, model = opened.config.model.patches, opened.config.model
     cut = rearrange(images(opened.like), "B c (h p) (w q) -> B (h w) (c p q)", p=patches.size, q=patches.size)
     rows = np.pad(cut, ((0, 0), (patches.first, seq - model.context), (0, 0)), constant_values=7.0)
     batch = {"patches": rows, "row": np.arange(len(rows))}
-    params = ours.on_one_device(opened)
-    return np.asarray(jax.jit(lambda params, batch: classify(model, params, batch))(params, batch))
+    params = opened.load(ours.shardings(opened, placed)) if placed else ours.on_one_device(opened)
+
+    def run(params, batch):
+        with placed_by(placed):
+            return classify(model, params, batch)
+
+    return np.asarray(jax.jit(run)(params, batch))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +102,7 @@ def test_scores_are_those_of_transformers_and_files_come_back(name, golden, tmp_
     case = golden[name]
     opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
     assert (opened.family.architecture, opened.config.objective) == (CASES[name][0], "classes")
-    assert opened.config.data.seq == 16  # 10 or 11 rows and padding
+    assert opened.config.data.seq == padded_rows(opened.config.model.context)
     found, want = scores(opened, opened.config.data.seq), np.array(case["scores"])
     assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
     params = jax.device_get(ours.on_one_device(opened))
@@ -170,8 +198,10 @@ def test_transformers_itself(name, tmp_path):
         GOLDEN.write_text(json.dumps(known | {name: {**case, "scores": want.tolist()}}, indent=1) + "\n")
     np.testing.assert_allclose(json.loads(GOLDEN.read_text())[name]["scores"], want, rtol=0, atol=1e-5)
     opened = pretrained.open_folder(folder, [ours.EXACT])
-    for seq in (opened.config.model.context, 24):
+    for seq in (opened.config.model.context, padded_rows(opened.config.model.context) + 8):
         assert np.abs(scores(opened, seq) - want).max() <= 1e-5 * np.abs(want).max()
+    split = scores(opened, opened.config.data.seq, ours.placement(opened.config.model, "fsdp2_tp4"))
+    assert np.abs(split - want).max() <= 1e-5 * np.abs(want).max()
     params = jax.device_get(ours.on_one_device(opened))
     for kept in (True, False):
         export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)

@@ -8,8 +8,9 @@ import types
 import pytest
 from test_attribution import collectives_of, program, simulated
 
-from gspmd_lm.config import Lora, RelativePositions, RelativeVectors, Vision
+from gspmd_lm.config import Lora, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
+from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
@@ -69,6 +70,12 @@ ENCODERS = {
     "bert classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3},
     "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
             "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
+    "swin": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
+             "token_types": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
+             "positions": "none", "pre_norms": True, "sum_norms": False, "final_norm": True,
+             "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+             "windows": Windows(size=2, shift=1, levels=(Level(layers=1, embed=64, heads=8, mlp=64),)),
+             "layer_pattern": ("full", "shifted"), "row_multiple": 8},
     "bias by distance": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "clip": {"objective": "contrastive", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned",
              **BIASES, "unembedding_bias": False, "data": {"source_seq": 24},

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision
+from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
+from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
@@ -74,6 +75,11 @@ ENCODERS = {
     "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", **ENCODER},
     "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
+    "windows": {"objective": "classes", "classes": 3, "mask": "full", "mlp_kind": "plain", "vocab": 0,
+                "padded_vocab": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
+                "positions": "none", "windows": Windows(size=2, shift=1, levels=(
+                    Level(layers=2, embed=64, heads=8, mlp=256),)), "layer_pattern": ("full", "shifted"),
+                "row_multiple": 8},
     "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
                          "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
                          "data": {"source_seq": 24}},
@@ -81,7 +87,11 @@ ENCODERS = {
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
 }  # fmt: skip
-CP = [pytest.param("cp8", name, marks=[pytest.mark.slow] * (name not in ("shared", "images"))) for name in ENCODERS]
+CP = [
+    pytest.param("cp8", name, marks=[pytest.mark.slow] * (name not in ("shared", "images")))
+    for name in ENCODERS
+    if name != "windows"  # refused
+]
 TP = [pytest.param("tp8", name, marks=pytest.mark.slow) for name in ENCODERS]
 
 

@@ -1,9 +1,15 @@
 """Images cut into patches: the loss is the same under every layout, and padding and wrong sizes are dealt with."""
 
+import dataclasses
+
 import pytest
 
-from gspmd_lm.config import RelativePositions
+from gspmd_lm.config import Lora, RelativePositions, Windows
 from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.windows import Level
+from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
 from tests.courses import agree
 
 VIT = {
@@ -17,12 +23,29 @@ BEIT = {
     **VIT, "patches": Patches(image=16, size=4, pool="mean"), "positions": "none", "final_norm": False,
     "key_bias": False, "layer_scale": 0.1, "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
 }  # fmt: skip
-KINDS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}, "beit": BEIT}
+# 4 x 4 patches in four windows, and then 2 x 2 in one, with as many rows of padding.
+LEVEL = Level(layers=1, embed=64, heads=16, mlp=128)
+SWIN = {
+    **VIT, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16, "positions": "none",
+    "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "embedding_norm": True,
+    "windows": Windows(size=2, shift=1, levels=(LEVEL,)),
+    "layer_pattern": ("full", "shifted"), "row_multiple": 8,
+}  # fmt: skip
+ODD, TWELVE = Windows(size=3, shift=1, levels=(LEVEL,)), Patches(image=12, size=2, class_row=False, pool="mean")
+KINDS = {
+    "vit": VIT,
+    "deit": {**DEIT, "dropout": 0.1},
+    "beit": BEIT,
+    "swin": SWIN,
+    "swin dropout": {**SWIN, "dropout": 0.1},
+}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")
-CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) != ("pp2_fsdp2_tp2", "deit")]
+REFUSED = ("pp2_fsdp2_tp2", "deit"), ("pp2_fsdp2_tp2", "swin"), ("cp8", "swin"), ("cp8_ulysses", "swin")
+CASES = [(layout, kind) for layout in LAYOUTS for kind in ("vit", "deit", "beit", "swin")]
+CASES = [*(case for case in CASES if case not in REFUSED), ("fsdp2_tp4", "swin dropout")]
 
 
-DEFAULT = ("fsdp2_tp4", "vit"), ("fsdp2_tp4", "beit")
+DEFAULT = ("fsdp2_tp4", "vit"), ("fsdp2_tp4", "beit"), ("fsdp2_tp4", "swin")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +55,35 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **KINDS[kind])
     alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
     # Softmax does not know what all keys have in common.
-    agree(found, alone, rtol=1e-6, atol=0, unseen=("layers.attention.bk",))
+    agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "words"),
+    [
+        (
+            "cp8",
+            {},
+            r"model\.windows: patches of a window are not neighbours(.|\n)*rule  .*cp8(.|\n)*fix   do not split seq",
+        ),
+        (
+            "pp2_fsdp2_tp2",
+            {},
+            r"which model\.windows does not go with(.|\n)*rule  .*pipeline(.|\n)*rules\.pipeline=null",
+        ),
+        ("interleave", {}, r"layers with model\.windows are not computed in parts(.|\n)*--set rules\.interleave=1"),
+        (
+            "fsdp2_tp4",
+            {"row_multiple": 1, "windows": ODD, "patches": TWELVE, "context": 36, "relative_positions": None},
+            r"seq=9 does not divide",
+        ),
+    ],
+)
+def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes, words, small):
+    rules = dataclasses.replace(rules_file.load("fsdp8"), interleave=2) if layout == "interleave" else None
+    settings = small(data={"seq": 40}, **{**SWIN, **changes})
+    with pytest.raises(InputError, match=words):
+        state.arrays_and_warnings(settings, (rules or rules_file.load(layout)).fill(8), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +103,23 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
             "model.relative_positions.side needs model.patches",
         ),
         ({"token_types": 2}, "model.patches does not go with token_types"),
+        ({**SWIN, "kv_heads": 4}, "windows needs kv_heads equal to heads"),
+        ({**SWIN, "positions": "learned"}, "windows goes with positions: none, not learned"),
+        ({**SWIN, "lora": Lora(targets=("wq",))}, "windows does not go with lora"),
+        ({**SWIN, "layer_pattern": ("full", "nope")}, "windows goes with layers of kind full and shifted"),
+        ({**SWIN, "windows": Windows(size=2, shift=2)}, "windows.shift=2 must be below windows.size=2"),
+        ({**SWIN, "windows": Windows(size=2)}, "layer_pattern has shifted layers: set windows.shift"),
+        (
+            {**SWIN, "windows": Windows(size=2, levels=(LEVEL, LEVEL)), "layer_pattern": ()},
+            "windows.size=2 does not divide the patches on a side of a level: 4, 2, 1",
+        ),
+        (
+            {**SWIN, "relative_positions": RelativePositions(side=4, ranges=52)},
+            "set relative_positions.side to as many",
+        ),
+        ({**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17}, "set patches.class_row to false"),
+        ({**SWIN, "windows": None, "relative_positions": None}, "layer_pattern has shifted layers: set windows"),
+        ({"row_multiple": 8}, "model.row_multiple=8 needs model.windows"),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
         ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
     ],
@@ -59,6 +127,8 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):
     with pytest.raises(ValueError, match=words):
         small(**{**VIT, "data": ROWS, **changes})
+    with pytest.raises(ValueError, match="class_row: false needs pool: mean"):
+        Patches(image=16, size=4, class_row=False)
     with pytest.raises(ValueError, match="image=16 is not a multiple of size=5"):
         Patches(image=16, size=5)
     with pytest.raises(ValueError, match="side=4 gives 52 ranges: set ranges=32 to 52"):

@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision, Windows
+from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
@@ -130,6 +131,28 @@ def test_model_flops_of_images_are_those_of_all_but_the_head(small):
     head = 6 * rows * config.model.embed * config.model.classes
     wanted = 3 * jaxpr_flops(forward.jaxpr) - head + 6 * rows * 24 * sum(like.size for like in vectors)
     assert model_flops(config, arrays) == pytest.approx(wanted)
+
+
+def test_model_flops_of_levels_are_those_of_the_rows_of_each(small):
+    """As above. Rows of padding are multiplied with weights, and attend to nothing."""
+    windows = Windows(size=2, shift=1, levels=(Level(layers=3, embed=64, heads=4, mlp=32),))
+    swin = {
+        "objective": "classes", "classes": 3, "mask": "full", "vocab": 0, "padded_vocab": 0, "context": 16,
+        "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "positions": "none", "windows": windows,
+        "layer_pattern": ("full", "shifted"), "row_multiple": 8,
+        "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+    }  # fmt: skip
+    config = small(**swin, data={"seq": 24})
+    task, rows = decoder.task(config), config.data.batch
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(rows))
+    vectors = {0: 0, 1: 0}
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        if len({*leaf.axes} - {"layers"}) == 1:
+            vectors[leaf.path.startswith(("level_1", "classifier"))] += like.size
+    head = 6 * rows * 64 * config.model.classes
+    counted = 6 * rows * (24 * vectors[0] + 8 * vectors[1])
+    assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) - head + counted)
 
 
 @pytest.mark.parametrize(

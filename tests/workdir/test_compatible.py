@@ -39,7 +39,7 @@ OTHER = {
     "pooler_activation": "gelu", "classes_of": "tokens", "head_transform": True, "classes": 3,
     "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
-    "layer_scale": 0.1, "convolution": config.Convolution(),
+    "layer_scale": 0.1, "convolution": config.Convolution(), "windows": config.Windows(size=2),
     "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
@@ -47,11 +47,16 @@ SAME = {
     "weight_dtype": "bfloat16", "matmul_dtype": "int8", "matmul_precision": "default",
     "attention_scores_dtype": "bfloat16",
     "balance_weight": 0.1, "balance_rate": 0.1, "router_z_loss": 0.1, "capacity_factor": 2.0,
+    "row_multiple": 8,
 }  # fmt: skip
 OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized",
               "sparse_", "weighted_")  # fmt: skip
 OF_STREAMS = ("layer_embed", "sparse_layers")  # which have no effect alone
 STREAMS = {"residual_streams": 2, "activation_sparsity": 0.5}
+IMAGES = {
+    "objective": "classes", "classes": 3, "mask": "full", "vocab": 0, "padded_vocab": 0, "context": 16,
+    "patches": Patches(image=8, size=2, class_row=False, pool="mean"), "positions": "none",
+}  # fmt: skip
 MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "expert_groups": 2}
 
 
@@ -59,7 +64,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     assert sorted([*OTHER, *SAME]) == sorted(field.name for field in dataclasses.fields(config.ModelConfig))
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS), "rotated": small(rope_dim=2),
-             "narrow": small(embedding_width=24), "learned": small(positions="learned"),
+             "narrow": small(embedding_width=24), "images": small(**IMAGES), "learned": small(positions="learned"),
              "full": small(objective="masked", mask="full", positions="none", qkv_bias=True)}  # fmt: skip
     for folder, base in bases.items():
         with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
@@ -68,9 +73,8 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     for name, value in every:
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
-        base = {"embedding_in": "narrow", "relative_vectors": "full", "convolution": "full", "vision": "learned"}.get(
-            name, base
-        )
+        base = {"embedding_in": "narrow", "relative_vectors": "full", "convolution": "full", "vision": "learned",
+                "windows": "images"}.get(name, base)  # fmt: skip
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value

@@ -132,7 +132,7 @@ def unsupported(
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    for key in ("relative_positions", "relative_vectors"):
+    for key in ("relative_positions", "relative_vectors", "windows"):
         if kernel != "xla" and getattr(model, key):
             return f"model.{key}"
     if kernel == "cudnn":
@@ -272,12 +272,15 @@ def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
 def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """The number of the range that holds the distance of a key's patch from a query's, whose places in a row are given.
 
-    The place 0 is that of the learned row, and places beyond the patches, which are padding, have any range.
+    The place 0 is that of a learned row, and places beyond the patches, which are padding, have any range.
     """
-    assert cfg.relative_positions
-    side, last = cfg.relative_positions.side, cfg.relative_positions.ranges - 1
-    (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(places - 1, 0), side) for places in (queries, keys))
+    relative = cfg.relative_positions
+    assert relative
+    side, last, first = relative.side, relative.ranges - 1, int(relative.learned_row)
+    (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(at - first, 0), side) for at in (queries, keys))
     of_patches = (query_y - key_y + side - 1) * (2 * side - 1) + query_x - key_x + side - 1
+    if not first:
+        return of_patches
     of_row = last - 2 * (queries == 0) * (keys > 0) - (queries > 0) * (keys == 0)
     return jnp.where((queries == 0) | (keys == 0), of_row, jnp.clip(of_patches, 0, last))
 

@@ -138,7 +138,7 @@ ASKED = {
     "`model.attention_softcap`": {"attention_softcap": 30.0},
     "`model.positions: alibi`": {"positions": "alibi"},
     "`model.mask: full`": {"mask": "full"},
-    "`model.relative_positions`, `model.relative_vectors`": {"relative_positions": RELATIVE},
+    "`model.relative_positions`, `model.relative_vectors`, `model.windows`": {"relative_positions": RELATIVE},
     "`model.head_dim` above 128, up to 256": {"head_dim": 256},
     "`model.head_dim` that is not a multiple of 8": {"head_dim": 100},
     "`model.compute_dtype: float32`": {"compute_dtype": "float32"},

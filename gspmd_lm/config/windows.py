@@ -1,0 +1,91 @@
+"""The section `model.windows` of a config: attention within windows of an image, and levels of blocks."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from pydantic.dataclasses import dataclass
+
+from gspmd_lm.config.types import STRICT, Count, Size
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Level:
+    """Blocks of a width of their own. Before them, 2 x 2 neighbouring patches become one."""
+
+    layers: Size  # how many blocks
+    embed: Size  # the width of the residual stream
+    heads: Size  # query heads, and key and value heads; one has the model's head_dim
+    mlp: Size  # the hidden width of the feed-forward network
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Windows:
+    """Attention within square windows of the patches of an image (Swin, arXiv 2103.14030).
+
+    The sizes of the model are those of its first level of blocks.
+    """
+
+    size: Size  # patches on a side of a window
+    # By how many patches the windows of layers of kind shifted are moved, down and to the right. Those that would stand
+    # beyond the image begin at its other side. No patch sees one that lies across this seam. A level that is a single
+    # window has no layers that are moved.
+    shift: Count = 0
+    levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
+
+    def of_layer(self, kind: str) -> "Windows":
+        """The windows of a layer of this kind."""
+        return self if kind == "shifted" else dataclasses.replace(self, shift=0)
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with windows."""
+        if not (patches := model.patches):
+            return ["windows needs patches"]
+        keys = ("latent_attention", "shared_layers", "padded_heads", "attention_sinks", "attention_temperature", "lora",
+                "laurel_rank", "shared_kv_layers", "attention_chunk", "matmul_dtype")  # fmt: skip
+        sides = [patches.side / 2**number for number in range(1 + len(self.levels))]
+        relative, kinds = model.relative_positions, {*model.layer_pattern}
+        problems = {
+            **{f"windows does not go with {key}": getattr(model, key) for key in keys},
+            "windows does not go with residual_streams": model.residual_streams > 1,
+            "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
+            "windows needs mask: full": model.mask != "full",
+            f"windows goes with positions: none, not {model.positions}": model.positions != "none",
+            "windows needs patches without a row before them: set patches.class_row to false": patches.first,
+            f"windows.size={self.size} does not divide the patches on a side of a level: "
+            f"{', '.join(f'{side:g}' for side in sides)}": any(side % self.size for side in sides),
+            f"windows.shift={self.shift} must be below windows.size={self.size}": self.shift >= self.size,
+            f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full and shifted":
+                kinds - {"full", "shifted"},
+            "layer_pattern has shifted layers: set windows.shift": "shifted" in kinds and not self.shift,
+            f"windows has windows of {self.size} patches on a side: set relative_positions.side to as many, "
+            "learned_row and shared to false":
+                relative and (relative.side != self.size or relative.learned_row or relative.shared),
+        }  # fmt: skip
+        return [message for message, is_wrong in problems.items() if is_wrong]
+
+
+def padded_rows(level: Any) -> int:
+    """The rows of an image in a level after the first one, padding included."""
+    return -(-level.context // level.row_multiple) * level.row_multiple
+
+
+@functools.lru_cache(maxsize=128)
+def levels(model: Any) -> tuple[Any, ...]:
+    """The settings of the blocks of each level of a model; those of the model itself where it has no windows."""
+    if not model.windows:
+        return (model,)
+    found, last = [], len(model.windows.levels)
+    for number, level in enumerate((None, *model.windows.levels)):
+        patches = dataclasses.replace(model.patches, size=model.patches.size * 2**number)
+        own: dict[str, Any] = {
+            "windows": dataclasses.replace(model.windows, levels=()), "patches": patches, "context": patches.rows,
+            "final_norm": model.final_norm and number == last, "classes": model.classes * (number == last),
+        }  # fmt: skip
+        if patches.side == model.windows.size:
+            own["layer_pattern"] = ()
+        if level:
+            own |= {"layers": level.layers, "embed": level.embed, "mlp": level.mlp}
+            own |= {"heads": level.heads, "kv_heads": level.heads}
+        found.append(dataclasses.replace(model, **own))
+    return tuple(found)
