@@ -1,6 +1,7 @@
 """Layers that compute their rows in parts: nothing changes but the order of the work."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,7 +83,7 @@ def test_layers_are_computed_in_so_many_parts():
 def test_each_part_makes_its_sum_after_the_gather_of_the_part_before_it():
     order = []
 
-    def part(name):
+    def part(name) -> Any:
         for site in ("attention", "mlp"):
             order.append(f"gather {site} {name}")
             before = yield f"{site} {name}"
