@@ -30,7 +30,7 @@ LONGEST_MESSAGE = 20_000
 FEW = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 FEWER = settings(FEW, max_examples=40)  # the model is traced under each layout that is read
 MANY = settings(
-    max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
 
 NASTY = [

@@ -21,7 +21,7 @@ from tests.quick import QUICK_FLAGS
 MODEL = config.ModelConfig(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
-QUICKLY = "--compile_cache=none", *QUICK_FLAGS
+QUICKLY = QUICK_FLAGS
 PLACE, ALONE = (("--rules=" + name, *QUICKLY) for name in ("decode_tp8", "single"))
 
 

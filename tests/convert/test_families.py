@@ -42,8 +42,9 @@ SPLIT = {("gemma", "tp8"), ("glm", "tp8"), ("gpt2", "tp8"), ("falcon-40b", "tp8"
 # Those whose numbers are computed as in another case. That their tensors have their places, all tests below show.
 RENAMED = (*references.NEARLY, "mixtral", "ernie", "starcoder-all-heads", "longrope-short", "llama4-scout",
            "glm4-moe-lite")  # fmt: skip
+NUMBERS = [name for name in CASES if name not in RENAMED]
 # Those whose logits are compared under a layout by default, or whose tokens are in infer/test_references.py.
-ELSEWHERE = ("gemma", "glm", "falcon-7b")
+ELSEWHERE = ("gemma", "glm", "falcon-7b", "gemma3n")
 OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 
@@ -67,7 +68,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     logits_are_those_of(golden, ours.compiled(found.config.model, ours.on_one_device(found), golden.batch))
 
 
-@pytest.mark.parametrize("name", references.marked(CASES, [name for name in CASES if name not in BACKWARD]))
+@pytest.mark.parametrize("name", references.marked(NUMBERS, [name for name in NUMBERS if name not in BACKWARD]))
 def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
@@ -88,12 +89,16 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 def split_cases():
-    """Each case under each layout, marked for the run that has it."""
-    for case in references.cases():
+    """Each case under a layout, the slow ones under one of two in turn, marked for the run that has it."""
+    default = {name for name, _ in SPLIT}
+    for at, case in enumerate(references.cases()):
         name, marks = (case, None) if isinstance(case, str) else (case.values[0], case.marks)
         for layout in ("tp8", "fsdp2_tp4"):
-            others = pytest.mark.slow if marks is None else marks
-            yield pytest.param(name, layout, marks=() if (name, layout) in SPLIT else others)
+            in_turn = name not in default and layout == ("tp8", "fsdp2_tp4")[at % 2]
+            if (name, layout) in SPLIT:
+                yield name, layout
+            elif marks or in_turn:
+                yield pytest.param(name, layout, marks=marks or pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(split_cases()))
@@ -109,11 +114,11 @@ def test_a_layout_changes_no_logit(name, layout, tmp_path):
 
 
 def dtype_cases():
+    """Each case in a dtype, and two in all: how numbers are stored does not depend on where a family has them."""
     for name in CASES:
-        for dtype in ("float32", "bfloat16", "float16"):
-            others = name not in references.ALIKE and name not in BACKWARD  # whose gradients are written, by default
-            known = name in OTHER_DTYPES or (others and dtype == "bfloat16")
-            yield pytest.param(name, dtype, marks=() if known else pytest.mark.slow)
+        others = name not in references.ALIKE and name not in BACKWARD  # whose gradients are written, by default
+        for dtype in ("float32", "bfloat16", "float16") if name in OTHER_DTYPES else ("bfloat16",):
+            yield pytest.param(name, dtype, marks=() if name in OTHER_DTYPES or others else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(dtype_cases()))

@@ -33,7 +33,10 @@ ROPE_FIELDS = (
 )  # fmt: skip
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 # Cases whose fields other cases have too.
-ALIKE = ("llama3", "gptneox-sequential", "stablelm-parallel", "starcoder-all-heads", "longrope-short")
+ALIKE = (
+    "llama3", "gptneox-sequential", "stablelm-parallel", "starcoder-all-heads", "longrope-short", "dynamic",
+    "deepseek-v2-lite", "llama4-scout", "opt-no-last-norm", "t5-v1.1",
+)  # fmt: skip
 # Files of transformers that every family shares and that read configs.
 SHARED = (
     "modeling_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_layers.py", "cache_utils.py",

@@ -81,6 +81,24 @@ def test_a_row_has_the_frames_around_each_of_its_places_and_a_text(folder):
     assert train.tokens_per_epoch == 5 * 9
 
 
+def test_frames_are_logarithms_of_the_power_in_bands():
+    """By their definitions: mirrored ends, a Hann window, a Fourier sum, and triangles on Slaney's scale of mels."""
+    bands, length, hertz = 8, 1600, np.arange(201) * 40.0
+    sound = np.random.default_rng(0).normal(size=length) * (np.arange(length) > 800)
+    at = np.abs(160 * np.arange(10)[:, None] - 200 + np.arange(400))
+    pieces = sound[np.where(at < length, at, 2 * (length - 1) - at)] * np.sin(np.pi * np.arange(400) / 400) ** 2
+    power = np.abs(pieces @ np.exp(-2j * np.pi * np.outer(np.arange(400), np.arange(201)) / 400)) ** 2
+    grid = np.linspace(1, 8000, 800_000)
+    mels = np.where(grid < 1000, 3 * grid / 200, 15 + 27 * np.log(grid / 1000) / np.log(6.4))
+    edges = np.interp(np.linspace(0, mels[-1], bands + 2), mels, grid)
+    edges[0] = 0
+    triangles = [np.interp(hertz, edges[i : i + 3], [0, 2, 0]) / (edges[i + 2] - edges[i]) for i in range(bands)]
+    logs = np.log10(np.maximum(power @ np.transpose(triangles), 1e-10))
+    assert logs.min() == -10 < logs.max() - 8
+    np.testing.assert_allclose(sounds.log_mel(sound, bands), (np.maximum(logs, logs.max() - 8) + 4) / 4, atol=1e-4)
+    assert (sounds.log_mel(np.zeros(length), bands) == (-10 + 4) / 4).all()
+
+
 def test_tables_of_other_kinds_hold_the_same_sounds(folder, tmp_path):
     contents = [(folder / "wav" / f"{number}.wav").read_bytes() for number in range(5)]
     columns = {

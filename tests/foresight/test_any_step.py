@@ -100,18 +100,22 @@ def test_the_example_is_explained_from_the_command_line(monkeypatch, capsys):
     assert "--rules --phase: this step has no config and no rules" in capsys.readouterr().err
 
 
-def test_the_script_on_the_page_runs_and_one_without_a_guard_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("guard", "code"),
+    [('if __name__ == "__main__":', 0), pytest.param("if True:", 1, marks=pytest.mark.slow)],
+    ids=["as it is", "without a guard"],
+)
+def test_the_script_on_the_page_runs_and_one_without_a_guard_is_told(guard, code, tmp_path):
     page = (ROOT / "docs/foresight.md").read_text()
     (script,) = re.findall(r"```python\n(import gspmd_lm\nimport jax.*?)```", page, re.S)
     script = script.replace("h100:8", "cpu:8")
-    for guard, code in (('if __name__ == "__main__":', 0), ("if True:", 1)):
-        (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', guard))
-        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        shown = "train.py:step on cpu:8" in done.stdout
-        assert shown if code == 0 else 'put the call below if __name__ == "__main__":' in done.stderr
+    (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', guard))
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    shown = "train.py:step on cpu:8" in done.stdout
+    assert shown if code == 0 else 'put the call below if __name__ == "__main__":' in done.stderr
 
 
 REFUSED = {

@@ -19,7 +19,7 @@ from gspmd_lm.sharding.rules import Row
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
 
-SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4", "fsdp", "fsdp_tp"]
+SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4"]
 L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`
 # Heads and key heads share the sum over them: it stays until both are whole.
 JOINT = {"rules.heads", "rules.kv_heads"}

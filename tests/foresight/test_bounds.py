@@ -264,8 +264,9 @@ def test_compiled_programs_move_no_less_and_little_more(small, built, read, rule
     Nor do they hold less than what waits for the backward pass.
     """
     step = built(small(embed=64, mlp=256, **model), rules, **changes)
-    compiled = step.lower_train().compile()
-    moved, reading = ring_bytes(count(compiled.as_text())), read(step)
+    traced = step.trace_train()
+    compiled, reading = traced.lower().compile(), read(step, traced)
+    moved = ring_bytes(count(compiled.as_text()))
     temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
     assert 0 < reading.saved_bytes / step.rules.microbatches < temporary_bytes
     assert reading.unknown == {} and not reading.estimated_because

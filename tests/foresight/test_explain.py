@@ -101,12 +101,10 @@ def test_what_is_wrong_is_said_before_anything_is_compiled(run, monkeypatch, arg
 
 
 def test_an_exported_step_trains(run, tmp_path):
-    path = tmp_path / "step"
-    code, _, errors = run(
-        "explain", "fsdp8", "--target=cpu:8", *SMALL, "--set=data.source=random:64", f"--export={path}"
-    )
+    path, data = tmp_path / "step", ("--set=data.source=random:64", "--set=data.held_out=0.0")
+    code, _, errors = run("explain", "fsdp8", "--target=cpu:8", *SMALL, *data, f"--export={path}")
     assert code == 0, errors
-    train = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=2", "--compile_cache=none")
+    train = ("--rules=fsdp8", *SMALL, *data, "--steps=2", "--compile_cache=none")
     code, out, errors = run(*train, f"--executable={path}", f"--workdir={tmp_path / 'a'}")
     assert code == 0 and "train step: loaded, not compiled" in out, errors
     code, _, errors = run(*train, "--set=model.layers=3", f"--executable={path}", f"--workdir={tmp_path / 'b'}")
@@ -115,7 +113,8 @@ def test_an_exported_step_trains(run, tmp_path):
 
 def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
     """On devices whose memory is of just the bytes that the program needs it starts, with one byte less it does not."""
-    argv = ("--rules=fsdp8", *SMALL, "--set=data.source=random:64", "--steps=1", f"--workdir={tmp_path / 'run'}")
+    data = "--set=data.source=random:64", "--set=data.held_out=0.0"
+    argv = ("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / 'run'}")
     chip = chips.CHIPS["h100"]
 
     def started_on(usable_bytes):

@@ -57,6 +57,7 @@ def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_holds_its_par
     assert to_json([found])["memory"]["cache_bytes"] == memory.cache_bytes
 
 
+@pytest.mark.slow
 def test_a_decode_step_on_a_tpu_has_a_time(report_of):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, compute_dtype="bfloat16"))
     found = report_of("decode_tp8", "decode", "v5e:2x4", config)

@@ -83,8 +83,8 @@ def tokens(results):
     return [result.tokens for result in results]
 
 
-# Two have the positions of families of test_references.py.
-SLOW_VARIANTS = ("rope", "alibi", "shared")
+# Two have the positions of families of test_references.py, one is in model/test_latent_attention.py.
+SLOW_VARIANTS = ("rope", "alibi", "shared", "latent")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,9 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-SLOW = ("dp2_tp4", "slots split, latent", "fsdp2_tp4, shared", "kv_heads on every device", *MIXTURES)
+# test_eight_bits.py has fsdp2_tp4 and latent attention by default.
+SLOW = ("dp2_tp4", "decode_tp8, latent", "fsdp2_tp4", "slots split, latent", "fsdp2_tp4, shared",
+        "kv_heads on every device", *MIXTURES)  # fmt: skip
 
 
 @pytest.mark.parametrize(

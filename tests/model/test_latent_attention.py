@@ -66,8 +66,10 @@ def test_results_and_gradients_are_those_of_the_equations(small):
 
     @jax.jit
     def both(params, x_TD, weigh):
-        pulled = [jax.vjp(function, params, x_TD) for function in (ours, lambda *w: as_published(*w, cfg))]
-        return [(out, pull(weigh)) for out, pull in pulled]
+        functions = ours, lambda *w: as_published(*w, cfg)
+        pulled = [jax.vjp(function, params, x_TD) for function in functions]
+        small = [function(params, 0.01 * x_TD) for function in functions]  # the epsilon of the norms counts
+        return [(out, pull(weigh)) for out, pull in pulled], small
 
     with placed_by(None):
         x_TD = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
@@ -75,8 +77,9 @@ def test_results_and_gradients_are_those_of_the_equations(small):
         params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x.shape[1:]) * 0.3, x.dtype), made)
         weigh = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
         with jax.default_matmul_precision("highest"):
-            (found, gradients), (wanted, wanted_gradients) = both(params, x_TD, weigh)
+            ((found, gradients), (wanted, wanted_gradients)), small_ones = both(params, x_TD, weigh)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(*small_ones, rtol=1e-5, atol=1e-4)
     assert {*gradients[0]} == {"wq_down", "q_norm", "wq_up", "wkv_down", "wk_rope", "kv_norm", "wk_up", "wv_up", "wo"}
     for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted_gradients), strict=True):
         assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)

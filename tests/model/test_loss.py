@@ -16,6 +16,7 @@ from gspmd_lm.sharding.annotate import Weight
 B, T, D = 4, 24, 16
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def arrays(cfg, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (B, T, D), dtype)
@@ -70,15 +71,15 @@ def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunked
     x, table, bias, targets = arrays(cfg)
     bias = bias if with_bias else None
     assert loss.chunk_count(B, T) == chunks
-    got, want = chunked(cfg, x, table, bias, targets), plain(cfg, x, table, bias, targets)
+    got = jax.jit(lambda *given: chunked(cfg, *given))(x, table, bias, targets)
+    want = plain(cfg, x, table, bias, targets)
     assert 0 < want[2] < (targets >= 0).sum() < B * T
     np.testing.assert_allclose(jnp.stack(got[:3]), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
     inputs = (x, table, bias) if with_bias else (x, table)
 
     def of(function):
-        return jax.grad(
-            lambda *a: 0.5 * function(cfg, *a, *(() if with_bias else (None,)), targets)[0], range(len(inputs))
-        )
+        half = lambda *a: 0.5 * function(cfg, *a, *(() if with_bias else (None,)), targets)[0]  # noqa: E731
+        return jax.jit(jax.grad(half, range(len(inputs))))
 
     for got, want in zip(of(chunked)(*inputs), of(plain)(*inputs), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)

@@ -35,13 +35,13 @@ def variant(request, small):
 
 
 def rows(cfg, tokens, segments=None, positions=None):
-    tokens = jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
-    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    tokens = np.atleast_2d(np.asarray(tokens, np.int32))
+    place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     return {
         "tokens": tokens,
         "positions": place if positions is None else positions,
-        "segment_ids": jnp.ones_like(tokens) if segments is None else segments,
-        "row": jnp.arange(tokens.shape[0]),
+        "segment_ids": np.ones_like(tokens) if segments is None else segments,
+        "row": np.arange(tokens.shape[0], dtype=np.int32),
     }
 
 
@@ -129,11 +129,12 @@ def test_dropout_masks_belong_to_tokens(small):
     """The mask of a token is the same wherever it stands, differs between tokens, and keeps the expected share."""
     keys = jax.random.split(jax.random.key(0), (4, 64))
     x = jnp.ones((4, 64, 32))
-    dropped = layers.dropout(x, 0.25, keys, 1)
-    np.testing.assert_array_equal(layers.dropout(x[2:3], 0.25, keys[2:3], 1)[0], dropped[2])
-    np.testing.assert_array_equal(layers.dropout(x[:, ::-1], 0.25, keys[:, ::-1], 1), dropped[:, ::-1])
+    dropout = jax.jit(layers.dropout, static_argnums=(1, 3))
+    dropped = dropout(x, 0.25, keys, 1)
+    np.testing.assert_array_equal(dropout(x[2:3], 0.25, keys[2:3], 1)[0], dropped[2])
+    np.testing.assert_array_equal(dropout(x[:, ::-1], 0.25, keys[:, ::-1], 1), dropped[:, ::-1])
     assert not np.array_equal(dropped[0], dropped[1]) and not np.array_equal(dropped[0, 0], dropped[0, 1])
-    assert not np.array_equal(layers.dropout(x, 0.25, keys, 2), dropped)
+    assert not np.array_equal(dropout(x, 0.25, keys, 2), dropped)
     assert np.mean(np.asarray(dropped) > 0) == pytest.approx(0.75, abs=0.02)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.03)
     assert layers.dropout(x, 0.25, None, 1) is x
@@ -148,12 +149,14 @@ def test_every_dropout_of_a_model_has_a_mask_of_its_own(block, writes, small):
     cfg = small(block=block, dropout=0.5, embed=64, layers=2, attention_out_bias=True, mlp_bias=True).model
     written = 1.0 if block == "sequential" else 0.5  # by each of attention and MLP, which a parallel block adds up
 
+    values = {"bo": written, "b_down": written, "scale": 1, "embedding": 1}
+
     def value(path, x):
-        return jnp.full_like(x, {"bo": written, "b_down": written, "scale": 1, "embedding": 1}.get(path[-1].key, 0))
+        return np.full(x.shape, values.get(path[-1].key, 0), x.dtype)
 
     params = jax.tree_util.tree_map_with_path(value, nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0)))))
     batch = rows(cfg, np.zeros((8, T), int))
-    x_BTD, *_ = jax.jit(lambda: Decoder(cfg).apply({"params": params}, batch, jax.random.key(7))[:1])()
+    x_BTD = hidden(cfg, params, batch, jax.random.key(7))
     found = np.asarray(x_BTD).reshape(-1, 64)
     one = np.where(found > 0, found, np.inf).min(-1, keepdims=True)  # the last norm has scaled each token
     share = np.bincount(np.rint(found / one).astype(int).ravel(), minlength=writes + 1) / found.size

@@ -90,7 +90,7 @@ def test_a_plan_looks_at_pipelines_that_pass_the_check(config, found):
     assert {raw["mesh"]["stage"] for raw in stages} == {2, 4}
     assert {raw["pipeline"].get("gather", "turn") for raw in stages} == {"turn", "step"}
     assert len(set(map(describe, found))) == len(found)
-    for raw in stages[::9]:
+    for raw in stages[::23]:
         assert state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "gpu")[1] == []
 
 
@@ -104,4 +104,5 @@ def test_stages_cross_slices_before_anything_else_does():
     assert pipelines.across(slices, 4, mesh) == [{"stage": 2, "data": 2}]
     assert pipelines.across(slices, 4, {"stage": 4, "fsdp": 4}) == [{"stage": 4}]
     assert pipelines.across(slices, 4, {"stage": 2, "fsdp": 8}) == []
+    assert pipelines.across(slices, 2, {"stage": 4, "fsdp": 2}) == [{"stage": 2}]
     assert pipelines.across(hosts, 4, mesh) == [{}]

@@ -89,12 +89,13 @@ def test_the_command_of_the_readme(tmp_path, capfd):
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
-    port = free_port()
+@pytest.mark.parametrize("and_a_task", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_of_four_devices_compute_what_one_of_eight_does(and_a_task, tmp_path):
+    port, what = free_port(), ("-c", THEN_A_TASK) if and_a_task else ("main.py",)
     flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
     together = [
         start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
-              f"--process_id={i}", what=("-c", THEN_A_TASK), PYTHONPATH=str(ROOT))
+              f"--process_id={i}", what=what, PYTHONPATH=str(ROOT))
         for i in range(2)
     ]  # fmt: skip
     first, second = (finish(process) for process in together)
@@ -109,6 +110,8 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
     here(*flags[:-1], "--steps=6", f"--workdir={tmp_path}/two")
     assert len(losses(tmp_path / "two")) == 6
 
+    if not and_a_task:
+        return
     # A model of one's own, which the same two processes trained.
     step = gspmd_lm.build(classifier.TASK, "none")
     with gspmd_lm.checkpoints(tmp_path / "two/task", classifier.TASK) as checkpoints:
@@ -132,7 +135,9 @@ def test_two_processes_of_four_devices_compute_what_one_of_eight_does(tmp_path):
                 'rules.mesh: [["fsdp", 4], ["tensor", 2]] in process 0, [',
             ],
         ),
-        ((["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, ["data: "]),
+        pytest.param(
+            (["--set=data.source=~/text.txt", "--set=data.held_out=0.0"],) * 2, ["data: "], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_path, given, differences):
@@ -155,11 +160,14 @@ def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_pa
 
 
 @pytest.mark.slow
-def test_twenty_runs_on_two_mesh_axes_survive(tmp_path):
-    """Simulated devices on few cores can deadlock where threads are too few; see runtime/startup.py."""
-    for run in range(20):
-        output = finish(start(*SMALL, "--rules=dp2_tp4", "--steps=200", f"--workdir={tmp_path}/{run}"))
-        assert "step 200/200" in output
+def test_runs_on_two_mesh_axes_survive(tmp_path):
+    """Simulated devices on few cores can deadlock where threads are too few; see runtime/startup.py.
+
+    Four of five runs did in their first 45 steps.
+    """
+    for run in range(5):
+        output = finish(start(*SMALL, "--rules=dp2_tp4", "--steps=100", f"--workdir={tmp_path}/{run}"))
+        assert "step 100/100" in output
 
 
 @pytest.mark.slow

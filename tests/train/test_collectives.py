@@ -48,7 +48,8 @@ def activations(collectives, rows):
 
 
 @pytest.mark.parametrize(
-    ("block", "reductions", "remat"), [("sequential", 2, None), ("parallel", 1, None), ("sequential", 2, "dots")]
+    ("block", "reductions", "remat"),
+    [("sequential", 2, None), ("parallel", 1, None), pytest.param("sequential", 2, "dots", marks=pytest.mark.slow)],
 )
 def test_tensor_parallelism_reduces_what_megatron_does(moved, block, reductions, remat):
     """Sums are kept where products are (remat: dots), so none is made twice."""
@@ -118,6 +119,7 @@ def test_chunks_of_the_loss_move_no_tokens_of_a_split_sequence(moved, monkeypatc
     assert {c.elements for c in chunks} <= {1, 64 * D}  # sums, and the gradient of the table
 
 
+@pytest.mark.slow
 def test_a_layout_made_to_reshard_is_caught(moved):
     """Attention works on its own heads; a rule that splits its output over the sequence instead costs all-to-alls."""
     loaded = rules_file.load("tp8")

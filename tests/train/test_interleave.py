@@ -21,20 +21,23 @@ SIZES = ("model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4"
 
 
 def trained(layout, parts, *sets):
-    """The weights after a step, and the bytes that its program sends."""
+    """The weights after a step, the bytes that its program sends, and how many products and barriers its trace has."""
     cfg = config.load("tiny", [*SIZES, *sets])
-    rules = dataclasses.replace(rules_file.load(layout), interleave=parts, compiler_options={"cpu": QUICK})
+    changes = {"interleave": parts, "compiler_options": {"cpu": QUICK}, "unroll": 1}
+    rules = dataclasses.replace(rules_file.load(layout), **changes)
     rules = rules.fill(1 if layout == "none" else 8)
     arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
     built = step.build_step(cfg, rules, arrays, jax.devices()[: rules.devices])
-    program, rng = built.compile(built.lower_train()), np.random.default_rng(0)
+    traced, rng = built.trace_train(), np.random.default_rng(0)
+    program, text = built.compile(traced.lower()), str(traced.jaxpr)
     tokens = rng.integers(0, 64, (16, 17), dtype=np.int32)
     segments = np.cumsum(rng.random((16, 16)) < 0.2, axis=1, dtype=np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments, "row": np.arange(16),
              "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (16, 16))}  # fmt: skip
     batch = {name: jax.device_put(batch[name].astype(np.int32), where) for name, where in built.batch_shardings.items()}
     new, _ = program(begun(built), batch)
-    return jax.device_get(new.params), sum(one.ring_bytes for one in count(program.as_text()))
+    sent = sum(one.ring_bytes for one in count(program.as_text()))
+    return jax.device_get(new.params), sent, text.count("dot_general"), text.count("optimization_barrier")
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +63,13 @@ def expected():
 def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, sets):
     # Of operands of 8 bits, each part has scales of its own.
     whole = trained("none", parts if "model.matmul_dtype=int8" in sets else 1, *sets)[0] if sets else expected
-    weights, sent = trained(layout, parts, *sets)
+    weights, sent, products, barriers = trained(layout, parts, *sets)
+    _, sent_whole, products_whole, barriers_whole = trained(layout, 1, *sets)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), weights, whole)
     # The gradients of norms, which are small, are summed in each part.
-    assert sent == pytest.approx(trained(layout, 1, *sets)[1] if sent else 0, rel=0.01 * (parts - 1))
-
-
-def test_layers_are_computed_in_so_many_parts():
-    def operations(parts):
-        cfg = config.load("tiny", [*SIZES])
-        rules = dataclasses.replace(rules_file.load("none"), interleave=parts)
-        arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
-        built = step.build_step(cfg, rules, arrays, jax.devices()[:1])
-        text = str(built.trace_train().jaxpr)
-        return text.count("dot_general"), text.count("optimization_barrier")
-
-    (products, waits), (whole_products, whole_waits) = operations(2), operations(1)
-    assert products > 1.5 * whole_products
-    assert waits >= whole_waits + 3  # of the four sums of a layer, the last waits for no gather
+    assert sent == pytest.approx(sent_whole, rel=0.01 * (parts - 1))
+    assert products > 1.5 * products_whole
+    assert barriers > barriers_whole  # sums wait for gathers
 
 
 def test_each_part_makes_its_sum_after_the_gather_of_the_part_before_it():

@@ -45,13 +45,13 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp":
 
 @pytest.mark.parametrize(
     ("dtype", "more"),
-    [("int8", EXPERTS), ("fp8", {}), ("int8", LATENT), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)],
+    [("int8", EXPERTS | LATENT), ("fp8", {}), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)],
 )
 def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, built):
     """Those of attention and of MLPs; the loss, attention itself, routers and routed experts stay as they are."""
     made = products(built(eight(small, dtype, **more), "single").trace_train().jaxpr.jaxpr)
     usual = products(built(small(optimizer=UNCLIPPED, **more), "single").trace_train().jaxpr.jaxpr)
-    weights = WEIGHTS + 3 if more is LATENT else WEIGHTS
+    weights = WEIGHTS + 3 if "latent_attention" in more else WEIGHTS
     wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(weights))
     wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * weights
     assert made == wanted
@@ -64,14 +64,14 @@ def test_adapters_stay_in_the_compute_dtype_and_frozen_weights_have_no_gradient(
 
 
 SOME = [("fsdp8", "int8")]
-PAIRS = [(layout, dtype) for layout in LAYOUTS for dtype in PRODUCTS]
+PAIRS = [*((layout, "int8") for layout in LAYOUTS), ("fsdp2_tp4", "fp8"), ("cp8", "fp8")]
 MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in SOME]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [*SOME, *MORE])
 def test_a_layout_changes_nothing(layout, dtype, small, course):
     config = eight(small, dtype)
-    alone = course(config, "single", STEPS)
+    alone = course(config, "single", STEPS, unroll=1)
     agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]))
 
 
@@ -83,12 +83,11 @@ def test_microbatches_have_operands_of_8_bits(layout, small, built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", PRODUCTS)
-@pytest.mark.parametrize("layout", ["dp8", "fsdp2_tp4"])
+@pytest.mark.parametrize(("layout", "dtype"), [("dp8", "int8"), ("fsdp2_tp4", "fp8")])
 def test_microbatches_change_nothing_between_layouts(layout, dtype, small, course):
     """Replicas of the weights, which add up their gradients before they are reduced, share scales."""
     config = eight(small, dtype)
-    agree(course(config, layout, microbatches=4), course(config, "single", microbatches=4))
+    agree(course(config, layout, microbatches=4), course(config, "single", microbatches=4, unroll=1))
 
 
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
@@ -108,7 +107,7 @@ def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_the_loss_falls_as_in_float32(dtype, small, course):
-    plain, found = (course(eight(small, name), "single", STEPS).losses for name in (None, dtype))
+    plain, found = (course(eight(small, name), "single", STEPS, unroll=1).losses for name in (None, dtype))
     assert plain[-1] < plain[0] - 0.5
     np.testing.assert_allclose(found, plain, rtol=0, atol={"int8": 0.01, "fp8": 0.03}[dtype])
     assert found != plain

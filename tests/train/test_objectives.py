@@ -69,7 +69,7 @@ def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
-            cli.main(["main.py", *arguments, "--workdir=W", "--compile_cache=none", *QUICK_FLAGS])
+            cli.main(["main.py", *arguments, "--workdir=W", *QUICK_FLAGS])
         said = capsys.readouterr()
         assert end.value.code == 0, said.out + said.err
         return said.out

@@ -20,6 +20,12 @@ def updated(rule, gradients, params):
     return jax.jit(lambda g, p: rule.transform.update(g, rule.transform.init(p), p)[0])(gradients, params)
 
 
+def drawn(abstract, seed=0):
+    """Random arrays of these shapes on the host, for which no program is compiled."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda like: rng.normal(size=like.shape).astype(np.float32), abstract)
+
+
 def leaves(named, abstract):
     return [(leaf.path, leaf.axes, like.shape) for leaf, like in pairs(named, abstract)]
 
@@ -57,14 +63,10 @@ def test_the_mean_of_gradients_is_kept_in_its_own_type(name, small):
         weights = sum(like.size for like in jax.tree.leaves(found.params))
         assert sum(like.size for like in narrow) == (weights if mu_dtype else 0)
         rule = optimizer.build_optimizer(config.optimizer, 10, found.named_params)
-        draw = np.random.default_rng(0).normal
-        params, gradients = (
-            jax.tree.map(lambda like, draw=draw: jnp.asarray(draw(size=like.shape), "f4"), found.params)
-            for _ in range(2)
-        )
+        params, gradients = drawn(found.params), drawn(found.params, seed=1)
         taken[mu_dtype] = jax.jit(lambda g, p, rule=rule: rule.update(g, rule.init(p), p)[0])(gradients, params)
     assert kept[None] - kept["bfloat16"] == 2 * weights
-    far = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(a).max()), *taken.values())
+    far = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(a).max(), *jax.device_get([*taken.values()]))
     assert max(jax.tree.leaves(far)) < 2**-6
 
 
@@ -90,9 +92,8 @@ def test_decay_is_of_matrices_only(name, small):
         optimizer={"name": name, "weight_decay": 0.1, "warmup_steps": 0, "schedule": "constant"},
     )
     found = state.arrays(config)
-    params = jax.tree.map(lambda like: jnp.ones(like.shape), found.params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(found.transform.update)(zeros, found.transform.init(params), params)
+    params = jax.tree.map(lambda like: np.ones(like.shape, np.float32), found.params)
+    updates = updated(found, jax.tree.map(np.zeros_like, params), params)
     for leaf, update in zip(
         jax.tree.leaves(found.named_params, is_leaf=lambda x: isinstance(x, Named)),
         jax.tree.leaves(updates),
@@ -107,10 +108,7 @@ def test_adafactor_treats_each_layer_as_it_would_alone(small):
     options = dict(optimizer={"name": "adafactor", "weight_decay": 0.0, "clip_norm": 0.0})
     deep, shallow = state.arrays(small(layers=3, **options)), state.arrays(small(layers=1, **options))
 
-    def drawn(like):
-        return jax.random.normal(jax.random.key(like.size), like.shape)
-
-    params, gradients = jax.tree.map(drawn, deep.params), jax.tree.map(lambda x: jnp.cos(9 * drawn(x)), deep.params)
+    params, gradients = drawn(deep.params), drawn(deep.params, seed=1)
     third = lambda tree: tree | {"layers": jax.tree.map(lambda x: x[2:3], tree["layers"])}  # noqa: E731
     all_updates = updated(deep, gradients, params)
     alone = updated(shallow, third(gradients), third(params))
@@ -121,8 +119,7 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     """Updates of one layer's projection, seen as [embed, heads * head_dim], have singular values near each other."""
     config = small(layers=2, optimizer={"name": "muon", "weight_decay": 0.0, "clip_norm": 0.0, "warmup_steps": 0})
     found = state.arrays(config)
-    draw = lambda like: jax.random.normal(jax.random.key(like.size), like.shape)  # noqa: E731
-    params = jax.tree.map(draw, found.params)
+    params = drawn(found.params)
     updates = updated(found, params, params)
     for layer in range(2):
         for name, shape in (("wq", (32, 32)), ("wo", (32, 32))):
@@ -167,5 +164,5 @@ def test_clipping_is_by_the_global_norm(small):
     params = jax.tree.map(np.zeros_like, gradients)
     update, begun = found.transform.update, found.transform.init
     _, new_state = jax.jit(lambda gradients, params: update(gradients, begun(params), params))(gradients, params)
-    first_moment = optax.tree.get(new_state, "mu")
-    assert float(optax.tree.norm(first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)
+    first_moment = jax.tree.leaves(jax.device_get(optax.tree.get(new_state, "mu")))
+    assert np.sqrt(sum((x**2).sum() for x in first_moment)) == pytest.approx(0.5 * (1 - config.optimizer.b1), rel=1e-4)

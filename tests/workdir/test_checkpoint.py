@@ -298,6 +298,12 @@ def test_arrays_are_not_compressed(run):
     assert names and all(json.loads(store.read(name).result().value)["compressor"] is None for name in names)
 
 
+def test_no_program_cuts_small_arrays(run, monkeypatch):
+    """Orbax would compile one for each size and device, before the first checkpoint."""
+    monkeypatch.setattr(jax.lax, "slice_in_dim", lambda *_, **__: pytest.fail("an array is cut"))
+    run.save(1)
+
+
 class Trained(NamedTuple):
     step: jax.Array
     params: dict[str, Any]

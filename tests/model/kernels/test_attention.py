@@ -181,23 +181,43 @@ def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, ch
     assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)
 
 
+def test_a_query_and_a_key_of_a_distance_are_those_of_the_range_that_holds_it():
+    """Of 16 ranges, 4 on each side hold one distance. The last distance with a range before the last one is 19."""
+    relative = config.RelativeVectors(ranges=16, distance=20)
+    ahead = np.array([-30, -19, -12, -8, -5, -4, -1, 0, 1, 4, 5, 8, 12, 19, 30])
+    numbers = np.asarray(attention.range_numbers(30, relative))
+    np.testing.assert_array_equal(numbers[ahead + 30], [0, 1, 1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 15, 15])
+    rng, places = np.random.default_rng(0), np.arange(12)
+    q_TNH, k_TNH = rng.normal(size=(2, 12, 2, 3)).astype("f4")
+    queries_RNH, keys_RNH = rng.normal(size=(2, 16, 2, 3)).astype("f4")
+    of_TS = numbers[places[:, None] - places + 30]
+    want_NTS = np.einsum("TNH,TSNH->NTS", q_TNH, keys_RNH[of_TS]) + np.einsum(
+        "SNH,TSNH->NTS", k_TNH, queries_RNH[of_TS]
+    )
+    heads = np.concatenate([np.moveaxis(x, 1, 2).reshape(-1, 2) for x in (queries_RNH, keys_RNH)])
+    by_distance = jax.jit(attention.by_distance, static_argnums=5)
+    got_BNTS = by_distance(q_TNH[None], k_TNH[None], heads, places[None], places[None], relative)
+    np.testing.assert_allclose(got_BNTS[0], want_NTS, atol=1e-5)
+
+
 def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     """Of 16 ranges, 8 are of keys after the query, and 4 of each side hold one distance."""
     cfg, bias_RN = settings(mask="full", relative_positions=RELATIVE), jax.random.normal(jax.random.key(1), (16, N))
     ahead = np.array([-200, -24, -23, -8, -4, -3, -1, 0, 1, 3, 4, 8, 23, 24, 200])
     wanted = [7, 7, 7, 5, 4, 3, 1, 0, 9, 11, 12, 13, 15, 15, 15]
-    np.testing.assert_array_equal(attention.ranges(jnp.asarray(ahead), cfg), wanted)
+    ranges = jax.jit(attention.ranges, static_argnums=1)
+    np.testing.assert_array_equal(ranges(ahead, cfg), wanted)
     causal = settings(relative_positions=RELATIVE)
     np.testing.assert_array_equal(
-        attention.ranges(jnp.asarray([3, 0, -7, -8, -11, -23, -24, -99]), causal), [0, 0, 7, 8, 10, 15, 15, 15]
+        ranges(np.array([3, 0, -7, -8, -11, -23, -24, -99]), causal), [0, 0, 7, 8, 10, 15, 15, 15]
     )
     q, k, v = qkv
     places = np.arange(T)
-    bias_NTS = np.moveaxis(np.asarray(bias_RN)[attention.ranges(places[None] - places[:, None], cfg)], -1, 0)
+    bias_NTS = np.moveaxis(np.asarray(bias_RN)[ranges(places[None] - places[:, None], cfg)], -1, 0)
     scores_BNTS = np.einsum("BTNH,BSNH->BNTS", q, np.repeat(k, N // K, axis=2)) * H**-0.5 + bias_NTS
     seen_BTS = np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None]
     weights_BNTS = np.where(seen_BTS[:, None], np.exp(scores_BNTS), 0)
     weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)
     want = np.einsum("BNTS,BSNH->BTNH", weights_BNTS, np.repeat(v, N // K, axis=2))
-    got = attention.attend(q, k, v, segments, cfg, own_RN=bias_RN)
+    got = jax.jit(attention.attend, static_argnames="cfg")(q, k, v, segments, cfg=cfg, own_RN=bias_RN)
     np.testing.assert_allclose(got, want, atol=2e-5)
