@@ -1,6 +1,7 @@
 """A stack of blocks: an array of the model's width in, and the same out. It reads as if there were one device."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
 from gspmd_lm.sharding.gathered_once import for_all_layers
+from gspmd_lm.sharding.in_turns import Part, after, in_turns
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
@@ -56,77 +58,81 @@ class Block(nn.Module):
         of_tokens = dataclasses.replace(cfg, encoder=None)
         attention = linear or (LatentAttention if cfg.latent_attention else Attention)(of_tokens, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
+        cross = Attention(cfg.of_memory, name="cross") if cfg.reads else None
+        laurel = Laurel(cfg, name="laurel") if cfg.laurel_rank else None
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)
 
+        @functools.cache  # all parts of the rows have the same modules and weights
+        def norm(name: str) -> Norm:
+            return Norm(cfg, name=f"{name}_norm")
+
+        @functools.cache
+        def layer_scale(name: str) -> jax.Array:
+            start = nn.initializers.constant(cfg.layer_scale)
+            return use(weight(self, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
+
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
-            return Norm(cfg, name=f"{name}_norm")(x_BTD) if cfg.pre_norms else x_BTD
+            return norm(name)(x_BTD) if cfg.pre_norms else x_BTD
 
-        def fed(normed_BTD: jax.Array) -> tuple[Unreduced, RouterOutput | None]:
+        def computed(
+            x_BTD: jax.Array,
+            batch: dict[str, jax.Array],
+            keys_BT: jax.Array | None,
+            cache: Cache[jax.Array] | None = None,
+            kept: Kept | None = None,
+        ) -> Part[tuple[Carried, RouterOutput | None]]:
+            """The layer of some rows, which goes on after each gather: see `in_turns`."""
+
+            def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
+                y_BTD = reduced(after(y, of_another), BLOCK_INPUT, RESIDUAL)
+                if cfg.post_norms:
+                    y_BTD = norm(f"{name}_post")(y_BTD)
+                if cfg.layer_scale:
+                    y_BTD *= layer_scale(name)
+                if cfg.residual_scale != 1:
+                    y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
+                x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+                return shard(norm(f"{name}_sum")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
+
+            place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
+            routed, parallel = None, cfg.block == "parallel"
+            normed_BTD = normed(x_BTD, "attention")
             with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-                return mlp(in_BTD)
+                of_another = yield in_BTD
+                y, cache, kept = attention(in_BTD, batch, cache, place, kept)
+                if parallel:
+                    mlp_normed_BTD = normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp")
+                    with gathered(mlp_normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
+                        y_mlp, routed = mlp(in_BTD)
+                    y += y_mlp
+            x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
+            if cross:
+                with gathered(normed(x_BTD, "cross"), BLOCK_INPUT, RESIDUAL) as in_BTD:
+                    of_another = yield in_BTD
+                    y, memory, _ = cross(in_BTD, batch, cache and cache.memory, layer)
+                cache = cache and cache._replace(memory=memory)
+                x_BTD = added(x_BTD, y, 2, "cross")
+            if not parallel:
+                if laurel:
+                    x_BTD = (x_BTD + laurel(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
+                with gathered(normed(x_BTD, "mlp"), BLOCK_INPUT, RESIDUAL) as in_BTD:
+                    of_another = yield in_BTD
+                    y, routed = mlp(in_BTD)
+                x_BTD = added(x_BTD, y, 1, "mlp")
+            return (x_BTD, cache, kept), routed
 
-        def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
-            y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
-            if cfg.post_norms:
-                y_BTD = Norm(cfg, name=f"{name}_post_norm")(y_BTD)
-            if cfg.layer_scale:
-                start = nn.initializers.constant(cfg.layer_scale)
-                y_BTD *= use(weight(self, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
-            if cfg.residual_scale != 1:
-                y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
-            return shard(Norm(cfg, name=f"{name}_sum_norm")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
-
-        place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
-        routed, parallel = None, cfg.block == "parallel"
-        normed_BTD = normed(x_BTD, "attention")
-        with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-            y, cache, kept = attention(in_BTD, batch, cache, place, kept)
-            if parallel:
-                y_mlp, routed = fed(normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp"))
-                y += y_mlp
-        x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
-        if cfg.reads:
-            with gathered(normed(x_BTD, "cross"), BLOCK_INPUT, RESIDUAL) as in_BTD:
-                y, memory, _ = Attention(cfg.of_memory, name="cross")(in_BTD, batch, cache and cache.memory, layer)
-            cache = cache and cache._replace(memory=memory)
-            x_BTD = added(x_BTD, y, 2, "cross")
-        if not parallel:
-            if cfg.laurel_rank:
-                x_BTD = (x_BTD + Laurel(cfg, name="laurel")(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
-            y, routed = fed(normed(x_BTD, "mlp"))
-            x_BTD = added(x_BTD, y, 1, "mlp")
-        return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
-
-
-class Interleaved(nn.Module):
-    """A layer that computes the rows in parts, side by side: what one part sends hides behind the products of another
-    (arXiv 2409.15241). Its parameters are those of a block.
-    """
-
-    cfg: config.ModelConfig
-
-    @nn.compact
-    def __call__(
-        self,
-        carried: Carried,
-        layer: jax.Array | int,
-        input_BTY: jax.Array | None,
-        batch: dict[str, jax.Array],
-        keys_BT: jax.Array | None,
-    ) -> tuple[Carried, RouterOutput | None]:
-        block = Block(self.cfg, name="block")
-        nn.share_scope(self, block)
-        x_BTD, parts = carried[0], interleave()
+        parts = interleave() if cache is None and x_BTD.shape[0] > 1 else 1
+        if parts == 1:
+            (((x_BTD, cache, kept), routed),) = in_turns([computed(x_BTD, batch, keys_BT, cache, kept)])
+            return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
         # No row moves: each device has rows of every part.
         rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, batch, keys_BT))
-        computed = []
         with sharing_weights():
-            for i in range(parts):
-                x_bTD, of_part, keys_bT = jax.tree.map(lambda x, i=i: x[i], rows)
-                computed.append(block((shard(x_bTD, RESIDUAL), None, None), layer, None, of_part, keys_bT)[0][0])
-        return (shard(rearrange(jnp.stack(computed), "p b ... -> (b p) ..."), RESIDUAL), None, None), None
+            each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(parts)]
+            ends = in_turns([computed(shard(x_bTD, RESIDUAL), *of_part) for x_bTD, *of_part in each])
+        x_pbTD = jnp.stack([carried[0] for carried, _ in ends])
+        return (shard(rearrange(x_pbTD, "p b ... -> (b p) ..."), RESIDUAL), None, None), None
 
 
 class Pattern(nn.Module):
@@ -139,9 +145,7 @@ class Pattern(nn.Module):
         routed = []
         for i, kind in enumerate(self.kinds):
             input_BTY = None if inputs is None else inputs[i]
-            carried, of_block = _block(carried, alone=False)(kind, name=f"block_{i}")(
-                carried, first + i, input_BTY, *rest
-            )
+            carried, of_block = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, input_BTY, *rest)
             routed += [of_block] if of_block else []
         return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
@@ -231,7 +235,7 @@ class Stack(nn.Module):
         for i, kind in enumerate(stack.kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
             input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
-            block = _block(carried, alone=False)(kind, name=f"layer_{layer}")
+            block = _block(alone=False)(kind, name=f"layer_{layer}")
             carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in of_layers if each is not None]
@@ -290,7 +294,7 @@ def _loop(
         # They hold, and the check would trace every layer once more. Only with it can shared weights be drawn.
         "check_constancy_invariants": shared,
     }
-    one = nn.scan(_block(carried, alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
+    one = nn.scan(_block(alone=unrolled == 1), **scanned)(kinds[0], name=stack.name) if length == 1 else None
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
     if inputs_LBTY is not None and length > 1:
         inputs_LBTY = inputs_LBTY.reshape(turns, length, *inputs_LBTY.shape[1:])
@@ -298,14 +302,12 @@ def _loop(
     return carried, routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
 
 
-def _block(carried: Carried, alone: bool = True) -> type[nn.Module]:
-    """The module of a layer, recomputed in the backward pass if the rules say so. `carried`: what it is given.
+def _block(alone: bool = True) -> type[nn.Module]:
+    """The module of a layer, recomputed in the backward pass if the rules say so.
 
     A block that is alone in a scan needs no barrier against common subexpressions. A block beside others does: without
     the barrier, the compiler reuses the results of the forward pass, or it recomputes all blocks at once and holds the
     gathered weights of all of them.
     """
     policy = remat()
-    rows, cache = carried[0].shape[0], carried[1]
-    layer = Interleaved if interleave() > 1 and cache is None and rows > 1 else Block
-    return nn.remat(layer, prevent_cse=not alone, policy=policy) if policy else layer
+    return nn.remat(Block, prevent_cse=not alone, policy=policy) if policy else Block

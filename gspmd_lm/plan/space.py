@@ -123,9 +123,8 @@ class Space:
 
     def interleaved(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The same layout with layers in two parts, where that hides gathers of tensor parallelism."""
-        platform, parts = self.target.platform, {**raw, "interleave": 2}
-        wanted = platform == "tpu" and "tensor" in raw["mesh"] and self.task.config
-        if wanted and not self.traces.problems(self.rules(parts), platform):
+        parts, wanted = {**raw, "interleave": 2}, "tensor" in raw["mesh"] and self.task.config
+        if wanted and not self.traces.problems(self.rules(parts), self.target.platform):
             yield parts
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -229,15 +229,15 @@ def test_compiler_options_of_a_chip_are_tried_on_it_alone(config):
         assert best and best.raw.get("compiler_options") == wanted
 
 
-def test_layers_in_two_parts_are_tried_where_tensor_parallelism_is_best_on_a_tpu(config):
+def test_layers_in_two_parts_are_tried_where_tensor_parallelism_is_best(config):
     def tensor_is_best(rules):
         return (0.1 if "tensor" in rules.mesh else 1.0) * (0.98 if rules.interleave > 1 else 1.0)
 
-    for target, tried in (("v5p:2x2x1", True), ("h100:4", False)):
+    for target in "v5p:2x2x1", "h100:4":
         helped = Compiler(config, target, factor=tensor_is_best)
         best = plan(config, targets.parse(target), reports=helped).best
         assert best and "tensor" in best.rules.mesh
-        assert sum("in 2 parts" in name for name in helped.asked) == tried == ("interleave" in best.raw)
+        assert any("in 2 parts" in name for name in helped.asked) and "interleave" in best.raw
     one = Compiler(config, "v5p:2x2x1", factor=lambda rules: 1.0 if "tensor" in rules.mesh else 0.1)
     plan(config, targets.parse("v5p:2x2x1"), reports=one)
     assert not any("parts" in name for name in one.asked)

@@ -1,6 +1,7 @@
 """Layers that compute their rows in parts: nothing changes but the order of the work."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.collectives import count
 from gspmd_lm import config
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.in_turns import in_turns
 from gspmd_lm.train import state, step
 from tests.courses import begun
 from tests.quick import QUICK
@@ -19,7 +21,7 @@ SIZES = ("model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4"
 
 
 def trained(layout, parts, *sets):
-    """The weights after a step, the bytes that its program sends, and how many products its trace has."""
+    """The weights after a step, the bytes that its program sends, and how many products and barriers its trace has."""
     cfg = config.load("tiny", [*SIZES, *sets])
     changes = {"interleave": parts, "compiler_options": {"cpu": QUICK}, "unroll": 1}
     rules = dataclasses.replace(rules_file.load(layout), **changes)
@@ -27,14 +29,15 @@ def trained(layout, parts, *sets):
     arrays, _ = state.arrays_and_warnings(cfg, rules, "cpu")
     built = step.build_step(cfg, rules, arrays, jax.devices()[: rules.devices])
     traced, rng = built.trace_train(), np.random.default_rng(0)
-    program, products = built.compile(traced.lower()), str(traced.jaxpr).count("dot_general")
+    program, text = built.compile(traced.lower()), str(traced.jaxpr)
     tokens = rng.integers(0, 64, (16, 17), dtype=np.int32)
     segments = np.cumsum(rng.random((16, 16)) < 0.2, axis=1, dtype=np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments, "row": np.arange(16),
              "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (16, 16))}  # fmt: skip
     batch = {name: jax.device_put(batch[name].astype(np.int32), where) for name, where in built.batch_shardings.items()}
     new, _ = program(begun(built), batch)
-    return jax.device_get(new.params), sum(one.ring_bytes for one in count(program.as_text())), products
+    sent = sum(one.ring_bytes for one in count(program.as_text()))
+    return jax.device_get(new.params), sent, text.count("dot_general"), text.count("optimization_barrier")
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,36 @@ def expected():
 def test_parts_change_no_weight_and_send_nothing_more(expected, layout, parts, sets):
     # Of operands of 8 bits, each part has scales of its own.
     whole = trained("none", parts if "model.matmul_dtype=int8" in sets else 1, *sets)[0] if sets else expected
-    weights, sent, products = trained(layout, parts, *sets)
-    _, sent_whole, products_whole = trained(layout, 1, *sets)
+    weights, sent, products, barriers = trained(layout, parts, *sets)
+    _, sent_whole, products_whole, barriers_whole = trained(layout, 1, *sets)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), weights, whole)
     # The gradients of norms, which are small, are summed in each part.
     assert sent == pytest.approx(sent_whole, rel=0.01 * (parts - 1))
     assert products > 1.5 * products_whole
+    assert barriers > barriers_whole  # sums wait for gathers
+
+
+def test_each_part_makes_its_sum_after_the_gather_of_the_part_before_it():
+    order = []
+
+    def part(name) -> Any:
+        for site in ("attention", "mlp"):
+            order.append(f"gather {site} {name}")
+            before = yield f"{site} {name}"
+            order.append(f"sum {site} {name} after {before}")
+        return name
+
+    assert in_turns([part("a"), part("b")]) == ["a", "b"]
+    assert order == [
+        "gather attention a",
+        "gather attention b",
+        "sum attention a after attention b",
+        "gather mlp a",
+        "sum attention b after mlp a",
+        "gather mlp b",
+        "sum mlp a after mlp b",
+        "sum mlp b after None",
+    ]
+    order.clear()
+    in_turns([part("a")])
+    assert order[1::2] == ["sum attention a after None", "sum mlp a after None"]
