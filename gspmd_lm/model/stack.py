@@ -75,6 +75,17 @@ class Block(nn.Module):
         def normed(x_BTD: jax.Array, name: str) -> jax.Array:
             return norm(name)(x_BTD) if cfg.pre_norms else x_BTD
 
+        def added(x_BTD: jax.Array, y: Unreduced, keys_BT: jax.Array | None, site: int, name: str) -> jax.Array:
+            y_BTD = reduced(y, BLOCK_INPUT, RESIDUAL)
+            if cfg.post_norms:
+                y_BTD = norm(f"{name}_post")(y_BTD)
+            if cfg.layer_scale:
+                y_BTD *= layer_scale(name)
+            if cfg.residual_scale != 1:
+                y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
+            x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
+            return shard(norm(f"{name}_sum")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
+
         def computed(
             x_BTD: jax.Array,
             batch: dict[str, jax.Array],
@@ -82,44 +93,32 @@ class Block(nn.Module):
             cache: Cache[jax.Array] | None = None,
             kept: Kept | None = None,
         ) -> Part[tuple[Carried, RouterOutput | None]]:
-            """The layer of some rows, which goes on after each gather: see `in_turns`."""
-
-            def added(x_BTD: jax.Array, y: Unreduced, site: int, name: str) -> jax.Array:
-                y_BTD = reduced(after(y, of_another), BLOCK_INPUT, RESIDUAL)
-                if cfg.post_norms:
-                    y_BTD = norm(f"{name}_post")(y_BTD)
-                if cfg.layer_scale:
-                    y_BTD *= layer_scale(name)
-                if cfg.residual_scale != 1:
-                    y_BTD *= jnp.asarray(cfg.residual_scale, y_BTD.dtype)
-                x_BTD += dropout(y_BTD, cfg.dropout, keys_BT, site)
-                return shard(norm(f"{name}_sum")(x_BTD) if cfg.sum_norms else x_BTD, RESIDUAL)
-
+            """The layer of some rows. At each `yield` it waits until other rows have gathered their inputs, too."""
             place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
             routed, parallel = None, cfg.block == "parallel"
             normed_BTD = normed(x_BTD, "attention")
             with gathered(normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-                of_another = yield in_BTD
+                others = yield in_BTD
                 y, cache, kept = attention(in_BTD, batch, cache, place, kept)
                 if parallel:
                     mlp_normed_BTD = normed_BTD if cfg.shared_norm else normed(x_BTD, "mlp")
                     with gathered(mlp_normed_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
                         y_mlp, routed = mlp(in_BTD)
                     y += y_mlp
-            x_BTD = added(x_BTD, y, 0, "attention_mlp" if parallel else "attention")
+            x_BTD = added(x_BTD, after(y, others), keys_BT, 0, "attention_mlp" if parallel else "attention")
             if cross:
                 with gathered(normed(x_BTD, "cross"), BLOCK_INPUT, RESIDUAL) as in_BTD:
-                    of_another = yield in_BTD
+                    others = yield in_BTD
                     y, memory, _ = cross(in_BTD, batch, cache and cache.memory, layer)
                 cache = cache and cache._replace(memory=memory)
-                x_BTD = added(x_BTD, y, 2, "cross")
+                x_BTD = added(x_BTD, after(y, others), keys_BT, 2, "cross")
             if not parallel:
                 if laurel:
                     x_BTD = (x_BTD + laurel(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype)
                 with gathered(normed(x_BTD, "mlp"), BLOCK_INPUT, RESIDUAL) as in_BTD:
-                    of_another = yield in_BTD
+                    others = yield in_BTD
                     y, routed = mlp(in_BTD)
-                x_BTD = added(x_BTD, y, 1, "mlp")
+                x_BTD = added(x_BTD, after(y, others), keys_BT, 1, "mlp")
             return (x_BTD, cache, kept), routed
 
         parts = interleave() if cache is None and x_BTD.shape[0] > 1 else 1
