@@ -101,7 +101,7 @@ def _found(
     notes: corpus.FileNotes, progress: Progress | None,
 ) -> Iterator[Caption]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
-    found = media.records(config.data, sources, place, images.ENDINGS, "images", notes)
+    found = media.records(config.data, sources, place, images.ENDINGS, "images", notes, progress)
     for number, (table, where, record) in enumerate(found, 1):
         if progress and number % _NOTED == 0:
             progress(f"reading images of {table}", 0, 0)

@@ -12,6 +12,7 @@ import numpy as np
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
+from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
 _THREADS = 8
@@ -93,7 +94,7 @@ def check_vocabulary(config: Config, size: int) -> None:
 
 def records(
     data: Data, sources: Sequence[config_data.Source], place: str, endings: Sequence[str], what: str,
-    notes: corpus.FileNotes,
+    notes: corpus.FileNotes, progress: Progress | None,
 ) -> Iterator[tuple[Path, str, dict[str, Any]]]:  # fmt: skip
     """The records of tables, in their order: the file, the place, and the fields. `notes` is told of skipped files, but
     not of those with `endings`, which tables name. Raises InputError if `data.fields` does not name the fields.
@@ -104,7 +105,7 @@ def records(
         if source.weight:
             raise InputError(f"{place}: {source.path}: {what} have no weights\n  fix   drop the weight")
         skipped = corpus.FileNotes()
-        for path in corpus.files([source.path], place, skipped):
+        for path in corpus.files([source.path], place, skipped, progress):
             kind = formats.format_of(path)
             if not kind or not kind.records:
                 skipped.skipped("no table", path)

@@ -111,7 +111,7 @@ def _found(
     progress: Progress | None,
 ) -> Iterator[Sound]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
-    found = media.records(config.data, sources, place, (".wav",), "sounds", notes)
+    found = media.records(config.data, sources, place, (".wav",), "sounds", notes, progress)
     for number, (table, where, record) in enumerate(found, 1):
         if progress and number % _NOTED == 0:
             progress(f"reading sounds of {table}", 0, 0)
