@@ -12,7 +12,7 @@ import tokenizers
 from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
-from gspmd_lm.data import corpus, images, labelled, media
+from gspmd_lm.data import corpus, images, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import load_tokenizer
 
@@ -75,7 +75,7 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     data, vision, notes = config.data, config.model.vision, corpus.FileNotes()
     assert vision
     tokens = load_tokenizer(data.tokenizer)
-    media.check_vocabulary(config, tokens.vocab_size)
+    trained.check_vocabulary(config, tokens.vocab_size)
     made = labelled.cutting(tokens, "seq", data.seq)
     every = list(_found(config, made, data.sources, "data.source", notes, progress))
     named = list(_found(config, made, data.held_out_sources, "data.held_out", notes, progress))

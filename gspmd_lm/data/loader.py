@@ -301,12 +301,7 @@ def _source(
         tokens = tokenizer.load_tokenizer(str(path), framed=masked)
     else:
         tokens = tokenizer.load_tokenizer(data.tokenizer, framed=masked)
-    if tokens.vocab_size > config.model.vocab:
-        raise InputError(
-            f"data.tokenizer={data.tokenizer} has {tokens.vocab_size:,} tokens, more than model.vocab="
-            f"{config.model.vocab:,} (rows of the embedding: {config.model.vocab_rows:,})\n"
-            "  fix   --set model.vocab=0, which means the tokenizer's size"
-        )
+    trained.check_vocabulary(config, tokens.vocab_size)
     of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
     source = source or sources.open_source(data, progress, of_record)
     if isinstance(tokens, labelled.Labelled):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from gspmd_lm.config import Config, Data
+from gspmd_lm.config import Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
@@ -80,16 +80,6 @@ def bytes_of(path: Path) -> bytes:
         raise InputError(
             f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
         ) from error
-
-
-def check_vocabulary(config: Config, size: int) -> None:
-    """Raises InputError for a tokenizer of more tokens than the model has."""
-    named, vocab = config.data.tokenizer, config.model.vocab
-    if size > vocab:
-        raise InputError(
-            f"data.tokenizer={named} has {size:,} tokens, more than model.vocab={vocab:,}\n"
-            "  fix   set data.tokenizer to the one of the model, or --set model.vocab=0 for a new model"
-        )
 
 
 def records(

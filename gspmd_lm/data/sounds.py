@@ -15,7 +15,7 @@ import numpy as np
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.sounds import WINDOW
-from gspmd_lm.data import corpus, labelled, media
+from gspmd_lm.data import corpus, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
@@ -92,7 +92,7 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     """
     data, model, notes = config.data, config.model, corpus.FileNotes()
     tokens = load_tokenizer(data.tokenizer)
-    media.check_vocabulary(config, tokens.vocab_size)
+    trained.check_vocabulary(config, tokens.vocab_size)
     every = list(_found(config, tokens, data.sources, "data.source", notes, progress))
     named = list(_found(config, tokens, data.held_out_sources, "data.held_out", notes, progress))
     train, held_out = media.apart(data, every, named, "sounds")

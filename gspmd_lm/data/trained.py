@@ -23,6 +23,16 @@ PADDED_TO = 128  # rows of a vocabulary whose size follows the tokenizer; it div
 MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
 
 
+def check_vocabulary(config: Config, size: int) -> None:
+    """Raises InputError for a tokenizer of so many tokens, if the model has fewer."""
+    named, vocab = config.data.tokenizer, config.model.vocab
+    if size > vocab:
+        raise InputError(
+            f"data.tokenizer={named} has {size:,} tokens, more than model.vocab={vocab:,}\n"
+            "  fix   --set model.vocab=0, which means the tokenizer's size, or set data.tokenizer to that of the model"
+        )
+
+
 def with_vocab_size(config: Config) -> Config:
     """The config, with model.vocab: 0 replaced by the size of its tokenizer, and padded_vocab by a multiple of 128.
 
@@ -53,11 +63,7 @@ def with_vocab_size(config: Config) -> Config:
             "  fix   set data.tokenizer to the tokenizer.json that they were trained with"
         )
     if model.vocab:
-        if size and size > model.vocab:
-            raise InputError(
-                f"data.tokenizer={data.tokenizer} has more tokens than model.vocab={model.vocab:,}\n"
-                "  fix   --set model.vocab=0, which means the tokenizer's size"
-            )
+        check_vocabulary(config, size)
         return config
     vocab = size or load_tokenizer(data.tokenizer).vocab_size
     padded = max(model.padded_vocab, -(-vocab // PADDED_TO) * PADDED_TO)

@@ -55,7 +55,7 @@ def test_vocab_0_is_the_size_of_the_tokenizer_padded_to_128(folder):
         ({"tokenizer": "bpe:300", "source": "random:8"}, {}, r"random:8 has no text to train it on\n  fix "),
         ({"tokenizer": "bpe:300", "messages_field": "m"}, {}, r"bpe:300 has no chat template"),
         ({"tokenizer": "bpe:300"}, {"train": {"init_from": "W"}}, r"the weights of train\.init_from know"),
-        ({"tokenizer": "bpe:300"}, {"vocab": 299}, r"more tokens than model\.vocab=299\n  fix   --set model\.vocab=0"),
+        ({"tokenizer": "bpe:300"}, {"vocab": 299}, r"300 tokens, more than model\.vocab=299\n  fix   --set"),
     ],
 )
 def test_bad_sizes(data, more, message):
