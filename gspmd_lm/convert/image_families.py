@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,8 @@ class SwinLevels:
     def read(self, reader: ConfigReader, values: Values) -> None:
         embed, size = reader.whole(["embed_dim"], 96, 1), reader.whole(["window_size"], 7, 2)
         ratio, side = reader.number(["mlp_ratio"], 4.0), values["patches"]["image"] // values["patches"]["size"]
-        layers, heads = (
-            self._numbers(reader, "depths", [2, 2, 6, 2]),
-            self._numbers(reader, "num_heads", [3, 6, 12, 24]),
-        )
+        layers = self._numbers(reader, ["depths"], [2, 2, 6, 2])
+        heads = self._numbers(reader, ["num_heads", "num_attention_heads"], [3, 6, 12, 24])
         widths, head_dim = [embed * 2**number for number in range(len(layers))], embed // heads[0]
         if [head_dim * count for count in heads] != widths:
             reader.refuse("num_heads", heads, f"does not give heads of one size to levels of the widths {widths}")
@@ -131,12 +130,12 @@ class SwinLevels:
         ranges = (2 * size - 1) ** 2
         values["relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
 
-    def _numbers(self, reader: ConfigReader, name: str, default: list[int]) -> list[int]:
-        numbers = reader.get([name], default)
+    def _numbers(self, reader: ConfigReader, names: Sequence[str], default: list[int]) -> list[int]:
+        numbers = reader.get(names, default)
         whole = isinstance(numbers, list) and all(type(one) is int and 0 < one <= MOST_LAYERS for one in numbers)
         if whole and 0 < len(numbers) <= MOST_LEVELS:
             return numbers
-        reader.refuse(name, numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
+        reader.refuse(names[0], numbers, f"must be a list of up to {MOST_LEVELS} whole numbers above zero")
         return default
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -275,7 +274,7 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
 
 
 _SWIN = (
-    ImagePatches("none", class_row=False), SwinLevels(), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+    ImagePatches("none", size=4, class_row=False), SwinLevels(), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
     Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
     Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), Constant("mask", "full"),
     Constant("positions", "none"),
@@ -329,7 +328,7 @@ _BEIT_IRRELEVANT = (
 # Fields of training, of other heads, and those that repeat sizes.
 _SWIN_IRRELEVANT = (
     "drop_path_rate", "encoder_stride", "out_features", "out_indices", "_out_features", "_out_indices", "stage_names",
-    "hidden_size", "num_layers", "path_norm",
+    "hidden_size", "num_layers", "num_hidden_layers", "path_norm",
 )  # fmt: skip
 # Fields of an unused head, and of pictures that a decoder draws.
 _IRRELEVANT = ("encoder_stride", "pooler_act", "pooler_output_size")
