@@ -63,7 +63,7 @@ def with_vocab_size(config: Config) -> Config:
             "  fix   set data.tokenizer to the tokenizer.json that they were trained with"
         )
     if model.vocab:
-        check_vocabulary(config, size)
+        check_vocabulary(config, size or 0)
         return config
     vocab = size or load_tokenizer(data.tokenizer).vocab_size
     padded = max(model.padded_vocab, -(-vocab // PADDED_TO) * PADDED_TO)
