@@ -32,10 +32,10 @@ ROPE_FIELDS = (
     "low_freq_factor", "high_freq_factor", "attention_factor", "mrope_section", "beta_fast", "short_factor", "x",
 )  # fmt: skip
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
-# Cases whose fields other cases have too.
+# Cases whose fields other cases have too. Of mT5, no config builds the model again: transformers 5 ties its tables.
 ALIKE = (
     "llama3", "gptneox-sequential", "stablelm-parallel", "starcoder-all-heads", "longrope-short", "dynamic",
-    "deepseek-v2-lite", "llama4-scout", "opt-no-last-norm", "t5-v1.1",
+    "deepseek-v2-lite", "llama4-scout", "opt-no-last-norm", "t5-v1.1", "mt5",
 )  # fmt: skip
 # Files of transformers that every family shares and that read configs.
 SHARED = (
