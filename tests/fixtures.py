@@ -19,6 +19,7 @@ from gspmd_lm.train import state, step
 from tests import courses
 
 startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
+jax.devices()  # now, since the first run would set how many there are
 
 
 @pytest.fixture(scope="session", autouse=True)
