@@ -1,7 +1,7 @@
 """The section `model.encoder` of a config: the stack of blocks that reads a source before a decoder writes."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -9,16 +9,48 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm.config.types import STRICT, Count
 
 Token = Annotated[int, pydantic.Field(ge=0)]
-_SIZES = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
+
+
+class OtherStack:
+    """A stack of blocks beside those of the model, which it is like but for some sizes; 0 means the model's."""
+
+    SIZES: ClassVar[tuple[str, ...]]  # the names of these settings
+    heads: int
+    kv_heads: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The settings that differ from the model's, by their names."""
+        return {name: size for name in self.SIZES if (size := getattr(self, name))}
+
+    def with_all_sizes(self, model: Any) -> Self:
+        """The same with the sizes of the model written out."""
+        written = {name: getattr(self, name) or getattr(model, name) for name in self.SIZES}
+        return dataclasses.replace(cast(Any, self), **written)
+
+    def in_no_other_stack(self, model: Any, section: str) -> dict[str, Any]:
+        """What neither of two stacks may have -> whether the model has it. section: the name of this one's settings."""
+        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
+                "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "relative_vectors")  # fmt: skip
+        heads, kv_heads = self.heads, self.kv_heads
+        return {
+            **{key: getattr(model, key) for key in keys},
+            "residual_streams": model.residual_streams > 1,
+            "block: parallel": model.block == "parallel",
+            f"{section}.heads={heads} and {section}.kv_heads={kv_heads}, which do not divide":
+                (heads or model.heads) % (kv_heads or model.kv_heads),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Encoder:
+class Encoder(OtherStack):
     """A stack of blocks that sees all of a source, and whose output each layer of the decoder attends to (T5, BART).
 
     It is like the decoder but for its mask, which is full, and for the sizes here; 0 means the decoder's. Both look up
     tokens in one table, or, with model.frames, the encoder hears sounds (Whisper).
     """
+
+    SIZES: ClassVar = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
 
     layers: Count = 0  # how many blocks
     heads: Count = 0  # query heads
@@ -33,20 +65,11 @@ class Encoder:
     suppressed: tuple[Token, ...] = ()  # tokens that generation never chooses
     suppressed_first: tuple[Token, ...] = ()  # tokens that it does not choose first
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The settings that differ from the decoder's, by their names."""
-        return {name: size for name in _SIZES if (size := getattr(self, name))}
-
     def of(self, model: Any) -> Any:
         """The settings of the encoder, from those of the decoder."""
         own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
         own |= {"positions": "learned", "position_offset": 0} if model.frames else {}
         return dataclasses.replace(model, **own, **self.sizes)
-
-    def with_all_sizes(self, model: Any) -> "Encoder":
-        """The same encoder with the sizes of the decoder, `model`, written out."""
-        return dataclasses.replace(self, **{name: getattr(self, name) or getattr(model, name) for name in _SIZES})
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -56,17 +79,10 @@ class Encoder:
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with an encoder."""
-        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention",
-                "latent_attention", "shared_kv_layers", "sparse_layers", "padded_heads", "token_types",
-                "relative_vectors")  # fmt: skip
         problems = {
-            **{key: getattr(model, key) for key in keys},
+            **self.in_no_other_stack(model, "encoder"),
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
-            "residual_streams": model.residual_streams > 1,
-            "block: parallel": model.block == "parallel",
             f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
-            f"encoder.heads={self.heads} and encoder.kv_heads={self.kv_heads}, which do not divide":
-                (self.heads or model.heads) % (self.kv_heads or model.kv_heads),
             **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
                for name, ids in self.tokens.items() if ids},
         }  # fmt: skip

@@ -65,9 +65,9 @@ class Windows:
         return [message for message, is_wrong in problems.items() if is_wrong]
 
 
-def padded_rows(level: Any) -> int:
-    """The rows of an image in a level after the first one, padding included."""
-    return -(-level.context // level.row_multiple) * level.row_multiple
+def padded_rows(rows: int, multiple: int) -> int:
+    """The rows of an image with padding, which makes them a multiple of a number."""
+    return -(-rows // multiple) * multiple
 
 
 @functools.lru_cache(maxsize=128)

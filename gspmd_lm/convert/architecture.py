@@ -138,8 +138,7 @@ def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     if isinstance(vision := values.get("vision"), dict):
-        patches = vision["patches"]
-        of_data["source_seq"] = padded_rows(1 + (patches["image"] // patches["size"]) ** 2)
+        of_data["source_seq"] = padded_rows(config.Patches(**vision["patches"]).rows)
     return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 
 
@@ -203,9 +202,9 @@ def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
     """Raises InputError if a field to be ignored does not exist, or has a known meaning."""
-    unknown = unknown_fields(row, raw)
+    fields, unknown = row.flat(raw), unknown_fields(row, raw)
     for name in ignored:
-        if name not in row.flat(raw):
+        if name not in fields:
             raise InputError(f"--ignore={name}: not in {place}{did_you_mean(name, unknown)}\n  fix   drop it")
         if name not in unknown:
             raise InputError(f"--ignore={name}: the meaning of this field is known\n  fix   drop it")

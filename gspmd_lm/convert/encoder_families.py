@@ -12,7 +12,7 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
 from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, MustEqual, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.names import QUERY_KEY_VALUE, linear, norm, separate_qkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,20 +94,12 @@ def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
     )
 
 
-def _qkv(prefix: str, suffix: str = "") -> tuple[Tensor, ...]:
-    return (
-        *linear(f"{prefix}.query{suffix}", "(N H) D", "attention.wq"),
-        *linear(f"{prefix}.key{suffix}", "(K H) D", "attention.wk"),
-        *linear(f"{prefix}.value{suffix}", "(K H) D", "attention.wv"),
-    )
-
-
-def _blocks(base: str, suffix: str = "") -> tuple[Tensor, ...]:
-    """The blocks. suffix: how the names of the projections of queries, keys and values end."""
+def _blocks(base: str, projections: tuple[str, str, str] = QUERY_KEY_VALUE) -> tuple[Tensor, ...]:
+    """The blocks. projections: the names of those of queries, keys and values."""
     layer = f"{base}encoder.layer.{{}}"
     attention = f"{layer}.attention"
     return (
-        *_qkv(f"{attention}.self", suffix),
+        *separate_qkv(f"{attention}.self", projections),
         *linear(f"{attention}.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{attention}.output.LayerNorm", "attention_sum_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
@@ -189,7 +181,7 @@ _ALBERT_LAYER = "albert.encoder.albert_layer_groups.0.albert_layers.0"
 _ALBERT_TENSORS = (
     *_tables("albert.embeddings", "W"),
     *linear("albert.encoder.embedding_hidden_mapping_in", "D W", "embedding_in", biases=("embedding_in_bias",)),
-    *_qkv(f"{_ALBERT_LAYER}.attention"),
+    *separate_qkv(f"{_ALBERT_LAYER}.attention", QUERY_KEY_VALUE),
     *linear(f"{_ALBERT_LAYER}.attention.dense", "D (N H)", "attention.wo"),
     *norm(f"{_ALBERT_LAYER}.attention.LayerNorm", "attention_sum_norm", bias=True),
     *linear(f"{_ALBERT_LAYER}.ffn", "F D", "mlp.w_up"),
@@ -297,7 +289,7 @@ _DEBERTA_TENSORS = (
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
     *linear("deberta.encoder.conv.conv", "D O A", "convolution", biases=("convolution_bias",), is_of=_has_convolution),
     *norm("deberta.encoder.conv.LayerNorm", "convolution_norm", bias=True, is_of=_has_convolution),
-    *_blocks("deberta.", "_proj"),
+    *_blocks("deberta.", ("query_proj", "key_proj", "value_proj")),
 )  # fmt: skip
 _DEBERTA_SHARED = {
     "no_weights": (*_NUMBERS, r"embeddings\.position_embeddings\."),  # of a model without such positions

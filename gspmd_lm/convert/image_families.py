@@ -13,7 +13,7 @@ from gspmd_lm.convert.encoder_families import Classes
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed, Values
 from gspmd_lm.convert.layout import LEVEL, Tensor
-from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.names import QUERY_KEY_VALUE, linear, norm, separate_qkv
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError
 
@@ -150,7 +150,7 @@ class SwinLevels:
 
 def padded_rows(context: int) -> int:
     """data.seq of the rows of an image: with padding, so that a split sequence divides."""
-    return -(-context // _ROWS_DIVIDE_BY) * _ROWS_DIVIDE_BY
+    return config.padded_rows(context, _ROWS_DIVIDE_BY)
 
 
 def preprocessing(folder: Path) -> dict[str, Any]:
@@ -252,9 +252,7 @@ def _tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
         Tensor(f"{embeddings}.position_embeddings", "1 p D", ("position_embedding",)),
         *linear(f"{embeddings}.patch_embeddings.projection", "D x", "stem", biases=("stem_bias",)),
         *norm(f"{layer}.layernorm_before", "attention_norm", bias=True),
-        *linear(f"{attention}.query", "(N H) D", "attention.wq"),
-        *linear(f"{attention}.key", "(K H) D", "attention.wk"),
-        *linear(f"{attention}.value", "(K H) D", "attention.wv"),
+        *separate_qkv(attention, QUERY_KEY_VALUE),
         *linear(f"{layer}.attention.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{layer}.layernorm_after", "mlp_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
@@ -294,9 +292,7 @@ def _of_level(number: int) -> tuple[Tensor, ...]:
         dataclasses.replace(tensor, is_of=lambda model: len(config.levels(model)) > number)
         for tensor in (
             *norm(f"{layer}.layernorm_before", f"{ours}attention_norm", bias=True),
-            *linear(f"{attention}.self.query", "(N H) D", f"{ours}attention.wq"),
-            *linear(f"{attention}.self.key", "(K H) D", f"{ours}attention.wk"),
-            *linear(f"{attention}.self.value", "(K H) D", f"{ours}attention.wv"),
+            *separate_qkv(f"{attention}.self", QUERY_KEY_VALUE, f"{ours}attention"),
             *linear(f"{attention}.output.dense", "D (N H)", f"{ours}attention.wo"),
             Tensor(f"{attention}.self.relative_position_bias_table", "r N", (f"{ours}attention.relative_bias",)),
             *norm(f"{layer}.layernorm_after", f"{ours}mlp_norm", bias=True),

@@ -22,13 +22,18 @@ def norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -
     return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
 
 
-def _qkv(prefix: str, **options) -> tuple[Tensor, ...]:
-    """Queries, keys and values, each with a linear layer of its own."""
+def separate_qkv(
+    prefix: str, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"), ours: str = "attention", **options
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each with a linear layer of its own. ours: the module that has these weights."""
     return (
-        *linear(f"{prefix}.q_proj", "(N H) D", "attention.wq", **options),
-        *linear(f"{prefix}.k_proj", "(K H) D", "attention.wk", **options),
-        *linear(f"{prefix}.v_proj", "(K H) D", "attention.wv", **options),
+        *linear(f"{prefix}.{names[0]}", "(N H) D", f"{ours}.wq", **options),
+        *linear(f"{prefix}.{names[1]}", "(K H) D", f"{ours}.wk", **options),
+        *linear(f"{prefix}.{names[2]}", "(K H) D", f"{ours}.wv", **options),
     )
+
+
+QUERY_KEY_VALUE = "query", "key", "value"  # their names in BERT and its kin, and in models of images
 
 
 def _llama(
@@ -49,7 +54,7 @@ def _llama(
     """
     layer = "model.layers.{}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
-    separate_qkv = _qkv(attention, interleaved_rope=interleaved_rope)
+    each_qkv = separate_qkv(attention, interleaved_rope=interleaved_rope)
     one_qkv = linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
     separate_mlp = (
         *linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
@@ -59,7 +64,7 @@ def _llama(
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
         *norm(f"{layer}.input_layernorm", "attention_norm", bias=True),
-        *(one_qkv if "qkv" in fused else separate_qkv),
+        *(one_qkv if "qkv" in fused else each_qkv),
         *linear(f"{attention}.{out}", "D (N H)", "attention.wo"),
         *norm(f"{layer}.{mlp_norm}", "mlp_norm", bias=True),
         *(one_mlp if "gate_up" in fused else separate_mlp),
@@ -208,7 +213,7 @@ GPT_BIGCODE = _gpt(
     *linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
 )
 GPT_NEO = _gpt(
-    *_qkv(f"{_BLOCK}.attn.attention", bias=False),
+    *separate_qkv(f"{_BLOCK}.attn.attention", bias=False),
     *linear(f"{_BLOCK}.attn.attention.out_proj", "D (N H)", "attention.wo"),
     *linear(f"{_BLOCK}.mlp.c_fc", "F D", "mlp.w_up"),
     *linear(f"{_BLOCK}.mlp.c_proj", "D F", "mlp.w_down"),
@@ -216,7 +221,7 @@ GPT_NEO = _gpt(
 GPTJ = (
     Tensor("transformer.wte.weight", "V D", ("embedding",)),
     *norm(f"{_BLOCK}.ln_1", "attention_norm", bias=True),
-    *_qkv(f"{_BLOCK}.attn", bias=False, interleaved_rope=True),
+    *separate_qkv(f"{_BLOCK}.attn", bias=False, interleaved_rope=True),
     *linear(f"{_BLOCK}.attn.out_proj", "D (N H)", "attention.wo", bias=False),
     *linear(f"{_BLOCK}.mlp.fc_in", "F D", "mlp.w_up"),
     *linear(f"{_BLOCK}.mlp.fc_out", "D F", "mlp.w_down"),
@@ -233,7 +238,7 @@ OPT = (
     Tensor("model.decoder.embed_positions.weight", "p D", ("position_embedding",)),
     *norm(f"{_OPT}.self_attn_layer_norm", "attention_norm", bias=True),
     *norm(f"{_OPT}.self_attn_layer_norm", "attention_sum_norm", bias=True),
-    *_qkv(f"{_OPT}.self_attn"),
+    *separate_qkv(f"{_OPT}.self_attn"),
     *linear(f"{_OPT}.self_attn.out_proj", "D (N H)", "attention.wo"),
     *norm(f"{_OPT}.final_layer_norm", "mlp_norm", bias=True),
     *norm(f"{_OPT}.final_layer_norm", "mlp_sum_norm", bias=True),

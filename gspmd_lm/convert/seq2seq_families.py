@@ -9,7 +9,7 @@ from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, heads
 from gspmd_lm.convert.fields import ACTIVATIONS, MOST_LAYERS, Activation, Constant, Fixed, Flag, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.names import linear, norm, separate_qkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +162,7 @@ def _t5(distances: str) -> tuple[Tensor, ...]:
 
 def bart_attention(name: str, ours: str, norms: str) -> tuple[Tensor, ...]:
     return (
-        *linear(f"{name}.q_proj", "(N H) D", f"{ours}.wq"),
-        *linear(f"{name}.k_proj", "(K H) D", f"{ours}.wk"),
-        *linear(f"{name}.v_proj", "(K H) D", f"{ours}.wv"),
+        *separate_qkv(name, ours=ours),
         *linear(f"{name}.out_proj", "D (N H)", f"{ours}.wo"),
         *norm(f"{name}_layer_norm", f"{ours}_{norms}", bias=True),
     )

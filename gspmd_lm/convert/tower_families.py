@@ -9,7 +9,7 @@ from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Renamed, Values
 from gspmd_lm.convert.image_families import ImagePatches
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear, norm
+from gspmd_lm.convert.names import linear, norm, separate_qkv
 
 _TEXT, _VISION = "text_config", "vision_config"
 _QUICK_GELU, _SLOPE = "quick_gelu", 1.702  # x * sigmoid(1.702 x)
@@ -93,9 +93,7 @@ def _blocks(prefix: str, ours: str, last: str) -> tuple[Tensor, ...]:
     layer = f"{prefix}.encoder.layers.{{}}"
     attention = f"{layer}.self_attn"
     return (
-        *linear(f"{attention}.q_proj", "(N H) D", f"{ours}attention.wq"),
-        *linear(f"{attention}.k_proj", "(K H) D", f"{ours}attention.wk"),
-        *linear(f"{attention}.v_proj", "(K H) D", f"{ours}attention.wv"),
+        *separate_qkv(attention, ours=f"{ours}attention"),
         *linear(f"{attention}.out_proj", "D (N H)", f"{ours}attention.wo"),
         *norm(f"{layer}.layer_norm1", f"{ours}attention_norm", bias=True),
         *linear(f"{layer}.mlp.fc1", "F D", f"{ours}mlp.w_up"),

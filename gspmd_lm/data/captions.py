@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,8 +14,6 @@ from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.data import corpus, images, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import load_tokenizer
-
-_NOTED = 256  # images between two calls of `progress`
 
 
 class Caption(NamedTuple):
@@ -79,21 +76,16 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     made = labelled.cutting(tokens, "seq", data.seq)
     every = list(_found(config, made, data.sources, "data.source", notes, progress))
     named = list(_found(config, made, data.held_out_sources, "data.held_out", notes, progress))
-    train, held_out = media.apart(data, every, named, "images")
-    facts = (vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint)
-    sums = hashlib.sha256(repr(facts).encode())
-    for caption in (*train, *held_out):
-        sums.update(caption.encoded.sha256 + caption.text.tobytes())
+    split = train, held_out = media.apart(data, every, named, "images")
+    settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
     sizes = {"seq": data.seq, "source_seq": config.source_seq}
     rows = functools.partial(CaptionRows, patches=vision.patches, prepared=data.images, **sizes)
-    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
     cut = sum(caption.cut for caption in (*train, *held_out))
     lines = [
         f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
         media.left_out(data, every, train, "images"), str(notes),
     ]  # fmt: skip
-    about = "images with texts", names, "\n".join(filter(None, lines)), sums.hexdigest()
-    return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
+    return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
 
 
 def _found(
@@ -102,9 +94,7 @@ def _found(
 ) -> Iterator[Caption]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
     found = media.records(config.data, sources, place, images.ENDINGS, "images", notes, progress)
-    for number, (table, where, record) in enumerate(found, 1):
-        if progress and number % _NOTED == 0:
-            progress(f"reading images of {table}", 0, 0)
+    for table, where, record in found:
         name, text_name = config.data.fields
         where, held, path = media.content_of(table, where, record, name, "image")
         images.check(where, held)

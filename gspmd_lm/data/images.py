@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -85,15 +84,11 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
         )
     for image in named:
         labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")
-    train, held_out = media.apart(data, every, named, "images")
-    facts = hashlib.sha256(repr((patches, data.images, data.seq, classes)).encode())
-    for image in (*train, *held_out):
-        facts.update(image.encoded.sha256 + image.label.encode())
+    split = media.apart(data, every, named, "images")
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
-    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
-    lines = [media.left_out(data, every, train, "images"), labelled.about_classes(classes), str(notes)]
-    about = "images", names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
-    return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
+    settings = patches, data.images, data.seq, classes
+    lines = [media.left_out(data, every, split[0], "images"), labelled.about_classes(classes), str(notes)]
+    return media.opened(data, "images", rows, split, settings, lambda image: image.label.encode(), lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:

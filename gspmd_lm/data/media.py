@@ -16,6 +16,7 @@ from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
 _THREADS = 8
+_NOTED = 256  # records between two calls of `progress`
 
 
 class MediaRows(Protocol):
@@ -89,6 +90,7 @@ def records(
     """The records of tables, in their order: the file, the place, and the fields. `notes` is told of skipped files, but
     not of those with `endings`, which tables name. Raises InputError if `data.fields` does not name the fields.
     """
+    count = 0
     if not data.fields:
         raise InputError(f"data.fields: records have {what} and texts\n  fix   set it to the names of both fields")
     for source in sources:
@@ -101,6 +103,9 @@ def records(
                 skipped.skipped("no table", path)
                 continue
             for where, record in formats.records(path, data.fields):
+                count += 1
+                if progress and count % _NOTED == 0:
+                    progress(f"reading {what} of {path}", 0, 0)
                 yield path, where, record
         for reason, paths in skipped.files.items():
             for path in paths:
@@ -147,6 +152,22 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
     if not train:
         raise InputError(f"data.held_out has all {what} of data.source\n  fix   name others in one of them")
     return train, [*held_out] or [one for one in every if one.encoded.sha256 in kept_out]
+
+
+def opened(
+    data: Data, what: str, rows: Callable[[list[Item]], MediaRows], split: tuple[list[Item], list[Item]],
+    settings: Sequence[Any], beside: Callable[[Item], bytes], lines: Sequence[str], classes: tuple[str, ...] = (),
+) -> Opened:  # fmt: skip
+    """The rows of what `apart` gave. settings: what decides how they are made. beside: what a row has besides its file,
+    which is part of the fingerprint, too. lines: for the user, where '' is none.
+    """
+    train, held_out = split
+    facts = hashlib.sha256(repr(settings).encode())
+    for one in (*train, *held_out):
+        facts.update(one.encoded.sha256 + beside(one))
+    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
+    about = what, names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
+    return Opened(rows(train), rows(held_out) if held_out else None, *about)
 
 
 def left_out(data: Data, every: Sequence[Any], train: Sequence[Any], what: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
 import wave
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ RATE, HOP, FOURIER = 16_000, 160, 400  # samples: of a second, from frame to fra
 ROW_SAMPLES = 2 * HOP  # of a row of the encoder
 LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in powers of ten, all numbers are alike
 _CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
-_NOTED = 256  # sounds between two calls of `progress`
 
 
 class Sound(NamedTuple):
@@ -95,15 +93,11 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     trained.check_vocabulary(config, tokens.vocab_size)
     every = list(_found(config, tokens, data.sources, "data.source", notes, progress))
     named = list(_found(config, tokens, data.held_out_sources, "data.held_out", notes, progress))
-    train, held_out = media.apart(data, every, named, "sounds")
-    facts = hashlib.sha256(repr((sizes(model), model.encoder, data.seq, config.source_seq)).encode())
-    for sound in (*train, *held_out):
-        facts.update(sound.encoded.sha256 + sound.text.tobytes())
+    split = media.apart(data, every, named, "sounds")
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
-    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
-    lines = [media.left_out(data, every, train, "sounds"), str(notes)]
-    about = "sounds", names, "\n".join(filter(None, lines)), facts.hexdigest()
-    return media.Opened(rows(train), rows(held_out) if held_out else None, *about)
+    settings = sizes(model), model.encoder, data.seq, config.source_seq
+    lines = [media.left_out(data, every, split[0], "sounds"), str(notes)]
+    return media.opened(data, "sounds", rows, split, settings, lambda sound: sound.text.tobytes(), lines)
 
 
 def _found(
@@ -112,9 +106,7 @@ def _found(
 ) -> Iterator[Sound]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
     found = media.records(config.data, sources, place, (".wav",), "sounds", notes, progress)
-    for number, (table, where, record) in enumerate(found, 1):
-        if progress and number % _NOTED == 0:
-            progress(f"reading sounds of {table}", 0, 0)
+    for table, where, record in found:
         yield _sound(config, tokens, table, where, record)
 
 

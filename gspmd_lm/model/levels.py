@@ -30,7 +30,7 @@ class LevelsClassifier(nn.Module):
         x_BTD = Level(first, name="level_0")(x_BTD, keys_BT)
         for number, cfg in enumerate(rest, 1):
             if keys_BT is not None and dropout_key is not None:
-                places_BT = jnp.tile(jnp.arange(config.padded_rows(cfg)), (len(x_BTD), 1))
+                places_BT = jnp.tile(jnp.arange(config.padded_rows(cfg.context, cfg.row_multiple)), (len(x_BTD), 1))
                 keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
             x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
         last = of_levels[-1]
@@ -52,7 +52,7 @@ class Level(Stack):
 def _merged(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The patches of a level, from those of the level before, of which two on a side make one."""
     assert cfg.patches
-    side, rows = cfg.patches.side, config.padded_rows(cfg)
+    side, rows = cfg.patches.side, config.padded_rows(cfg.context, cfg.row_multiple)
     patches_BTD = like(x_BTD, BLOCK_INPUT)[:, : 4 * side**2]
     merged_BTO = rearrange(patches_BTD, "B (h y w x) D -> B (h w) (x y D)", h=side, y=2, x=2)
     merged_BTO = jnp.pad(merged_BTO, ((0, 0), (0, rows - side**2), (0, 0)))

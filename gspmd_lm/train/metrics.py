@@ -101,7 +101,7 @@ def _read_by_sources(named: Any, abstract: Any) -> int:
 def rows_of_levels(config: Config) -> list[tuple[ModelConfig, int]]:
     """The settings of each level of blocks, and its rows of an image or text, with padding."""
     first, *rest = levels(config.model)
-    return [(first, config.data.seq), *((level, padded_rows(level)) for level in rest)]
+    return [(first, config.data.seq), *((level, padded_rows(level.context, level.row_multiple)) for level in rest)]
 
 
 def _read_by_levels(config: Config, arrays: Arrays) -> list[int]:

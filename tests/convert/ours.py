@@ -1,6 +1,7 @@
 """Our model of a published folder, in the ways that tests run it."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.train import state
+from tests.convert import references
 
 EXACT = "model.matmul_precision=highest"
 
@@ -62,3 +64,27 @@ def tensors(folder):
     """The tensors of a folder by name, whole."""
     found = safetensors.stored_tensors(folder)
     return {name: np.array(at.read(at.shape, [slice(None)] * len(at.shape))) for name, at in found.items()}
+
+
+def case_of(kind, fields, folder):
+    """A model of transformers with these fields of its config: config.json, and the shapes of its tensors by name."""
+    kind(kind.config_class(**fields)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return {"config": config, "tensors": {name: list(array.shape) for name, array in tensors(folder).items()}}
+
+
+def folder_of(case, folder):
+    """A folder with the config.json of a case, and with weights that depend on their names and shapes alone."""
+    weights = {name: references.weight(name, tuple(shape), 0) for name, shape in case["tensors"].items()}
+    return references.save(folder, dict(case["config"]), weights)
+
+
+def by_transformers(kind, folder):
+    """The model of a folder, in float32, of which transformers must find every tensor and no other."""
+    import torch
+
+    model, report = kind.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    return model.eval()

@@ -19,7 +19,7 @@ from gspmd_lm.convert import export, image_families, pretrained
 from gspmd_lm.convert.image_families import padded_rows
 from gspmd_lm.model.transformer import classify
 from gspmd_lm.sharding.annotate import placed_by
-from tests.convert import ours, references
+from tests.convert import ours
 
 GOLDEN = Path(__file__).parent / "golden" / "images.json"
 SIZES = {
@@ -72,11 +72,6 @@ def images(config):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def folder_of(case, folder):
-    weights = {name: references.weight(name, tuple(shape), 0) for name, shape in case["tensors"].items()}
-    return references.save(folder, dict(case["config"]), weights)
-
-
 def scores(opened, seq, placed=None):
     """The scores of our model, with so many rows for each image, on one device or as a placement says."""
     patches, model = opened.config.model.patches, opened.config.model
@@ -100,7 +95,7 @@ def golden():
 @pytest.mark.parametrize("name", CASES)
 def test_scores_are_those_of_transformers_and_files_come_back(name, golden, tmp_path):
     case = golden[name]
-    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
+    opened = pretrained.open_folder(ours.folder_of(case, tmp_path / "in"), [ours.EXACT])
     assert (opened.family.architecture, opened.config.objective) == (CASES[name][0], "classes")
     assert opened.config.data.seq == padded_rows(opened.config.model.context)
     found, want = scores(opened, opened.config.data.seq), np.array(case["scores"])
@@ -121,7 +116,7 @@ def test_a_base_model_gets_a_new_head(golden, tmp_path):
     tensors = {name.removeprefix("vit."): shape for name, shape in case["tensors"].items() if "classifier" not in name}
     tensors["pooler.dense.weight"] = [32, 32]
     case = {"config": {**case["config"], "architectures": ["ViTModel"]}, "tensors": tensors}
-    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT, "model.classes=7"])
+    opened = pretrained.open_folder(ours.folder_of(case, tmp_path / "in"), [ours.EXACT, "model.classes=7"])
     assert set(opened.new) == {"classifier", "classifier_bias"}
     assert scores(opened, 16).shape == (4, 7)
 
@@ -136,13 +131,13 @@ def test_a_base_model_gets_a_new_head(golden, tmp_path):
 )
 def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
     case = golden["vit"]
-    folder = folder_of({**case, "config": {**case["config"], **changes}}, tmp_path / "in")
+    folder = ours.folder_of({**case, "config": {**case["config"], **changes}}, tmp_path / "in")
     with pytest.raises(InputError, match=words):
         pretrained.open_folder(folder, [])
 
 
 def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
-    folder = folder_of(golden["vit"], tmp_path / "in")
+    folder = ours.folder_of(golden["vit"], tmp_path / "in")
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({
         "do_resize": True, "size": {"height": 14, "width": 14}, "resample": 3, "do_normalize": True,
@@ -178,19 +173,13 @@ def test_transformers_itself(name, tmp_path):
     torch.set_num_threads(1)
     architecture, fields = CASES[name]
     kind = getattr(transformers, architecture)
-    kind(kind.config_class(**fields)).save_pretrained(tmp_path / "empty")
-    config = json.loads((tmp_path / "empty" / "config.json").read_text())
-    tensors = {tensor: list(array.shape) for tensor, array in ours.tensors(tmp_path / "empty").items()}
-    case = {"config": config, "tensors": tensors}
-    folder = folder_of(case, tmp_path / "in")
+    case = ours.case_of(kind, fields, tmp_path / "empty")
+    folder = ours.folder_of(case, tmp_path / "in")
 
     def computed(folder):
-        model, report = kind.from_pretrained(
-            folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
-        )
-        assert not any(report.values()), report
+        model = ours.by_transformers(kind, folder)
         with torch.no_grad():
-            return model.eval()(torch.from_numpy(images(config))).logits.numpy()
+            return model(torch.from_numpy(images(case["config"]))).logits.numpy()
 
     want = computed(folder)
     if os.environ.get("GSPMD_LM_RECORD"):

@@ -162,9 +162,7 @@ def test_transformers_itself(name, tmp_path):
 
     torch.set_num_threads(1)
     kind = transformers.WhisperForConditionalGeneration
-    kind(kind.config_class(**CASES[name])).save_pretrained(tmp_path / "empty")
-    config = json.loads((tmp_path / "empty" / "config.json").read_text())
-    tensors = {tensor: list(array.shape) for tensor, array in ours.tensors(tmp_path / "empty").items()}
+    sizes = ours.case_of(kind, CASES[name], tmp_path / "empty")
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     extractor.n_samples = ROWS * sounds.ROW_SAMPLES
     paths = heard(tmp_path)
@@ -174,11 +172,7 @@ def test_transformers_itself(name, tmp_path):
     ).input_features  # fmt: skip
 
     def loaded(folder):
-        model, report = kind.from_pretrained(
-            folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
-        )
-        assert not any(report.values()), report
-        return model.eval()
+        return ours.by_transformers(kind, folder)
 
     def logits(model, features):
         with torch.no_grad():
@@ -189,7 +183,7 @@ def test_transformers_itself(name, tmp_path):
         return [one[0].tolist() for one in found]
 
     for salt in range(50):
-        case = {"config": config, "tensors": tensors, "salt": salt}
+        case = sizes | {"salt": salt}
         folder = folder_of(case, tmp_path / f"in {salt}")
         model = loaded(folder)
         tokens = generated(model)

@@ -17,7 +17,7 @@ from gspmd_lm import InputError
 from gspmd_lm.config.images import Images
 from gspmd_lm.convert import architecture, export, image_families, pretrained
 from gspmd_lm.model.towers import compare
-from tests.convert import ours, references
+from tests.convert import ours
 
 GOLDEN = Path(__file__).parent / "golden" / "towers.json"
 END, LENGTHS = 98, (9, 4, 7, 12)  # the token that ends a text, and the tokens of the texts of a batch
@@ -49,11 +49,6 @@ def drawn(config):
     return tokens, mask, rng.standard_normal(shape).astype(np.float32)
 
 
-def folder_of(case, folder):
-    weights = {name: references.weight(name, tuple(shape), 0) for name, shape in case["tensors"].items()}
-    return references.save(folder, dict(case["config"]), weights)
-
-
 def compared(opened, seq, source_seq):
     """The features of our model and their products, with so many tokens of a text and rows of an image."""
     patches, (tokens, mask, images) = opened.config.model.vision.patches, drawn(opened.like)
@@ -82,7 +77,7 @@ def golden():
 @pytest.mark.parametrize("name", CASES)
 def test_features_are_those_of_transformers_and_files_come_back(name, golden, tmp_path):
     case = golden[name]
-    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
+    opened = pretrained.open_folder(ours.folder_of(case, tmp_path / "in"), [ours.EXACT])
     data = opened.config.data
     assert (opened.family.name, opened.config.objective, data.seq, data.source_seq) == ("CLIP", "contrastive", 16, 16)
     check(compared(opened, data.seq, data.source_seq), {key: np.array(one) for key, one in case["features"].items()})
@@ -131,7 +126,7 @@ def test_fields_of_old_files_are_read_and_written_again(golden):
 def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
     case = golden["clip"]
     changed = {part: case["config"][part] | more if isinstance(more, dict) else more for part, more in changes.items()}
-    folder = folder_of({**case, "config": case["config"] | changed}, tmp_path / "in")
+    folder = ours.folder_of({**case, "config": case["config"] | changed}, tmp_path / "in")
     with pytest.raises(InputError, match=words):
         pretrained.open_folder(folder, [])
     if "some" in words:
@@ -140,7 +135,7 @@ def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
 
 @pytest.mark.parametrize("size", [224, {"shortest_edge": 224}])
 def test_the_shorter_side_of_an_image_gets_the_size(size, golden, tmp_path):
-    folder = folder_of(golden["clip"], tmp_path / "in")
+    folder = ours.folder_of(golden["clip"], tmp_path / "in")
     prepared = {"feature_extractor_type": "CLIPFeatureExtractor", "size": size, "resample": 3, "image_mean": [0.4] * 3,
                 "crop_size": 224, "do_center_crop": True, "image_std": [0.2] * 3}  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(prepared))
@@ -161,20 +156,15 @@ def test_transformers_itself(name, tmp_path):
 
     torch.set_num_threads(1)
     kind = transformers.CLIPModel
-    kind(kind.config_class(**CASES[name])).save_pretrained(tmp_path / "empty")
-    config = json.loads((tmp_path / "empty" / "config.json").read_text())
-    tensors = {tensor: list(array.shape) for tensor, array in ours.tensors(tmp_path / "empty").items()}
-    case = {"config": config, "tensors": tensors}
-    folder = folder_of(case, tmp_path / "in")
-    tokens, mask, images = map(torch.from_numpy, drawn(config))
+    case = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    folder = ours.folder_of(case, tmp_path / "in")
+    tokens, mask, images = map(torch.from_numpy, drawn(case["config"]))
 
     def computed(folder):
-        model, report = kind.from_pretrained(
-            folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
-        )
-        assert not any(report.values()), report
         with torch.no_grad():
-            found = model.eval()(input_ids=tokens, attention_mask=mask.long(), pixel_values=images)
+            found = ours.by_transformers(kind, folder)(
+                input_ids=tokens, attention_mask=mask.long(), pixel_values=images
+            )
         return {"text": found.text_embeds.numpy(), "image": found.image_embeds.numpy(),
                 "logits": found.logits_per_text.numpy()}  # fmt: skip
 

@@ -3,14 +3,13 @@
 import json
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
 from gspmd_lm.data import loader
+from tests.data import media
 from tests.data.test_image_rows import drawn
 
 pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
@@ -69,11 +68,7 @@ def test_tables_of_other_kinds_hold_the_same_images(folder):
     texts = [f"{COLOURS[number % 3]} {number}" for number in range(9)]
     columns = {"image": [{"bytes": one, "path": "x.png"} for one in contents], "plain": contents, "text": texts,
                "file": [f"png/{number}.png" for number in range(9)]}  # fmt: skip
-    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "all.parquet")
-    want = loader.open_loaders(config_of(folder / "table.csv"))[0].rows.read(range(9))
-    for name in ("image", "plain", "file"):
-        found = loader.open_loaders(config_of(folder / "all.parquet", fields=(name, "text")))[0].rows.read(range(9))
-        assert all(np.array_equal(found[array], want[array]) for array in want)
+    media.check_columns(config_of, folder, columns, 9)
 
 
 def test_rows_are_the_same_after_a_restart_and_equal_images_are_on_one_side(folder):
@@ -81,12 +76,7 @@ def test_rows_are_the_same_after_a_restart_and_equal_images_are_on_one_side(fold
     with open(folder / "table.csv", "a") as table:
         table.write("\npng/copy.png,another text")
     config = config_of(folder, held_out=0.4)
-    (train, apart), (again, _) = loader.open_loaders(config), loader.open_loaders(config)
-    assert train.fingerprint == again.fingerprint
-    first, second = (one.rows_at(7, slice(0, 4)) for one in (train, again))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    sums = [{caption.encoded.sha256 for caption in one.rows.captions} for one in (train, apart)]
-    assert not sums[0] & sums[1] and len(train.rows) + len(apart.rows) == 10
+    assert media.checked_restart(config, lambda rows: rows.captions) == 10
 
 
 def broken(folder, what):

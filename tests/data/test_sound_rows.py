@@ -4,13 +4,12 @@ import json
 import wave
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
 from gspmd_lm.data import loader, sounds
+from tests.data import media
 
 RATE = 16000
 
@@ -105,11 +104,7 @@ def test_tables_of_other_kinds_hold_the_same_sounds(folder, tmp_path):
         "audio": [{"bytes": content, "path": "other.wav"} for content in contents], "plain": contents,
         "file": [f"wav/{number}.wav" for number in range(5)], "text": [f"text {number}" for number in range(5)],
     }  # fmt: skip
-    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "all.parquet")
-    want = loader.open_loaders(config_of(folder / "table.csv"))[0].rows.read(range(5))
-    for name in ("audio", "plain", "file"):
-        found = loader.open_loaders(config_of(folder / "all.parquet", fields=(name, "text")))[0].rows.read(range(5))
-        assert all(np.array_equal(found[array], want[array]) for array in want)
+    media.check_columns(config_of, folder, columns, 5)
 
 
 def test_rows_are_the_same_after_a_restart_and_equal_sounds_are_on_one_side(folder):
@@ -117,12 +112,7 @@ def test_rows_are_the_same_after_a_restart_and_equal_sounds_are_on_one_side(fold
     with open(folder / "table.csv", "a") as table:
         table.write("\nwav/copy.wav,text 9")
     config = config_of(folder, held_out=0.4)
-    (train, apart), (again, _) = loader.open_loaders(config), loader.open_loaders(config)
-    assert train.fingerprint == again.fingerprint
-    first, second = (one.rows_at(7, slice(0, 4)) for one in (train, again))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    sums = [{sound.encoded.sha256 for sound in one.rows.sounds} for one in (train, apart)]
-    assert not sums[0] & sums[1] and len(train.rows) + len(apart.rows) == 6
+    assert media.checked_restart(config, lambda rows: rows.sounds) == 6
 
 
 @pytest.mark.parametrize(("width", "channels"), [(1, 1), (2, 2), (3, 1), (4, 2)])
