@@ -92,7 +92,8 @@ def kernel_cases(
 ) -> list[dict[str, Any]]:
     """How far a kernel and XLA are from float32, in all that the kernel can do, or in `only` one case of ATTENTION.
 
-    Attention runs on one device."""
+    Attention runs on one device.
+    """
     sizes: dict[str, Any] = {
         "layers": 1,
         "embed": 8,
@@ -280,7 +281,7 @@ def _kernels() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=tuple(CASES), default=tuple(CASES))
-    parser.add_argument("--rows", type=int, nargs="*", help="per batch; default: three sizes of each model")
+    parser.add_argument("--rows", type=int, nargs="*", help="per batch; default: those of each case")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     parser.add_argument("--kernels", action="store_true", help="compare the fused attention kernel with XLA's")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)

@@ -30,9 +30,10 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # In percent of what 80% of a GPU's memory leaves beside the arguments. As soon as that seems full, XLA's
         # scheduler overlaps nothing any more. A process here takes more than 80%.
         "xla_gpu_memory_limit_slop_factor": round(100 * GPU_MEMORY_SHARE / 0.8),
-        # jax 0.11.2 multiplies a second time to write a result into the stack of all layers.
-        "xla_gpu_enable_dynamic_slice_fusion": False,
     },
+    # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. Programs that generate keep the
+    # compiler's default: from 0.11 on, they multiply with a layer's weights where these lie in the stack.
+    "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
         # Otherwise copies to and from the host wait in line with the kernels of a CUDA graph.
@@ -75,7 +76,7 @@ def options(
     """The compiler options of `platform`: its defaults, overridden by the rules file's `compiler_options.<platform>`.
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it. Some are for programs of `also`: "once" for one
-    that runs only once, "offload" for one that offloads activations.
+    that runs only once, "train" for a training step, "offload" for one that offloads activations.
 
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.

@@ -148,7 +148,7 @@ class Rules:
     @property
     def compiled_for(self) -> tuple[str, ...]:
         """What a training step under these rules has compiler options of its own for."""
-        return ("offload",) if self.remat.offload else ()
+        return ("train", "offload") if self.remat.offload else ("train",)
 
     def kernel(self, platform: str) -> str:
         """The attention kernel of a platform; XLA's own where none is chosen."""

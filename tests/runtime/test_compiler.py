@@ -138,6 +138,13 @@ def test_what_a_container_keeps_of_files_is_free(tmp_path, monkeypatch):
     assert compiler._free_bytes() == 1000 * 1024
 
 
+def test_only_training_on_gpus_gives_up_matmuls_that_read_a_slice_of_a_stack():
+    rules = rules_file.from_dict({"mesh": {"data": 8}}, "here")
+    name = "xla_gpu_enable_dynamic_slice_fusion"
+    assert compiler.options("gpu", {}, "here", also=rules.compiled_for)[name] is False
+    assert name not in compiler.options("gpu", {}, "here")
+
+
 def test_gpu_programs_that_offload_may_overlap_although_memory_seems_full():
     """XLA's scheduler counts what lies in the host's memory as memory of the GPU."""
     name = "xla_gpu_memory_limit_slop_factor"
