@@ -60,11 +60,11 @@ def _written(kind):
         yaml.safe_dump(sections, file)
 
 
-SLOW = [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("masked", "replaced", "numbers")]
+SLOW = [pytest.param(kind, True, "fsdp8", marks=pytest.mark.slow) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "in_parts"), [("masked", False), ("classes", True), *SLOW])
-def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
+@pytest.mark.parametrize(("kind", "in_parts", "rules"), [("masked", False, "none"), ("classes", True, "none"), *SLOW])
+def test_it_trains_evaluates_and_goes_on(kind, in_parts, rules, folder, capsys):
     _written(kind)
 
     def run(*arguments):
@@ -74,7 +74,7 @@ def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
         assert end.value.code == 0, said.out + said.err
         return said.out
 
-    run("--config=bert.yaml", f"--rules={'fsdp8' if in_parts else 'none'}", f"--steps={2 if in_parts else 20}")
+    run("--config=bert.yaml", f"--rules={rules}", f"--steps={2 if in_parts else 20}")
     assert not in_parts or "restored step 2" in run()
     rows = [json.loads(line) for line in (folder / "W" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
