@@ -105,16 +105,6 @@ def test_a_published_config_is_a_config(tmp_path):
     assert "layers.attention.wq" in g.dry_run(str(tmp_path / "config.json"), "tp8")
 
 
-def test_a_tokenizer_that_a_run_trains(tmp_path):
-    """The model that is loaded has the tokenizer of its run, and the size of the vocabulary follows it."""
-    (tmp_path / "text.txt").write_text("all work and no play makes a dull text. " * 2000)
-    text = [f"data.source={tmp_path}/text.txt", "data.tokenizer=bpe:300", "model.vocab=0", "model.padded_vocab=0"]
-    run = g.train(config(*text, "data.held_out=0.0"), rules("none"), workdir=tmp_path / "run", steps=1)
-    model = g.load(run.workdir)
-    assert model.tokenizer.vocab_size <= 300 and model.config.model.vocab == 300
-    assert model.config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
-
-
 def test_a_plan_shows_itself_and_gives_rules_that_run(plan):
     assert "tiny, 8 rows a step, on 8 simulated devices (cpu:8)" in repr(plan)
     assert plan.best.name in shown(plan) and "<!doctype html>" in shown(plan)
