@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from gspmd_lm import cli
 from gspmd_lm.config import Lora, load, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.transformer import init
 from gspmd_lm.train import decoder, init_from
 from gspmd_lm.workdir import checkpoint
+from tests.courses import weights
 from tests.quick import QUICK_FLAGS
 
 BERT = {
@@ -125,7 +124,7 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
     before = small(objective="masked", **shared | KINDS["masked"][0])
     for name, classes, new in (("a", 2, ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
                                ("b", 3, ["classifier", "classifier_bias"])):  # fmt: skip
-        params = jax.jit(lambda key, model=before.model: nn.unbox(init(model, key)))(jax.random.key(9))
+        params = weights(before.model)
         with checkpoint.of_run(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
