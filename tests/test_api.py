@@ -18,8 +18,8 @@ from tests.quick import QUICK_FLAGS
 
 SMALL = [
     "model.layers=1", "model.embed=32", "model.heads=8", "model.kv_heads=8", "model.head_dim=4", "model.mlp=64",
-    "data.source=random:64", "data.batch=8", "data.seq=16", "train.steps=4", "train.log_every=1", "train.eval_every=0",
-    "train.checkpoint_every=0", "train.trackers=[]",
+    "data.source=random:64", "data.batch=8", "data.seq=16", "data.held_out=0.0", "train.steps=4", "train.log_every=1",
+    "train.eval_every=0", "train.checkpoint_every=0", "train.trackers=[]",
 ]  # fmt: skip
 QUICKLY = [flag.removeprefix("--set=") for flag in QUICK_FLAGS]
 
