@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import yaml
