@@ -1,11 +1,12 @@
-"""Predicted beside measured, on the first accelerator of this machine: step time and memory of two models.
+"""Predicted beside measured, on the first accelerator of this machine: step time and memory of several models.
 
     python -m benchmarks.on_device [--write]
     python -m benchmarks.on_device --kernels
 
-Each model at three batch sizes, with and without recomputation, each in a process of its own, since peaks of memory are
-a process's. The predictions are those of `explain` for the very program that then runs. On a CPU no time is predicted
-and no memory measured (`--cases gpt2_124m --rows 1` keeps that short). A case that is predicted not to fit is not run.
+Each case runs in a process of its own, since peaks of memory are a process's. The predictions are those of `explain`
+for the very program that then runs. On a CPU no time is predicted and no memory measured (`--cases gpt2_124m --rows 1`
+keeps that short). A case that is predicted not to fit is not run. On a GPU, the profiler's times of matmuls, attention
+and the rest stand beside the predicted ones, with the clock and power of the card.
 
 With `--kernels`, results and gradients of the fused attention kernel are compared with those of XLA's attention, for
 all that the kernel can do. Both are compared with float32. The exit status is 1 if the kernel is more than three times
@@ -14,20 +15,23 @@ as far from it as XLA.
 
 import argparse
 import functools
+import itertools
 import json
 import subprocess
 import sys
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import layouts, measure
+from benchmarks import layouts, measure, op_times
 from gspmd_lm import config
-from gspmd_lm.foresight import compile, explain
+from gspmd_lm.foresight import compile, explain, hlo
 from gspmd_lm.foresight.propagation import read_train
+from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
@@ -36,15 +40,35 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import KERNELS
 from gspmd_lm.train import state, step
 
-CASES = {  # what is computed, and rows per batch
-    "gpt2_124m": ("gpt2_124m", (), (8, 16, 32)),
-    "llama_1b": ("llama3_8b", layouts.LLAMA_1B, (4, 8, 16)),
+
+class Case(NamedTuple):
+    """What is computed: a config and what it changes there, rows per batch, and what is kept for the backward pass."""
+
+    config: str
+    sets: tuple[str, ...] = ()
+    rows: tuple[int, ...] = (2,)
+    remats: tuple[Any, ...] = ("block",)
+
+
+_FOUR_LAYERS = ("model.layers=4",)
+CASES = {
+    "gpt2_124m": Case("gpt2_124m", rows=(8, 16, 32), remats=("none", "block")),
+    "llama_1b": Case("llama3_8b", layouts.LLAMA_1B, (4, 8, 16), ("none", "block")),
+    "llama_8b, 4 layers": Case("llama3_8b", _FOUR_LAYERS),
+    "the same in fp8": Case("llama3_8b", (*_FOUR_LAYERS, "model.matmul_dtype=fp8")),
+    "the same, inputs on the host": Case("llama3_8b", _FOUR_LAYERS, remats=({"offload": ["residual"]},)),
+    "llama_8b, 2 layers, 32k": Case("llama3_8b", ("model.layers=2", "data.seq=32768", "model.context=32768"), (1,)),
+    "mixtral_8x7b, 2 layers": Case("mixtral_8x7b", ("model.layers=2", "data.seq=4096", "model.context=4096"), (4,)),
+    "qwen3_235b_a22b, 1 layer": Case(
+        "qwen3_235b_a22b", ("model.layers=1", "data.seq=4096", "model.context=4096"), (4,)
+    ),
 }
-REMAT = ("none", "block")
 STEPS = 10
+KINDS = ("matmul", "attention", "other", "host copy")
 COLUMNS = {"case": "model", "rows": "rows", "remat": "remat", "predicted_ms": "predicted, ms",
-           "measured_ms": "measured, ms", "error": "error", "compiled_gb": "memory compiled, GB",
-           "measured_gb": "measured, GB", "memory_error": "error of memory"}  # fmt: skip
+           "measured_ms": "measured, ms", "error": "error", **{kind: f"{kind}, ms" for kind in KINDS},
+           "mhz": "MHz", "watts": "W", "compiled_gb": "memory compiled, GB", "measured_gb": "measured, GB",
+           "memory_error": "error of memory"}  # fmt: skip
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -63,8 +87,12 @@ KERNEL_COLUMNS = {"case": "attention", "packed": "documents", "kernel": "kernel"
                   "error": "error", "xla_error": "error of XLA", "right": "right"}  # fmt: skip
 
 
-def kernel_cases(kernel: str, capability: tuple[int, ...], T: int = 2048) -> list[dict[str, Any]]:
-    """How far a kernel and XLA are from float32, in everything that the kernel can do. Attention runs on one device."""
+def kernel_cases(
+    kernel: str, capability: tuple[int, ...], T: int = 2048, only: str | None = None
+) -> list[dict[str, Any]]:
+    """How far a kernel and XLA are from float32, in all that the kernel can do, or in `only` one case of ATTENTION.
+
+    Attention runs on one device."""
     sizes: dict[str, Any] = {
         "layers": 1,
         "embed": 8,
@@ -77,6 +105,8 @@ def kernel_cases(kernel: str, capability: tuple[int, ...], T: int = 2048) -> lis
     }
     found = []
     for name, changes in ATTENTION.items():
+        if only not in (None, name):
+            continue
         cfg = config.ModelConfig(**(sizes | changes))
         for packed in (False, True):
             if not attention.unsupported(kernel, cfg, seq=T, segments=packed, capability=capability):
@@ -156,16 +186,18 @@ def _judged(ours: Any, xla: Any, want: Any) -> dict[str, Any]:
     return {"worst": part, "error": f"{error:.1e}", "xla_error": f"{least:.1e}", "right": error <= 3 * least + 1e-3}
 
 
-def one(case: str, rows: int, remat: str) -> dict[str, Any]:
+def one(case: str, rows: int, remat: Any) -> dict[str, Any]:
     """One model at one batch size, on the first device of this process."""
-    name, sets, _ = CASES[case]
+    name, sets, *_ = CASES[case]
     cfg = config.load(name, [*sets, f"data.batch={rows}"])
     layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
     startup.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
     device = jax.devices()[0]
     arrays, problems = state.arrays_and_warnings(cfg, layout, device.platform)
     built = step.build_step(cfg, layout, arrays, [device])
-    options = compiler.options(device.platform, layout.compiler_options, layout.path, device.device_kind)
+    options = compiler.options(
+        device.platform, layout.compiler_options, layout.path, device.device_kind, layout.compiled_for
+    )
     began = time.perf_counter()
     traced = built.trace_train()
     lowered = traced.lower()
@@ -177,34 +209,58 @@ def one(case: str, rows: int, remat: str) -> dict[str, Any]:
     compile_s = time.perf_counter() - lowered_at
     program = compile.described(built, compiled, reading, options, here, lowered_at - began, compile_s)
     found = explain.report(cfg, built.rules, here, arrays, problems, program)
-    predicted_s = found.prediction.step_time_s if found.prediction else None
-    measured_s, used = _run(ready, device) if found.memory.fits else (None, None)
-    return {
+    predicted = found.prediction
+    predicted_ms = predicted and predicted.step_time_s * 1e3
+    row = {
         "device": device.device_kind,
         "case": case,
         "rows": rows,
-        "remat": remat,
-        "predicted_ms": predicted_s and round(predicted_s * 1e3, 2),
-        "measured_ms": measured_s and round(measured_s * 1e3, 2),
-        "error": predicted_s and measured_s and f"{predicted_s / measured_s - 1:+.1%}",
-        "limit_gb": found.memory.limit_bytes and round(found.memory.limit_bytes / 1e9, 2),
+        "remat": remat if isinstance(remat, str) else json.dumps(remat),
+        "predicted_ms": predicted_ms and round(predicted_ms, 2),
         "compiled_gb": round(found.memory.peak_bytes / 1e9, 2),
-        "measured_gb": used and round(used / 1e9, 2),
-        "memory_error": used and f"{found.memory.peak_bytes / used - 1:+.1%}",
+        "limit_gb": found.memory.limit_bytes and round(found.memory.limit_bytes / 1e9, 2),
         "versions": dict(found.versions),
+        **dict.fromkeys(("measured_ms", "error", *KINDS, "mhz", "watts", "measured_gb", "memory_error"), ""),
     }
+    if not found.memory.fits:
+        return row
+    return row | _measured(ready, device, found, predicted, program.text)
 
 
-def _run(ready: measure.Ours, device: Any) -> tuple[float, int | None]:
-    """Seconds per step, and the most bytes that were in use; None where the device does not count them."""
+def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str) -> dict[str, Any]:
+    """What the device did, beside what was predicted."""
     batch = ready.place(measure.random_batch(ready.step.config, jax.random.key(0)))
     now, _ = jax.block_until_ready(ready.train(ready.start(), batch))
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        now, _ = ready.train(now, batch)
-    jax.block_until_ready(now)
-    taken_s = (time.perf_counter() - began) / STEPS
-    return taken_s, (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+    def run() -> Any:
+        nonlocal now
+        now, metrics = ready.train(now, batch)
+        return metrics["loss"]
+
+    with op_times.watched() as seen:
+        began = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(STEPS)])
+        measured_ms = (time.perf_counter() - began) / STEPS * 1e3
+    used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    row = {
+        **seen,
+        "measured_ms": round(measured_ms, 2),
+        "error": predicted and f"{predicted.step_time_s * 1e3 / measured_ms - 1:+.1%}",
+        "measured_gb": used and round(used / 1e9, 2),
+        "memory_error": used and f"{found.memory.peak_bytes / used - 1:+.1%}",
+    }
+    if device.platform != "gpu" or not predicted:
+        return row
+    kernels = op_times.traced(run)
+    taken_ms = op_times.by_kind(kernels)
+    row["grouped_ms"] = taken_ms.pop("grouped", 0.0)
+    taken_ms["matmul"] = round(taken_ms.get("matmul", 0.0) + row["grouped_ms"], 2)
+    parts_s = predicted.matmul_s, predicted.attention_s, predicted.other_s, predicted.exposed_host_copy_s
+    shown = {
+        kind: f"{1e3 * seconds:.1f} : {taken_ms.get(kind, 0.0):.1f}"
+        for kind, seconds in zip(KINDS, parts_s, strict=True)
+    }
+    return row | shown | {"matmuls": op_times.matmuls(hlo.parse(text), kernels)}
 
 
 def _kernels() -> int:
@@ -213,7 +269,9 @@ def _kernels() -> int:
         tuple(map(int, getattr(device, "compute_capability", "").split("."))) if device.platform == "gpu" else ()
     )
     kernels = [kernel for kernel in KERNELS[device.platform] if kernel != "xla"]
-    found = [row for kernel in kernels for row in kernel_cases(kernel, capability)]
+    with ThreadPoolExecutor() as pool:  # what takes long is compiling
+        jobs = [pool.submit(kernel_cases, kernel, capability, only=name) for kernel in kernels for name in ATTENTION]
+        found = [row for job in jobs for row in job.result()]
     print(f"{device.device_kind}, jax {jax.__version__}" if found else f"{device.device_kind}: XLA's attention alone")
     print(measure.markdown(found, KERNEL_COLUMNS) if found else "")
     return int(not all(row["right"] for row in found))
@@ -229,22 +287,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         case, rows, remat = arguments.one
-        print(json.dumps(one(case, int(rows), remat)))
+        print(json.dumps(one(case, int(rows), json.loads(remat))))
         return
     if arguments.kernels:
         sys.exit(_kernels())
     found = []
     for case in arguments.cases:
-        for rows in arguments.rows or CASES[case][2]:
-            for remat in REMAT:
-                command = [sys.executable, "-m", "benchmarks.on_device", "--one", case, str(rows), remat]
-                answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                found.append(json.loads(answer.splitlines()[-1]))
-                print(found[-1], flush=True)
+        for rows, remat in itertools.product(arguments.rows or CASES[case].rows, CASES[case].remats):
+            command = [sys.executable, "-m", "benchmarks.on_device", "--one", case, str(rows), json.dumps(remat)]
+            answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            found.append(json.loads(answer.splitlines()[-1]))
+            print({key: value for key, value in found[-1].items() if key != "matmuls"}, flush=True)
+            if arguments.write:
+                measure.write("on_device", found)
     print(found[0]["device"])
     print(measure.markdown(found, COLUMNS))
-    if arguments.write:
-        measure.write("on_device", found)
 
 
 if __name__ == "__main__":

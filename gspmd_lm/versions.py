@@ -25,6 +25,12 @@ def installed(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
+def cuda_plugin() -> str:
+    """The package that holds XLA's compiler for NVIDIA GPUs: of CUDA 13 where it is installed, otherwise of CUDA 12."""
+    newer, older = "jax-cuda13-plugin", "jax-cuda12-plugin"
+    return newer if installed([newer])[newer] else older
+
+
 @functools.cache
 def source(*names: str) -> str:
     """A hash of this package's code: of the files and folders `names` in it, or of all of it."""

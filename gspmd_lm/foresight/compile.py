@@ -48,7 +48,6 @@ PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 
 # What decides a program besides the request and the packages: the rooms that the step is made of.
 _SOURCES = ("config", "hardware", "runtime", "sharding", "model", "train", "infer", "foresight/compile.py")
 _READERS = ("foresight/equations.py", "foresight/propagation")  # of its trace
-_PACKAGES = {"cpu": (), "tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin",)}
 
 Progress = Callable[[str], None]
 PHASES = ("train", "prefill", "decode")
@@ -107,7 +106,8 @@ class CompiledProgram:
 
 def compilers(target: Target) -> dict[str, str]:
     """The packages that decide what is compiled, without importing any."""
-    installed = versions.installed(("jax", "jaxlib", "flax", "optax", *_PACKAGES[target.platform]))
+    compiler = {"cpu": (), "tpu": ("libtpu",), "gpu": (versions.cuda_plugin(),)}[target.platform]
+    installed = versions.installed(("jax", "jaxlib", "flax", "optax", *compiler))
     return {name: version or "not installed" for name, version in installed.items()}
 
 

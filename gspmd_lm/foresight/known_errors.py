@@ -1,6 +1,7 @@
-"""How wrong predictions were where they could be compared: by the kind of program, of published runs of JAX and XLA.
+"""How wrong predictions were where they could be compared: by the kind of program, of runs of JAX and XLA.
 
-`python -m benchmarks.foresight times` makes the errors, and docs/validation.md lists the runs.
+`python -m benchmarks.foresight times` makes the errors of published runs, and `python -m benchmarks.on_device` those of
+runs on one GPU. docs/validation.md lists both.
 """
 
 import statistics
@@ -21,10 +22,12 @@ class Kind(NamedTuple):
     several: bool  # slices of TPUs, or hosts of GPUs
     attention: str  # the kernel
     experts: bool = False  # of a mixture
+    alone: bool = False  # one GPU
 
     def __str__(self) -> str:
         gpu = CHIPS[self.chip].platform == "gpu"
         where = ("several hosts" if gpu else "several slices") if self.several else ("one host" if gpu else "one slice")
+        where = "one GPU" if self.alone else where
         return f"{self.chip}, {where}, {self.attention} attention{', experts' * self.experts}"
 
 
@@ -34,16 +37,26 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("v5p", False, "splash"): ((0.004, True), (-0.021, True), (-0.02, False)),
     Kind("v5e", False, "xla"): ((0.133, False), (-0.051, False)),
     Kind("tpu7x", False, "splash"): ((-0.02, True), (0.1, False)),
-    Kind("h100", False, "cudnn"): ((-0.009, True),),
-    Kind("h100", True, "cudnn"): ((-0.06, True), (-0.018, True), (-0.024, True)),
-    Kind("h200", True, "cudnn"): ((0.045, True),),
-    Kind("a100", True, "cudnn"): ((-0.009, True), (-0.069, True)),
+    Kind("h100", False, "cudnn"): ((-0.022, True),),
+    Kind("h100", True, "cudnn"): ((-0.073, True), (-0.031, True), (-0.047, True)),
+    Kind("h200", True, "cudnn"): ((0.051, True),),
+    Kind("a100", True, "cudnn"): ((-0.001, True), (-0.028, True)),
     Kind("v5e", True, "xla"): ((0.083, False), (0.089, False), (-0.096, False)),
     Kind("v5p", True, "splash"): ((-0.022, True), (-0.051, True)),
     Kind("v6e", False, "splash", True): ((-0.117, False),),
     Kind("tpu7x", False, "splash", True): ((-0.12, False),),
     Kind("v5p", False, "splash", True): ((-0.218, False),),
 }
+
+# The same of steps that benchmarks/on_device.py measured, on devices that worked alone: benchmarks/results.
+MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
+    Kind("h100", False, "cudnn", False, True): (
+        (0.025, False), (-0.04, False), (-0.022, False), (-0.01, False), (-0.024, False), (-0.029, False),
+        (0.002, True), (0.003, True), (0.024, True),
+    ),
+    Kind("h100", False, "cudnn", True, True): ((-0.098, True), (0.009, False)),
+}  # fmt: skip
+_MEASURED_CHIPS = {kind.chip for kind in MEASURED}
 
 
 # How far the estimates of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts, and
@@ -66,7 +79,8 @@ def is_several(target: Target) -> bool:
 def kind_of(target: Target, rules: Rules, experts: int) -> Kind:
     """The kind of a training step on a chip, of a model with so many experts."""
     assert target.chip
-    return Kind(target.chip.name, is_several(target), rules.kernel(target.platform), experts > 0)
+    alone = target.platform == "gpu" and target.devices == 1
+    return Kind(target.chip.name, is_several(target), rules.kernel(target.platform), experts > 0, alone)
 
 
 def estimate_error(target: Target) -> tuple[int, float] | None:
@@ -81,13 +95,14 @@ def known_error(kind: Kind) -> str:
         return NOT_COMPARED
     fitted = sum(is_fitted for _, is_fitted in runs)
     which = "it" if len(runs) == 1 else "all of them" if fitted == len(runs) else f"{fitted} of them"
+    times = "measured step times" if kind.alone and kind.chip in _MEASURED_CHIPS else "published step times"
     fit = f"; constants were fitted with {which} in view" if fitted else ""
-    if kind not in ERRORS:
-        others = f"{mean:.1%} in the mean of {len(runs)} other published step times on {kind.chip}"
+    if kind not in (*ERRORS, *MEASURED):
+        others = f"{mean:.1%} in the mean of {len(runs)} other {times} on {kind.chip}"
         return f"not known for {kind}: {others}{fit}"
     if len(runs) == 1:
-        return f"not known: {runs[0][0]:+.1%} for one published step time on {kind}{fit}"
-    return f"{mean:.1%} in the mean of {len(runs)} published step times on {kind}{fit}"
+        return f"not known: {runs[0][0]:+.1%} for one {times.removesuffix('s')} on {kind}{fit}"
+    return f"{mean:.1%} in the mean of {len(runs)} {times} on {kind}{fit}"
 
 
 def mean_error(kind: Kind) -> float | None:
@@ -97,4 +112,5 @@ def mean_error(kind: Kind) -> float | None:
 
 
 def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
-    return ERRORS.get(kind) or [run for other, runs in ERRORS.items() if other.chip == kind.chip for run in runs]
+    known = MEASURED if kind.alone and kind.chip in _MEASURED_CHIPS else ERRORS
+    return known.get(kind) or [run for other, runs in known.items() if other.chip == kind.chip for run in runs]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gspmd_lm import versions
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import CHIPS, Chip, Processor, chip_of, gpu_target_config
 
@@ -150,7 +151,13 @@ def _without_torus(place: str, text: str, name: str, chip: Chip | None, dimensio
         raise InputError(
             f"{place}: a host has at most {_GPUS_PER_HOST} GPUs\n  fix   {name}:8, or hosts x GPUs: {name}:4x8"
         )
-    return Target(text, "gpu", chip, (hosts, per_host))
+    return _of_gpus(text, chip, hosts, per_host)
+
+
+def _of_gpus(text: str, chip: Chip, hosts: int, per_host: int) -> Target:
+    """The target of GPUs. One alone does not slow down: what it reaches was measured on one."""
+    alone = hosts * per_host == 1
+    return Target(text, "gpu", dataclasses.replace(chip, matmul_slowdown=1.0) if alone else chip, (hosts, per_host))
 
 
 def _with_network(place: str, target: Target, network: str) -> Target:
@@ -202,7 +209,7 @@ def from_devices(devices: Sequence[Any]) -> Target:
         return Target(f"{first.platform}:{count}", first.platform, None, (count,))
     if chip.platform == "gpu":
         hosts = len({device.process_index for device in devices})
-        return Target(f"{chip.name}:{hosts}x{count // hosts}", "gpu", chip, (hosts, count // hosts))
+        return _of_gpus(f"{chip.name}:{hosts}x{count // hosts}", chip, hosts, count // hosts)
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     corners = zip(*(device.coords for device in devices), strict=True)
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]
@@ -238,7 +245,7 @@ def devices(target: Target) -> list[Any]:
 
     if target.platform == "cpu":
         return jax.devices("cpu")[: target.devices]
-    needed = {"tpu": "libtpu", "gpu": "jax_cuda12_plugin"}[target.platform]
+    needed = {"tpu": "libtpu", "gpu": versions.cuda_plugin().replace("-", "_")}[target.platform]
     if importlib.util.find_spec(needed) is None:
         raise InputError(
             f"--target={target.text}: compiling for it needs {needed}, which is not installed\n"

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.layers import table_specs
 from gspmd_lm.sharding import chunks
-from gspmd_lm.sharding.annotate import Weight, like, shard, use, used
+from gspmd_lm.sharding.annotate import Weight, like, platform, shard, use, used
 from gspmd_lm.sharding.matmuls import einsum
 from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.partial_sums import gradient, reduced
 
 LOGITS = "logits: batch seq vocab"
 CHUNK_TOKENS = 1024  # per device; enough to keep a matrix unit busy, 0.5 GB of float32 logits at V 128256
+# cuBLAS computes nothing while it adds a chunk's gradients to those of the table. On one H100, a step of 4 layers of
+# Llama 3 8B took 332 ms in chunks of 1,024 tokens, 318 of 2,048 and 315 of 4,096, which needed 0.6 GB more.
+GPU_CHUNK_TOKENS = 2048
 
 
 class Sums(NamedTuple):
@@ -156,5 +159,5 @@ def _finished(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
 
 
 def chunk_count(rows: int, length: int) -> int:
-    """The number of equal chunks into which sequences are cut, each of at most CHUNK_TOKENS tokens on a device."""
-    return chunks.count(rows, length, CHUNK_TOKENS)
+    """The number of equal chunks into which sequences are cut, each of at most so many tokens on a device."""
+    return chunks.count(rows, length, GPU_CHUNK_TOKENS if platform() == "gpu" else CHUNK_TOKENS)

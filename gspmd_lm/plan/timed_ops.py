@@ -39,7 +39,6 @@ class TimedOp:
 
 def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: bool) -> Iterator[TimedOp]:
     """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
-    share = op_time.MATMUL_SHARE[chip.platform] / chip.matmul_slowdown
     launch_s = op_time.LAUNCH_S[chip.platform]
     for op in op_graph.ops:
         local_bytes = [size / shards.count(nodes) for size, nodes in op.moved]
@@ -60,6 +59,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
                 yield TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
             continue
         flops = op.flops / shards.count(op.sharded_like)
+        share = op_time.matmul_share(chip, op.grouped) / chip.matmul_slowdown
         peak = chip.matmul_flops_per_s("bf16" if rounds_to_bf16 and op.dtype == "f32" else op.dtype)
         # The matmul, and the gradients of its operands: of the activation, then of the weight.
         x, w, y = map(operator.truediv, local_bytes, op.itemsizes)

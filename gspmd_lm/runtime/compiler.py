@@ -30,9 +30,14 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # In percent of what 80% of a GPU's memory leaves beside the arguments. As soon as that seems full, XLA's
         # scheduler overlaps nothing any more. A process here takes more than 80%.
         "xla_gpu_memory_limit_slop_factor": round(100 * GPU_MEMORY_SHARE / 0.8),
+        # jax 0.11.2 multiplies a second time to write a result into the stack of all layers.
+        "xla_gpu_enable_dynamic_slice_fusion": False,
     },
-    # It counts what is offloaded as memory of the GPU.
-    "gpu offload": {"xla_gpu_memory_limit_slop_factor": 1000},
+    "gpu offload": {
+        "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
+        # Otherwise copies to and from the host wait in line with the kernels of a CUDA graph.
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    },
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,
         "xla_tpu_overlap_compute_collective_tc": True,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recorded import shapes_once  # noqa: F401  a fixture
 
-from benchmarks import foresight, foresight_memory, measure, published_errors, published_experts, step_times
+from benchmarks import foresight, foresight_memory, measure, on_device, published_errors, published_experts, step_times
 from gspmd_lm.foresight import known_errors
 from gspmd_lm.foresight.known_errors import Kind
 from gspmd_lm.hardware import target
@@ -114,6 +114,27 @@ def test_the_known_errors_are_those_of_the_benchmark():
     assert dict(known_errors.ERRORS) == published_errors.by_kind(KEPT, ROWS)
 
 
+def test_the_errors_on_one_gpu_are_those_that_were_measured_there():
+    """Not those of 8-bit matmuls, whose predictions are told to be compared with nothing."""
+    measured = {}
+    for row in measure.read("on_device"):
+        if "fp8" not in row["case"]:
+            experts = any(word in row["case"] for word in ("mixtral", "qwen3"))
+            error = round(float(row["error"].rstrip("%")) / 100, 4)
+            measured.setdefault(Kind("h100", False, "cudnn", experts, alone=True), []).append(error)
+    told = {kind: [error for error, _ in runs] for kind, runs in known_errors.MEASURED.items()}
+    assert {kind: sorted(errors) for kind, errors in told.items()} == {k: sorted(e) for k, e in measured.items()}
+
+
+def test_the_documents_have_what_was_measured_on_one_gpu():
+    rows = measure.read("on_device")
+    assert measure.markdown(rows, on_device.COLUMNS) in VALIDATION
+    mean = statistics.mean(abs(float(row["error"].rstrip("%"))) for row in rows)
+    assert len(rows) == 12 and {row["memory_error"] for row in rows} == {"-0.0%"}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"On one H100, twelve steps were predicted within {mean:.1f}% in the mean, and their memory exactly" in readme
+
+
 def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
     one, many = Kind("h100", False, "cudnn"), Kind("h100", True, "cudnn")
     two, alone = Kind("v5p", True, "splash"), Kind("v5e", False, "xla")
@@ -136,19 +157,29 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
         "constants were fitted with 3 of them in view",
         "not compared with any measurement",
     ]
+    measured = Kind("h100", False, "cudnn", alone=True)
+    monkeypatch.setattr(known_errors, "MEASURED", {measured: ((0.01, False), (-0.03, True))})
+    assert known_errors.known_error(measured) == (
+        "2.0% in the mean of 2 measured step times on h100, one GPU, cudnn attention; constants were "
+        "fitted with 1 of them in view"
+    )
+    assert known_errors.known_error(measured._replace(attention="xla")).startswith("not known for h100, one GPU, xla")
+    assert "4 other published" in known_errors.known_error(Kind("h100", True, "xla"))  # those alone are another thing
     for kind, mean in ((one, 0.03), (Kind("h100", True, "xla"), 0.03), (alone, 0.19), (two, 0.02)):
         assert known_errors.mean_error(kind) == pytest.approx(mean)
     assert known_errors.mean_error(Kind("b200", False, "xla")) is None
 
 
-@pytest.mark.parametrize(("text", "several"), [("h100:8", False), ("h100:2x8/800", True), ("v5p:4x4x4", False),
-                                               ("2@v6e:2x4", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "several"),
+    [("h100:8", False), ("h100:1", False), ("h100:2x8/800", True), ("v5p:4x4x4", False), ("2@v6e:2x4", True)],
+)
 def test_the_kind_of_a_step_is_its_chip_its_hosts_its_kernel_and_whether_it_has_experts(text, several):
     where = target.parse(text)
     rules = dataclasses.replace(ROWS[0].rules(), attention={"tpu": "splash", "gpu": "xla"})
-    kernel = "splash" if where.platform == "tpu" else "xla"
-    assert known_errors.kind_of(where, rules, 0) == Kind(where.chip.name, several, kernel)
-    assert known_errors.kind_of(where, rules, 8) == Kind(where.chip.name, several, kernel, experts=True)
+    kernel, alone = "splash" if where.platform == "tpu" else "xla", text == "h100:1"
+    assert known_errors.kind_of(where, rules, 0) == Kind(where.chip.name, several, kernel, alone=alone)
+    assert known_errors.kind_of(where, rules, 8) == Kind(where.chip.name, several, kernel, True, alone)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.derived], ids=lambda row: row.name)

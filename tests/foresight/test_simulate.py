@@ -293,6 +293,25 @@ def test_slices_to_and_from_the_host_count_their_part_alone(wrapped):
     assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048) and found.unpriced == {}
 
 
+def test_a_copy_within_the_memory_of_a_gpu_stands_in_line_with_its_kernels():
+    """The index may come before the part that is written. A copy is read and written, and other chips make it beside."""
+    stack = "f32[32,8,8]{2,1,0}"
+    body = f"""  %zero = s32[] constant(0)
+  %stack = {stack} parameter(9)
+  %part = f32[1,8,8]{{2,1,0}} bitcast(%p)
+  %out = (({stack}, s32[], f32[1,8,8]), {stack}, u32[]) fusion-start(%stack, %zero, %part), kind=kLoop, calls=%put
+  %o = {stack} fusion-done(%out)
+"""
+    inside = (
+        WRAPPED.replace(":S(5)", "").replace("parameter(2)", "parameter(9)").replace("parameter(1)", "parameter(2)")
+    )
+    gpu = dataclasses.replace(CHIPS["h100"], hbm_bytes_per_s=1e9 / op_time.HBM_SHARE["gpu"])
+    found = predicted(body, inside, chip=gpu)
+    copied_ns = 2 * 8 * 8 * 4 + op_time.LAUNCH_S["gpu"] * 1e9
+    assert ns(found.step_time_s) == ns(found.other_s) == copied_ns
+    assert ns(predicted(body.replace("  %o =", matmul("m", 1000) + "  %o ="), inside).step_time_s) == 1000
+
+
 def test_a_fusion_beside_compute_that_does_more_than_copy_is_listed():
     body = """  %stack = f32[32,8,8]{2,1,0:S(5)} parameter(9)
   %zero = s32[] constant(0)

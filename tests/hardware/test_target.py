@@ -148,10 +148,17 @@ def test_the_target_that_real_devices_are():
     assert target.from_devices(gpus).chip == dataclasses.replace(
         known, usable_hbm_bytes=60 * 10**9
     )  # what jax has taken
-    elsewhere = [Device("NVIDIA H100 80GB HBM3", "gpu", process=1)]
+    elsewhere = [Device("NVIDIA H100 80GB HBM3", "gpu", process=1) for _ in range(2)]
     assert target.from_devices(elsewhere).chip == known
     assert target.from_devices([Device("cpu", "cpu")] * 8) == target.parse("cpu:8")
     assert target.from_devices([Device("Some New GPU", "gpu")] * 2).chip is None
+
+
+def test_a_gpu_alone_does_not_slow_down():
+    several, one = target.parse("h100:2").chip, target.parse("h100:1").chip
+    assert one == dataclasses.replace(several, matmul_slowdown=1.0) and several.matmul_slowdown > 1
+    assert target.from_devices([Device("NVIDIA H100 80GB HBM3", "gpu", process=1)]).chip == one
+    assert target.parse("v5p:2x2x1").chip.matmul_slowdown > 1
 
 
 @pytest.mark.parametrize("text", ["cpu:100000000000", "h100:1000000", "1000000@v5e:16x16"])

@@ -92,6 +92,10 @@ def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunked
 def test_chunks_are_equal_and_no_longer_than_they_may_be(chunk_tokens, rows, length, chunks, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
     assert loss.chunk_count(rows, length) == chunks
+    monkeypatch.setattr(loss, "GPU_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 1)
+    monkeypatch.setattr(loss, "platform", lambda: "gpu")
+    assert loss.chunk_count(rows, length) == chunks
 
 
 def test_rows_of_padding_are_never_predicted(small):

@@ -18,16 +18,19 @@ from gspmd_lm.units import bits
 # The share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3
 # of 4.8 TB/s.
 HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
-# The share of the peak that matmuls without an estimate of the compiler reach. GPU: bf16 matmuls of 8192^3 on one H200,
-# 790 of 989, without what GPU_TILES and GPU_TILE_BYTES take of it there.
-MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.86}
+# The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of seven train steps on
+# one H100, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
+MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.78}
+# The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
+GROUPED_SHARE = 0.64
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
-# To begin and to store a tile takes as long as so many more bytes of the contracted dimension. Source: times of
-# DeepGEMM by shape on an H800 (its README of 2025-03): 590, 990, 1025, 1304 and 1358 TFLOP/s of fp8 where that
-# dimension has 512, 1536, 2048, 7168 and 16384 bytes. With these two rules all five are within 2% of one share of the
-# peak.
-GPU_TILES = (128 * 256, 128 * 128)
-GPU_TILE_BYTES = 780
+# These are the tiles of cuBLAS's kernels in those steps, by their names. To begin a tile takes as long as so many more
+# bytes of the contracted dimension: kernels store a tile of 16 bits while they compute the next one.
+GPU_TILES = tuple(rows * columns for rows, columns in (
+    (128, 128), (192, 96), (128, 160), (176, 128), (128, 192), (128, 256), (192, 192), (320, 128)))  # fmt: skip
+GPU_TILE_BYTES = 100
+# A transposition of 8-bit numbers reaches so much less of a GPU's bandwidth: five fusions of those steps.
+NARROW_TRANSPOSE_SLOWDOWN = 1.9
 # Of operands of 8 bits, an estimate of the compiler counts unless it is so many times as long as the share of the peak
 # says. libtpu 0.0.42.1 estimates 64.6 M cycles on tpu7x for a product of E4M3 that takes 2.5 M in bfloat16, 26 times.
 MISJUDGED = 8
@@ -172,7 +175,8 @@ def _arrays(call: Instruction) -> list[Array]:
 def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpTime:
     inside = (instruction, *instruction.inside)
     matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
-    seconds = max(_flops_s(matmul, chip, operations), _memory_s(instruction, chip))
+    computing_s = _flops_s(matmul, chip, operations) + _stored_s(matmul, chip)
+    seconds = max(computing_s, _memory_s(instruction, chip))
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(matmul, chip), chip.peak_bf16_flops_per_s)
@@ -187,13 +191,32 @@ def _slowdown(instruction: Instruction, chip: Chip) -> float:
     return chip.matmul_slowdown * (chip.offloading_slowdown if instruction.module.offloads else 1.0)
 
 
+def matmul_share(chip: Chip, grouped: bool) -> float:
+    """The share of the peak that matmuls reach, or grouped ones, without what slows a chip down."""
+    return GROUPED_SHARE if chip.gpu and grouped else MATMUL_SHARE[chip.platform]
+
+
 def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
-    share = MATMUL_SHARE[chip.platform] / _slowdown(matmul, chip)
+    share = matmul_share(chip, grouped=not matmul.flops) / _slowdown(matmul, chip)
     if chip.gpu and matmul.flops:
         elements = matmul.shape.arrays[0].elements
         width = max(bits(operand.shape.arrays[0].dtype) for operand in matmul.operands[:2])
         share *= tile_share(elements, operations / (2 * elements) * width / 8, chip.gpu.core_count)
     return operations / (share * _peak(matmul, chip))
+
+
+def _stored_s(matmul: Instruction, chip: Chip) -> float:
+    """The seconds in which a matmul of a GPU stores a result wider than its factors, and reads what is added to it.
+
+    cuBLAS's kernels compute nothing meanwhile. A result of 16 bits is stored beside the next tile. On one H100,
+    this makes the matmuls of float32 logits and of their gradients as long as measured, within 10%.
+    """
+    result = matmul.shape.arrays[0]
+    factors, added = matmul.operands[:2], matmul.operands[2:]
+    if not chip.gpu or bits(result.dtype) <= max(bits(factor.shape.arrays[0].dtype) for factor in factors):
+        return 0.0
+    alike = [array for operand in added for array in operand.shape.arrays if array.elements == result.elements]
+    return sum(array.padded_bytes for array in (result, *alike)) / hbm_bytes_per_s(chip)
 
 
 def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
@@ -249,7 +272,14 @@ def _only_scalars(instruction: Instruction) -> bool:
 
 def _memory_s(instruction: Instruction, chip: Chip) -> float:
     moved = instruction.moved_bytes
-    return (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+    slowdown = NARROW_TRANSPOSE_SLOWDOWN if chip.gpu and _transposes_narrow(instruction) else 1.0
+    return slowdown * (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+
+
+def _transposes_narrow(instruction: Instruction) -> bool:
+    """Whether an instruction transposes numbers of 8 bits, or makes them and transposes them."""
+    narrow = any(bits(array.dtype) == 8 for array in instruction.shape.arrays if array.dimensions)
+    return narrow and any(one.opcode == "transpose" for one in (instruction, *instruction.inside))
 
 
 def hbm_bytes_per_s(chip: Chip) -> float:

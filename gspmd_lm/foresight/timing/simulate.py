@@ -174,7 +174,7 @@ class Simulation:
         operands = [operand.shape.arrays[0] for operand in instruction.operands]
         updates = instruction.copies == "dynamic-update-slice"
         results = [array for array in instruction.shape.arrays if array.dimensions]
-        touched = [*operands[: 1 + updates], *results]
+        touched = [array for array in (*operands, *results) if array.dimensions]
         moved_bytes = min((a.padded_bytes for a in touched if a.memory_space in (0, 1, HOST_SPACE)), default=0)
         from_host = operands[0].memory_space == HOST_SPACE and not updates
         to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (operands[0], *results))
@@ -183,6 +183,12 @@ class Simulation:
             seconds = moved_bytes * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
         seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
+        if self.chip.gpu:  # no copy beside compute: XLA puts it among the kernels, and it reads and writes
+            seconds = 2 * seconds + op_time.LAUNCH_S["gpu"]
+            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, "other", instruction))
+            self.clock_s += seconds
+            self.compute_s["other"] += seconds
+            return None
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
     def _between_slices(self, instruction: Instruction) -> Event | None:

@@ -6,7 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-INNER, COLUMNS = 64, 128  # of a tile, at most
+INNER, LINES, COLUMNS = 64, 128, 256  # of a tile, at most
+TOGETHER = 8  # rows of tiles that are computed side by side, so that the weights they share stay in the cache
 LEAST = 16  # the smallest side of a product that tensor cores take
 
 Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
@@ -29,7 +30,8 @@ def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, 
     inner, columns = math.gcd(D, INNER), math.gcd(F, COLUMNS)
 
     def kernel(expert, first, after, x, w, y):
-        at, column = pl.program_id(1), pl.ds(pl.program_id(0) * columns, columns)
+        at, number = _tile(len(blocks[0]), F // columns)
+        column = pl.ds(number * columns, columns)
         e, start, stop = expert[at], first[at], after[at]
         rows, mask_m1 = pl.ds(start, block), (start + jnp.arange(block))[:, None] < stop
 
@@ -45,7 +47,7 @@ def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, 
 
     shape = jax.ShapeDtypeStruct((len(padded_MD), F), padded_MD.dtype)
     call = pl.pallas_call(
-        kernel, shape, grid=(F // columns, len(blocks[0])), interpret=interpret, name="grouped",
+        kernel, shape, grid=(len(blocks[0]) * (F // columns),), interpret=interpret, name="grouped",
         compiler_params=triton.CompilerParams(num_warps=4 if block <= 64 else 8, num_stages=3),
     )  # fmt: skip
     return call(*(x.astype(jnp.int32) for x in blocks), padded_MD, w_EDF)
@@ -57,10 +59,11 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
     from jax.experimental.pallas import triton
 
     (_, D), (_, F) = padded_MD.shape, padded_MF.shape
-    lines, columns = math.gcd(D, COLUMNS), math.gcd(F, COLUMNS)
+    lines, columns = math.gcd(D, LINES), math.gcd(F, COLUMNS)
 
     def kernel(first, after, x, dy, dw):
-        e, line, column = pl.program_id(2), pl.program_id(1) * lines, pl.program_id(0) * columns
+        e, (line, column) = pl.program_id(1), _tile(D // lines, F // columns)
+        line, column = line * lines, column * columns
         start, stop = first[e], after[e]
 
         def add(i: jax.Array, total_DF: jax.Array) -> jax.Array:
@@ -80,7 +83,17 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
     ends_E = jnp.cumsum(sizes_E).astype(jnp.int32)
     call = pl.pallas_call(
         kernel, jax.ShapeDtypeStruct((len(sizes_E), D, F), padded_MD.dtype),
-        grid=(F // columns, D // lines, len(sizes_E)), interpret=interpret, name="grouped_outer",
+        grid=(F // columns * (D // lines), len(sizes_E)), interpret=interpret, name="grouped_outer",
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
     )  # fmt: skip
     return call(ends_E - sizes_E.astype(jnp.int32), ends_E, padded_MD, padded_MF)
+
+
+def _tile(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """The row and the column of the tile that this program computes, of so many rows and columns of tiles."""
+    from jax.experimental import pallas as pl
+
+    number = pl.program_id(0)
+    first = number // (TOGETHER * columns) * TOGETHER
+    height, within = jnp.minimum(rows - first, TOGETHER), number % (TOGETHER * columns)
+    return first + within % height, within // height
