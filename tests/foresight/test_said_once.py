@@ -326,7 +326,8 @@ def layout_at_random(config, number):
         return rules
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(12)])
+@pytest.mark.slow  # the tests of a mixture and of norms ask the same of layouts of theirs, and test_bounds.py of floors
+@pytest.mark.parametrize("number", range(12))
 def test_under_any_rules_every_collective_has_a_row(small, compiled, number):
     """And the floors are not beaten, neither that of what is sent nor that of what waits for the backward pass."""
     config = small(**[{}, FAMILIES["gpt2"], FAMILIES["gemma"], FAMILIES["neox"]][number % 4])
