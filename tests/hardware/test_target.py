@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from gspmd_lm import versions
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import chips, target
 
@@ -126,6 +127,15 @@ def test_a_missing_compiler_is_named(monkeypatch):
         with pytest.raises(InputError, match=f"needs {package}, which is not installed") as raised:
             target.devices(target.parse(text))
         assert "gspmd_lm[foresight]" in str(raised.value)
+
+
+@pytest.mark.parametrize(("version", "plugin"), [("0.11.2", "jax-cuda13-plugin"), (None, "jax-cuda12-plugin")])
+def test_the_compiler_for_gpus_is_that_of_the_newest_cuda_that_is_installed(version, plugin, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda names: dict.fromkeys(names, version))
+    assert versions.cuda_plugin() == plugin
+    monkeypatch.setattr(target.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=plugin.replace("-", "_")):
+        target.devices(target.parse("h100:8"))
 
 
 class Device:
