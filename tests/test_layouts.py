@@ -35,7 +35,7 @@ BIASED = (
     *PLAIN[1:],
 )
 ROUTED = ("model.router_bias=true", "model.balance=bias", "model.shared_mlp=64", "model.shared_gate=true")
-VARIANTS = [(), PLAIN, BIASED, ("model.qk_norm=true", "model.block=parallel", "model.tied_embeddings=true")]
+VARIANTS = [PLAIN, BIASED, ("model.qk_norm=true", "model.block=parallel", "model.tied_embeddings=true")]
 
 
 @pytest.fixture(autouse=True)

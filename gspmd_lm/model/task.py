@@ -128,7 +128,8 @@ class Task:
     @functools.cached_property
     def _like(self) -> Any:
         """The shapes of what `init` gives, in its own kind of tree."""
-        return jax.eval_shape(self._drawn, jax.eval_shape(jax.random.key, 0))
+        with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
+            return jax.eval_shape(self._drawn, jax.eval_shape(jax.random.key, 0))
 
     def _drawn(self, key: jax.Array) -> Any:
         with placed_by(None), of_flax.reading():  # the shapes may be asked for while a program is traced

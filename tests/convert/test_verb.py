@@ -233,7 +233,8 @@ def trained(tmp_path, monkeypatch):
     (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
     sets = ["model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=2", "model.head_dim=8", "model.mlp=16",
             "model.context=16", "model.vocab=64", f"data.tokenizer={tmp_path / 'mine' / 'tokenizer.json'}",
-            "data.source=random:64", "data.seq=16", "data.batch=8", "train.steps=2", "train.trackers=[]"]  # fmt: skip
+            "data.source=random:64", "data.seq=16", "data.batch=8", "data.held_out=0.0", "train.steps=2",
+            "train.trackers=[]"]  # fmt: skip
     with pytest.raises(SystemExit) as end:
         cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *TRAIN, *(f"--set={one}" for one in sets)])
     assert end.value.code == 0

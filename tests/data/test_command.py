@@ -62,6 +62,9 @@ def test_a_folder_of_texts_in_one_command(run, folder):
     code, said = run("--workdir=W2", "--steps=3", *FLAGS, *OWN)
     assert code == 0 and "restored step 2" in said and (folder / "W2" / "tokenizer.json").read_bytes() == kept, said
     assert len(list((folder / "cache" / "tokenizers").glob("*/tokenizer.json"))) == 1
+    model = api.load(folder / "W2")
+    assert (model.tokenizer.vocab_size, model.config.model.vocab) == (300, 300)
+    assert model.config.data.tokenizer == str(folder / "W2" / "tokenizer.json")
 
 
 def test_samples_are_written_with_a_tokenizer_that_is_yet_to_be_trained(run, folder, monkeypatch):

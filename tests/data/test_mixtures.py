@@ -37,15 +37,17 @@ def _letters(rows):
     return ["ab"[int((row == ord("b")).sum() > (row == ord("a")).sum())] for row in rows["tokens"]]
 
 
-def test_rows_are_drawn_by_weight():
+def test_rows_are_drawn_by_weight(monkeypatch):
+    assert loader.BLOCK == 10_000
+    monkeypatch.setattr(loader, "BLOCK", 2000)
     mixed, none = loader.open_loaders(_config(_entry("a", 3), _entry("b", 1)))
-    assert none is None and mixed.shares == (7500, 2500)
-    steps = range(0, 3 * loader.BLOCK // 8, 25)
+    assert none is None and mixed.shares == (1500, 500)
+    steps = range(0, 3 * loader.BLOCK // 8, 8)
     drawn = collections.Counter(letter for step in steps for letter in _letters(mixed.rows_at(step, slice(None))))
     assert abs(drawn["a"] / drawn.total() - 0.75) < 0.03
     block = np.concatenate([mixed.indices_at(step, range(8)) for step in range(loader.BLOCK // 8)])
     first = len(mixed.rows.parts[0])
-    assert (block < first).sum() == 7500  # exactly, in each block
+    assert (block < first).sum() == 1500  # exactly, in each block
     near = block[:200] < first
     assert 130 < near.sum() < 170 and near[:75].sum() < 75  # and mixed within it
 
@@ -64,11 +66,12 @@ def test_each_block_and_each_epoch_of_a_source_has_an_order_of_its_own(monkeypat
     monkeypatch.setattr(loader, "BLOCK", 8)
     mixed, _ = loader.open_loaders(_config(_entry("a", 1), _entry("b", 1)))
     size = len(mixed.rows.parts[0])
-    blocks = [mixed.indices_at(step, range(8)) for step in range(2 * size)]
+    steps = [*range(12), *range(size, size + 12)]
+    blocks = [mixed.indices_at(step, range(8)) for step in steps]
     assert mixed.shares == (4, 4) and {(block < size).sum() for block in blocks} == {4}
     assert len({tuple(block < size) for block in blocks}) > 1  # where the rows of a stand in a block
     drawn = [frozenset(block[block < size]) for block in blocks]
-    assert drawn[:size] != drawn[size:]  # the rows of the same places, four epochs of a later
+    assert drawn[:12] != drawn[12:]  # the rows of the same places, four epochs of a later
 
 
 def test_the_order_of_a_mixture_is_a_function_of_seed_and_step():

@@ -112,39 +112,23 @@ def test_an_exported_step_trains(run, tmp_path):
 
 
 def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run, tmp_path, monkeypatch):
-    """On devices whose memory is of just the bytes that the program needs it starts, with one byte less it does not."""
+    """test_memory.py has memory of just the bytes that a program needs."""
     data = "--set=data.source=random:64", "--set=data.held_out=0.0"
-    argv = ("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / 'run'}")
-    chip = chips.CHIPS["h100"]
 
-    def started_on(usable_bytes):
-        small = dataclasses.replace(chip, usable_hbm_bytes=usable_bytes)
+    def started_on(usable_bytes, workdir):
+        small = dataclasses.replace(chips.CHIPS["h100"], usable_hbm_bytes=usable_bytes)
         monkeypatch.setattr(target, "from_devices", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
-        return run(*argv)
+        return run("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / workdir}")
 
-    peak_bytes = []
-    monkeypatch.setattr(explain.memory, "measure", noting(explain.memory.measure, peak_bytes))
-    assert started_on(1)[0] == 2
-    code, out, errors = started_on(peak_bytes[-1] - 1)
-    assert code == 2 and "step 1/1" not in out and not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
-    code, out, errors = started_on(peak_bytes[-1])
+    code, out, errors = started_on(10**9, "large")
     assert code == 0, errors
     before, _, _ = out.partition("step 1/1")
     said = before[before.index("train step: ") :].splitlines()[1:]
     assert all(len(line) <= 80 for line in said)
     assert "peak memory " in " ".join(said) and "sent per step " in " ".join(said)
-
-
-def noting(measure, peak_bytes):
-    """`measure`, of whose results the peaks are kept."""
-
-    def measured(*arguments):
-        found = measure(*arguments)
-        peak_bytes.append(found.peak_bytes)
-        return found
-
-    return measured
+    code, out, errors = started_on(10**6, "small")
+    assert code == 2 and "step 1/1" not in out and not (tmp_path / "small" / "metrics.jsonl").exists()
+    assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
 
 
 def test_every_layout_is_checked_first(request_of, monkeypatch):

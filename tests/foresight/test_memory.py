@@ -16,13 +16,16 @@ STATE = {"weights": 4 * 2**30, "optimizer": 8 * 2**30, "batch": 2**20}
 
 def test_every_byte_of_a_compiled_program_is_told(request_of, cache):
     (program,) = programs([request_of("fsdp8")], cache=str(cache))
-    found = memory.measure(program.memory, program.state_bytes, 10**12, hlo.parse(program.text), [])
+    module = hlo.parse(program.text)
+    found = memory.measure(program.memory, program.state_bytes, 10**12, module, [])
     parts = found.weights_bytes + found.optimizer_bytes + found.batch_bytes + found.temporaries_bytes
     assert parts == found.peak_bytes
     held = program.memory["argument_size_in_bytes"] + program.memory["temp_size_in_bytes"]
     assert held <= found.peak_bytes < 1.1 * held  # donated arguments are not counted twice
     assert found.fits and found.host_bytes == 0
-    assert not memory.measure(program.memory, program.state_bytes, 1000, hlo.parse(program.text), []).fits
+    for spare in (0, -1):  # memory of just the bytes that it needs, and one byte less
+        limit_bytes = found.peak_bytes + spare
+        assert memory.measure(program.memory, program.state_bytes, limit_bytes, module, []).fits == (spare == 0)
 
 
 def test_what_libtpu_accepts_fits(request_of, cache):

@@ -22,9 +22,9 @@ from gspmd_lm.train import state
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
 FAMILIES = {
     "llama": {"kv_heads": 2},
-    "gemma": {"post_norms": True, "qk_norm": True, "tied_embeddings": True, "embedding_scale": 5.7,
-              "attention_softcap": 50.0, "logit_softcap": 30.0, "layers": 3, "sliding_window": 4,
-              "layer_pattern": ("sliding", "full")},
+    "gemma": {"post_norms": True, "qk_norm": True, "qk_norm_kind": "joint", "tied_embeddings": True,
+              "embedding_scale": 5.7, "attention_softcap": 50.0, "logit_softcap": 30.0, "layers": 3,
+              "sliding_window": 4, "layer_pattern": ("sliding", "nope")},
     "bloom": {"positions": "alibi", "embedding_norm": True, "norm": "layernorm", "mlp_kind": "plain", **BIASES},
     "gpt2": {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "mlp_kind": "plain", "dropout": 0.1,
              **BIASES},
@@ -40,7 +40,7 @@ FAMILIES = {
     "opt": {"pre_norms": False, "sum_norms": True, "final_norm": False, "embedding_width": 24, "norm": "layernorm",
             "tied_embeddings": True, "mlp_kind": "plain", "positions": "learned", **BIASES},
     "gemma3n": {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "activation_sparsity": 0.5,
-                "shared_kv_layers": 1, "value_norm": True, "tied_embeddings": True, "kv_heads": 4},
+                "shared_kv_layers": 1, "value_norm": True, "qk_norm": True, "tied_embeddings": True, "kv_heads": 4},
     "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
     "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
                   "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3,
@@ -58,7 +58,9 @@ def graph(config, rules):
 
 
 # Those whose settings others of the list have as well.
-HELD_BY_OTHERS = ("llama", "falcon", "z_loss", "cohere", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora", "bert")
+HELD_BY_OTHERS = (
+    "llama", "falcon", "z_loss", "cohere", "olmo", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora", "bert", "albert",
+)  # fmt: skip
 
 
 _FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned", "embedding_norm": True,
@@ -70,7 +72,8 @@ ENCODERS = {
     "deberta": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
     "classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3,
-                "relative_positions": RelativePositions(ranges=8)},
+                "relative_positions": RelativePositions(ranges=8), "shared_layers": True, "embedding_width": 24,
+                "embedding_in": "sum", "layers": 3},
     "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
             "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
     "swin": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
@@ -323,7 +326,8 @@ def layout_at_random(config, number):
         return rules
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in range(12)])
+@pytest.mark.slow  # the tests of a mixture and of norms ask the same of layouts of theirs, and test_bounds.py of floors
+@pytest.mark.parametrize("number", range(12))
 def test_under_any_rules_every_collective_has_a_row(small, compiled, number):
     """And the floors are not beaten, neither that of what is sent nor that of what waits for the backward pass."""
     config = small(**[{}, FAMILIES["gpt2"], FAMILIES["gemma"], FAMILIES["neox"]][number % 4])

@@ -1,6 +1,5 @@
 """Linear attention by the gated delta rule: chunks against single tokens, documents apart, and the state in a cache."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,8 @@ import pytest
 from gspmd_lm.config import LinearAttention
 from gspmd_lm.model import delta
 from gspmd_lm.model.cache import empty_cache
-from gspmd_lm.model.transformer import decode, init
+from gspmd_lm.model.transformer import decode
+from tests.courses import weights
 from tests.model.cached import both_ways
 
 N, H = 2, 4
@@ -55,7 +55,7 @@ def model(small):
     sizes = LinearAttention(key_heads=2, value_heads=4, head_dim=8, taps=3)
     kinds = {"layer_pattern": ("linear", "full"), "layers": 3, "context": 128}
     cfg = small(linear_attention=sizes, attention_gate=True, init_std=0.2, **kinds).model
-    return cfg, nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
+    return cfg, weights(cfg)
 
 
 def test_nothing_leaves_a_document(model):

@@ -16,6 +16,7 @@ from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
+from tests.courses import weights
 from tests.model.cached import both_ways
 
 SIZES = dict(latent_attention=LatentAttention(kv_rank=12, q_rank=10, v_head_dim=5), head_dim=6, rope_dim=2, heads=4,
@@ -86,7 +87,6 @@ def test_results_and_gradients_are_those_of_the_equations(small):
 
 
 KINDS = {
-    "a vector of queries": {},
     "no vector of queries, padded heads, a scale": NO_Q_RANK | {
         "padded_heads": 6, "query_scale": 0.3, "rope_scaling": RopeScaling(kind="linear", factor=2.0),
     },
@@ -101,7 +101,7 @@ KINDS = {
 def test_a_new_token_reads_the_vectors_in_the_cache(kind, small):
     """Token by token with a cache, the hidden states are those of whole rows, with padding before some."""
     cfg = settings(small, **KINDS[kind])
-    params = nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
+    params = weights(cfg)
     tokens = jax.random.randint(jax.random.key(1), (3, 14), 0, cfg.vocab)
     with jax.default_matmul_precision("highest"):
         found, wanted = both_ways(cfg, params, tokens, jnp.array([0, 2, 6]), 8)

@@ -76,7 +76,7 @@ def test_what_is_made_from_a_shorter_vector_is_split_as_what_the_residual_is_mad
 
 def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monkeypatch):
     monkeypatch.setattr(space, "LONG", 16)
-    monkeypatch.setattr(space, "LEAST_POSITIONS", 4)
+    monkeypatch.setattr(space, "LEAST_POSITIONS", 8)
     monkeypatch.setattr(space, "MOST_TENSOR", 1)
     config = small(compute_dtype="bfloat16", experts=4, experts_per_token=2, balance="batch", kv_heads=2)
     of = space_of(config, "cpu:4")
@@ -89,11 +89,11 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     for raw in split:
         assert raw["rules"]["expert"] == "expert" and "expert" in raw["rules"]["batch"]
     forms = {(raw["mesh"]["context"], raw["context"]) for raw in found if "context" in raw}
-    assert forms >= {(2, "gather"), (4, "gather"), (2, "ring"), (4, "ring"), (2, "ulysses")}
+    assert forms == {(2, "gather"), (2, "ring"), (2, "ulysses")}
     assert all(raw["rules"]["seq"] == "context" for raw in found if "context" in raw)
     assert any("expert" in raw["mesh"] and "context" in raw["mesh"] for raw in found)
     assert not any(raw.get("microbatches", 1) > 1 for raw in found)  # experts are balanced over the whole batch
-    for raw in found[::291]:
+    for raw in found[::29]:
         state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "cpu")
 
 
@@ -122,7 +122,7 @@ def test_axes_that_do_not_divide_stay_whole(found):
 
 
 def test_slices_are_crossed_by_stages_data_or_fsdp_and_never_by_tensor(llama, space_of):
-    found = list(space_of(llama, "2@v5e:2x2"))
+    found = list(space_of(llama, "2@v5e:1x1"))
     assert {name for raw in found for name in raw["dcn"]} == {"stage", "data", "fsdp"}
     hosts = list(space_of(llama, "h100:2x4"))
     assert not any(raw["mesh"].get("tensor") == 8 for raw in hosts)

@@ -80,7 +80,8 @@ def losses(workdir):
 def test_the_command_of_the_readme(tmp_path, capfd):
     command = re.search(r"python main.py (--rules=\S+)", (ROOT / "README.md").read_text())
     assert command
-    here(command[1], "--steps=2", f"--workdir={tmp_path}/run", *QUICK_FLAGS)
+    small = "--set=data.batch=2", "--set=data.seq=32"
+    here(command[1], "--steps=2", f"--workdir={tmp_path}/run", *small, *QUICK_FLAGS)
     output = "".join(capfd.readouterr())
     lines = output.splitlines()
     first_step = next(at for at, line in enumerate(lines) if line.startswith("step"))

@@ -64,7 +64,7 @@ COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
 
 def test_a_tpu_gives_each_device_only_its_piece_of_a_sum():
     """However long the piece is that a device keeps of an expert's columns, or of its rows."""
-    cases = [(COLUMNS, 512, 8 * size) for size in (64, 128, 384)] + [(ROWS, 8 * size, 512) for size in (8, 16, 24)]
+    cases = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
     launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     printed, errors = output(launched)
     assert printed.splitlines() == ["True False"] * len(cases), errors

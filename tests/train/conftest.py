@@ -10,6 +10,7 @@ from etils import epath
 from rich.console import Console
 
 from gspmd_lm.data import loader
+from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
@@ -22,17 +23,19 @@ from tests.train.runs import CPU, TRAIN
 def run(small, built):
     """A function that makes a Run; programs are compiled once per layout and what they compute.
 
+    Saving takes longer the more devices there are, so most runs have two.
     The initial state is drawn, which compiles nothing.
     """
     programs = {}
 
-    def make(workdir, layout="dp2_tp4", config=None, profile=None):
+    def make(workdir, layout="fsdp2", config=None, profile=None):
         config = config or small(layers=1, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
         key = json.dumps(
             [layout, repr((config.model, config.data, config.optimizer, config.train.steps, config.train.init_from))]
         )
         if key not in programs:
-            step = built(config, layout, compiler_options={"cpu": QUICK})
+            rules = rules_file.load("fsdp8", "fsdp=2") if layout == "fsdp2" else layout
+            step = built(config, rules, compiler_options={"cpu": QUICK})
             drawn = {} if config.train.init_from else {"initial state": functools.partial(begun, step)}
             programs[key] = step, drawn
         step, compiled = programs[key]

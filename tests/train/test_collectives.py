@@ -9,9 +9,10 @@ from gspmd_lm.model import loss
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat, Row
 
-SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4", "fsdp2_tp4"]
-# Those that fill any number of devices have on eight the collectives of fsdp8, and of fsdp2_tp4 or tp8.
-MORE = [("fsdp", None), ("fsdp_tp", None), ("fsdp2_tp4", "none"), ("fsdp2_tp4", "dots")]
+SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4"]
+# foresight/test_attribution.py has all collectives of fsdp2_tp4. Those that fill any number of devices have on eight
+# the collectives of fsdp8, and of fsdp2_tp4 or tp8.
+MORE = [("fsdp", None), ("fsdp_tp", None), ("fsdp2_tp4", None), ("fsdp2_tp4", "none"), ("fsdp2_tp4", "dots")]
 B, T, D, L = 32, 16, 32, 3
 RESHARDING = ("all-to-all", "ragged-all-to-all", "collective-permute")
 

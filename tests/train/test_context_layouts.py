@@ -69,10 +69,11 @@ def test_a_form_changes_nothing_and_sends_the_least(form, same):
 TWO_KINDS = {"layer_pattern": ("sliding", "chunked"), "sliding_window": 7, "attention_chunk": 5}
 
 
-def test_gradients_of_weights_are_summed_over_tokens_at_once(same):
+def test_gradients_of_weights_are_summed_over_tokens_at_once(settings, built):
     """A reduce-scatter over both axes for each matrix, and no all-reduce of one."""
     rules = rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights={"embed": ["fsdp", "context"]})
-    found = count(same(rules, packing="stream", positions="learned", dropout=0.0, **TWO_KINDS).as_text())
+    config = settings(packing="stream", positions="learned", dropout=0.0, **TWO_KINDS)
+    found = count(built(config, rules).lower_train().compile().as_text())
     assert not [c for c in found if c.kind == "all-reduce" and c.elements > 64 * 32]
     assert {c.group_size for c in found if c.kind == "reduce-scatter" and "optimizer.layers" in c.op_name} == {8}
 

@@ -16,7 +16,7 @@ def test_steps_that_are_not_finite_stop_the_run(run, small, tmp_path):
     """A learning rate that throws the weights to infinity: later steps are skipped and counted (see test_step.py)."""
     changes = {"max_skipped": 3, "eval_every": 0, "steps": 30}
     config = small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | changes, optimizer=WILD)
-    doomed = run(tmp_path, "dp8", config)
+    doomed = run(tmp_path, "fsdp2", config)
     with pytest.raises(RunFailed, match="last 3 steps was not finite"):
         doomed.train(12)
     rows = rows_of(tmp_path)
@@ -32,9 +32,9 @@ def diverged(run, small, tmp_path_factory):
         small(layers=1, data={"batch": 8, "held_out": 0.0}, train=TRAIN | changes | {"steps": 30}, optimizer=optimizer)
         for optimizer in ({"schedule": "constant", "warmup_steps": 0}, WILD)
     )
-    run(workdir, "dp8", sound).train(4)
+    run(workdir, "fsdp2", sound).train(4)
     with pytest.raises(RunFailed) as failed:
-        run(workdir, "dp8", wild).train(30)
+        run(workdir, "fsdp2", wild).train(30)
     return workdir, str(failed.value), sound
 
 
@@ -50,7 +50,7 @@ def test_divergence_does_not_rotate_the_healthy_checkpoints_away(diverged):
 def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    again = run(tmp_path, "dp8", sound)
+    again = run(tmp_path, "fsdp2", sound)
     again.train(7)
     said = again.console.file.getvalue()
     assert (
@@ -66,12 +66,12 @@ def test_a_start_after_divergence_goes_on_from_the_newest_healthy_checkpoint(run
 def test_a_step_can_be_gone_back_to_on_purpose(run, diverged, tmp_path):
     workdir, _, sound = diverged
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
-    run(tmp_path, "dp8", sound).train(7)
-    back = run(tmp_path, "dp8", sound)
+    run(tmp_path, "fsdp2", sound).train(7)
+    back = run(tmp_path, "fsdp2", sound)
     back.train(9, step=6)
     assert "restored step 6 of" in back.console.file.getvalue()
     with pytest.raises(InputError, match="there is no checkpoint 2\n  fix   use one of 8, 9"):
-        run(tmp_path, "dp8", sound).train(9, step=2)
+        run(tmp_path, "fsdp2", sound).train(9, step=2)
 
 
 def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(run, diverged, tmp_path, monkeypatch):
@@ -83,8 +83,8 @@ def test_a_signal_among_skipped_steps_does_not_save_over_the_healthy_checkpoint(
     )
     shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(Agreement, "due", lambda self, step: {"stop"} if step == 8 else set())
-    run(tmp_path, "dp8", config).train(30)
+    run(tmp_path, "fsdp2", config).train(30)
     monkeypatch.undo()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
     with pytest.raises(RunFailed, match="goes on from checkpoint 4,"):  # skipped steps are counted on
-        run(tmp_path, "dp8", config).train(30)
+        run(tmp_path, "fsdp2", config).train(30)

@@ -34,12 +34,15 @@ SWIN = {
 ODD, TWELVE = Windows(size=3, shift=1, levels=(LEVEL,)), Patches(image=12, size=2, class_row=False, pool="mean")
 BIASED = {**VIT, "layer_scale": 0.1, "relative_positions": BEIT["relative_positions"]}
 OTHERS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}, "beit": BEIT}
+# Windows that are shifted, and then all of an image in one.
+SHIFTED = {**SWIN, "layers": 1, "layer_pattern": ("shifted",)}
 KINDS = {"vit, biases of beit": BIASED, **OTHERS, "swin": SWIN, "swin dropout": {**SWIN, "dropout": 0.1}}
+KINDS["shifted"] = SHIFTED
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses", "pp2_fsdp2_tp2")
 # Each layout with one or two of the kinds.
 CASES = [(layout, kind) for i, layout in enumerate(LAYOUTS) for j, kind in enumerate(OTHERS) if (i + j) % 2 == 0]
 CASES += [("tp8", "swin"), ("zero1_8", "swin"), ("fsdp2_tp4", "swin dropout")]
-DEFAULT = [("fsdp2_tp4", "vit, biases of beit"), ("fsdp2_tp4", "swin")]
+DEFAULT = [("fsdp2_tp4", "vit, biases of beit"), ("fsdp2_tp4", "shifted")]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
 @pytest.mark.parametrize(
     ("layouts", "model"),
     [
-        (("tp8", "dp2_tp4"), {}),
+        (("tp8", "fsdp2"), {}),
         pytest.param(("fsdp8", "tp8", "dp2_tp4"), {}, marks=pytest.mark.slow),
         pytest.param(("pp2_fsdp2_tp2", "fsdp8", "pp2_fsdp2_tp2"), {"layers": 2}, marks=pytest.mark.slow),
         *(
@@ -361,7 +361,7 @@ def test_a_run_ends_early_and_keeps_its_best_checkpoint(run, worsening, early):
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("layout", ["dp2_tp4", pytest.param("tp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("tp8", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_early_where_the_straight_one_does(run, worsening, early, tmp_path, monkeypatch, layout):
     """Also one that goes on elsewhere, and one that was asked to stop just when it would have evaluated."""
     evaluated, checkpoints, last = ending_of(early[0])

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import flax.linen as nn
-import jax
 import numpy as np
 import pytest
 import yaml
@@ -14,9 +12,9 @@ from gspmd_lm import cli
 from gspmd_lm.config import Lora, load, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.transformer import init
 from gspmd_lm.train import decoder, init_from
 from gspmd_lm.workdir import checkpoint
+from tests.courses import weights
 from tests.quick import QUICK_FLAGS
 
 BERT = {
@@ -60,11 +58,11 @@ def _written(kind):
         yaml.safe_dump(sections, file)
 
 
-SLOW = [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("masked", "replaced", "numbers")]
+SLOW = [pytest.param(kind, True, "fsdp8", marks=pytest.mark.slow) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "in_parts"), [("masked", False), ("classes", True), *SLOW])
-def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
+@pytest.mark.parametrize(("kind", "in_parts", "rules"), [("masked", False, "none"), ("classes", True, "none"), *SLOW])
+def test_it_trains_evaluates_and_goes_on(kind, in_parts, rules, folder, capsys):
     _written(kind)
 
     def run(*arguments):
@@ -74,7 +72,7 @@ def test_it_trains_evaluates_and_goes_on(kind, in_parts, folder, capsys):
         assert end.value.code == 0, said.out + said.err
         return said.out
 
-    run("--config=bert.yaml", f"--rules={'fsdp8' if in_parts else 'none'}", f"--steps={2 if in_parts else 20}")
+    run("--config=bert.yaml", f"--rules={rules}", f"--steps={2 if in_parts else 20}")
     assert not in_parts or "restored step 2" in run()
     rows = [json.loads(line) for line in (folder / "W" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -125,7 +123,7 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
     before = small(objective="masked", **shared | KINDS["masked"][0])
     for name, classes, new in (("a", 2, ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
                                ("b", 3, ["classifier", "classifier_bias"])):  # fmt: skip
-        params = jax.jit(lambda key, model=before.model: nn.unbox(init(model, key)))(jax.random.key(9))
+        params = weights(before.model)
         with checkpoint.of_run(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))

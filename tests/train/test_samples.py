@@ -11,6 +11,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
 from gspmd_lm.infer.samples import SampleGenerator
 from gspmd_lm.infer.sampling import Sampling
+from tests.courses import begun
 
 PROMPTS = ("Once upon", "x", "two words")
 
@@ -30,7 +31,7 @@ def test_layouts_write_the_same_and_what_generation_writes(asked, built):
     config, texts = asked(), []
     for layout in ("tp8", "none"):
         step = built(config, layout)
-        params = jax.jit(step._init, out_shardings=step.state_shardings)().params
+        params = begun(step).params
         writer = SampleGenerator(config, step.rules, list(step.mesh.devices.flat), "cpu")
         texts.append(writer(params))
         assert writer(params) == texts[-1]
@@ -48,7 +49,7 @@ def test_layouts_write_the_same_and_what_generation_writes(asked, built):
 def test_weights_are_cast_where_they_are(asked, built):
     config = asked(compute_dtype="bfloat16")
     step = built(config, "fsdp8")
-    params = jax.jit(step._init, out_shardings=step.state_shardings)().params
+    params = begun(step).params
     writer = SampleGenerator(config, step.rules, list(step.mesh.devices.flat), "cpu")
     cast, wanted = writer.cast(params), writer.programs.abstract_params
     assert jnp.dtype("bfloat16") in {x.dtype for x in jax.tree.leaves(cast)}

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gspmd_lm.workdir.checkpoint import Checkpoints
 
 ARCHITECTURE = {"layers": 4, "embed": 8, "norm": "rmsnorm", "rope_scaling": None}
-SIZES = {"data": 2, "tensor": 4}
+SIZES = {"data": 2, "tensor": 2}  # of the devices: each piece of an array is a file to write
 
 
 class Counters(NamedTuple):
@@ -32,7 +32,8 @@ class State:
 
 def make_state(step: int, axes: tuple[str | None, ...] = ("data",), optimizer=None, embed: int = 8) -> State:
     """A state whose values depend on `step`; weights are sharded over `axes`, all else is replicated."""
-    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), auto, devices=jax.devices()[:4])
     split, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (axes, ()))
     table = np.random.default_rng(step).normal(size=(16, embed)).astype(np.float32)
     weights = {
