@@ -31,8 +31,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # scheduler overlaps nothing any more. A process here takes more than 80%.
         "xla_gpu_memory_limit_slop_factor": round(100 * GPU_MEMORY_SHARE / 0.8),
     },
-    # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. Programs that generate keep the
-    # compiler's default: from 0.11 on, they multiply with a layer's weights where these lie in the stack.
+    # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. When text is generated, the
+    # compiler's default stays: from 0.11 on, matmuls read a layer's weights where these lie in the stack.
     "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
