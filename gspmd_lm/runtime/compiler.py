@@ -36,8 +36,9 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
-        # Otherwise copies to and from the host wait in line with the kernels of a CUDA graph.
-        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+        # No CUDA graphs: in one, copies to and from the host wait in line with the kernels. If its operations ran side by
+        # side, fewer arrays would share memory: 15 GB more for some layouts of Llama 3 8B (compiled).
+        "xla_gpu_enable_command_buffer": "",
     },
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,
