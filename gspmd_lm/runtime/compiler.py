@@ -36,8 +36,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
-        # No CUDA graphs: in one, copies to and from the host wait in line with the kernels. If its operations ran side by
-        # side, fewer arrays would share memory: 15 GB more for some layouts of Llama 3 8B (compiled).
+        # No CUDA graphs: in one, copies to and from the host wait in line with the kernels. If its operations ran side
+        # by side, fewer arrays would share memory: 15 GB more for some layouts of Llama 3 8B (compiled).
         "xla_gpu_enable_command_buffer": "",
     },
     "tpu": {
