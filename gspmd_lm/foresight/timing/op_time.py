@@ -16,7 +16,7 @@ from gspmd_lm.units import bits
 # published steps they were fitted.
 #
 # The share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3
-# of 4.8 TB/s.
+# of 4.8 TB/s, and long operations of train steps 2.9 to 3.1 of 3.35 on one H100.
 HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
 # The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of seven train steps on
 # one H100, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
