@@ -30,7 +30,7 @@ def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, 
     inner, columns = math.gcd(D, INNER), math.gcd(F, COLUMNS)
 
     def kernel(expert, first, after, x, w, y):
-        at, number = _tile(len(blocks[0]), F // columns)
+        at, number = tile_at(pl.program_id(0), len(blocks[0]), F // columns)
         column = pl.ds(number * columns, columns)
         e, start, stop = expert[at], first[at], after[at]
         rows, mask_m1 = pl.ds(start, block), (start + jnp.arange(block))[:, None] < stop
@@ -62,8 +62,8 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
     lines, columns = math.gcd(D, LINES), math.gcd(F, COLUMNS)
 
     def kernel(first, after, x, dy, dw):
-        e, (line, column) = pl.program_id(1), _tile(D // lines, F // columns)
-        line, column = line * lines, column * columns
+        e, at = pl.program_id(1), tile_at(pl.program_id(0), D // lines, F // columns)
+        line, column = at[0] * lines, at[1] * columns
         start, stop = first[e], after[e]
 
         def add(i: jax.Array, total_DF: jax.Array) -> jax.Array:
@@ -89,11 +89,8 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
     return call(ends_E - sizes_E.astype(jnp.int32), ends_E, padded_MD, padded_MF)
 
 
-def _tile(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """The row and the column of the tile that this program computes, of so many rows and columns of tiles."""
-    from jax.experimental import pallas as pl
-
-    number = pl.program_id(0)
+def tile_at(number: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """The row and the column of the tile with this number in the grid, of so many rows and columns of tiles."""
     first = number // (TOGETHER * columns) * TOGETHER
     height, within = jnp.minimum(rows - first, TOGETHER), number % (TOGETHER * columns)
     return first + within % height, within // height
