@@ -1,6 +1,6 @@
 """Predicted beside measured, on the first accelerator of this machine: step time and memory of several models.
 
-    python -m benchmarks.on_device [--write]
+    python -m benchmarks.on_device [--write] [--layout='{"compiler_options": {"gpu": {...}}}']
     python -m benchmarks.on_device --kernels
 
 Each case runs in a process of its own, since peaks of memory are a process's. The predictions are those of `explain`
@@ -187,11 +187,11 @@ def _judged(ours: Any, xla: Any, want: Any) -> dict[str, Any]:
     return {"worst": part, "error": f"{error:.1e}", "xla_error": f"{least:.1e}", "right": error <= 3 * least + 1e-3}
 
 
-def one(case: str, rows: int, remat: Any) -> dict[str, Any]:
-    """One model at one batch size, on the first device of this process."""
+def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """One model at one batch size, on the first device of this process. `more` is what its rules file has besides."""
     name, sets, *_ = CASES[case]
     cfg = config.load(name, [*sets, f"data.batch={rows}"])
-    layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat}, "single")
+    layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat, **more}, "single")
     startup.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
     device = jax.devices()[0]
     arrays, problems = state.arrays_and_warnings(cfg, layout, device.platform)
@@ -284,11 +284,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="per batch; default: those of each case")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     parser.add_argument("--kernels", action="store_true", help="compare the fused attention kernel with XLA's")
+    parser.add_argument("--layout", type=json.loads, default={}, help="more of a rules file, as JSON")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         case, rows, remat = arguments.one
-        print(json.dumps(one(case, int(rows), json.loads(remat))))
+        print(json.dumps(one(case, int(rows), json.loads(remat), arguments.layout)))
         return
     if arguments.kernels:
         sys.exit(_kernels())
@@ -296,6 +297,7 @@ def main() -> None:
     for case in arguments.cases:
         for rows, remat in itertools.product(arguments.rows or CASES[case].rows, CASES[case].remats):
             command = [sys.executable, "-m", "benchmarks.on_device", "--one", case, str(rows), json.dumps(remat)]
+            command += ["--layout", json.dumps(arguments.layout)]
             answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             found.append(json.loads(answer.splitlines()[-1]))
             print({key: value for key, value in found[-1].items() if key != "matmuls"}, flush=True)
