@@ -30,16 +30,24 @@ class Course:
         return [values["loss"] for values in self.metrics]
 
 
-def agree(course: Course, wanted: Course, rtol: float = 0.0, atol: float = 1e-5, unseen: tuple[str, ...] = ()) -> None:
+def agree(
+    course: Course,
+    wanted: Course,
+    rtol: float = 0.0,
+    atol: float = 1e-5,
+    unseen: tuple[str, ...] = (),
+    gradients: float = 1e-5,
+) -> None:
     """Fails unless two courses have the same losses and gradients, up to the rounding of float32.
 
-    unseen: endings of the paths of weights that no loss depends on.
+    unseen: endings of the paths of weights that no loss depends on. gradients: by which share of its norm the gradient
+    of a weight may differ.
     """
     np.testing.assert_allclose(course.losses, wanted.losses, rtol=rtol, atol=atol)
     got, want = (flatten_dict(one.gradients, sep=".") for one in (course, wanted))
     assert got.keys() == want.keys()
     for name, size in ((name, np.linalg.norm(want[name])) for name in want if not name.endswith(unseen)):
-        assert size > 0 and np.linalg.norm(got[name] - want[name]) < 1e-5 * size, name
+        assert size > 0 and np.linalg.norm(got[name] - want[name]) < gradients * size, name
 
 
 def drawn(abstract: Any) -> Any:

@@ -91,7 +91,8 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
 def test_a_checkpoint_restores_under_another_layout(run, straight, small, tmp_path, layouts, model):
     config, workdir = None, straight[0]
     if model:
-        config = small(**{"layers": 1, **model}, data={"batch": 8, "source": "random:60"}, train=dict(TRAIN))
+        data = {"batch": 8, "source": "random:60", "seed": 1}  # with which no rounding decides where a token goes
+        config = small(**{"layers": 1, **model}, data=data, train=dict(TRAIN))
         workdir = tmp_path / "straight"
         run(workdir, config=config).train(12)
     for layout, stop in zip(layouts, (5, 9, 12)[-len(layouts) :], strict=True):

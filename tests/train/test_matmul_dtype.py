@@ -24,6 +24,8 @@ INT8, E4M3, E5M2 = "int8", "float8_e4m3fn", "float8_e5m2"
 PRODUCTS = {"int8": ((INT8, INT8),) * 3, "fp8": ((E4M3, E4M3), (E4M3, E5M2), (E4M3, E5M2))}
 WEIGHTS = 7  # of a block
 STEPS = 8
+# Where rounding has one operand of 8 bits differ by one, gradients differ by 7e-4. Scales of a shard alone would show.
+ONE_ROUNDED = 1e-3
 
 
 def eight(small, dtype, **more):
@@ -72,7 +74,8 @@ MORE = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair no
 def test_a_layout_changes_nothing(layout, dtype, small, course):
     config = eight(small, dtype)
     alone = course(config, "single", STEPS, unroll=1)
-    agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]))
+    exact = 1e-5 if (layout, dtype) in SOME else ONE_ROUNDED
+    agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
 
 
 @pytest.mark.parametrize("layout", ["single", "dp8"])
@@ -87,7 +90,8 @@ def test_microbatches_have_operands_of_8_bits(layout, small, built):
 def test_microbatches_change_nothing_between_layouts(layout, dtype, small, course):
     """Replicas of the weights, which add up their gradients before they are reduced, share scales."""
     config = eight(small, dtype)
-    agree(course(config, layout, microbatches=4), course(config, "single", microbatches=4, unroll=1))
+    alone = course(config, "single", microbatches=4, unroll=1)
+    agree(course(config, layout, microbatches=4), alone, gradients=ONE_ROUNDED)
 
 
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
