@@ -56,8 +56,6 @@ MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     ),
     Kind("h100", False, "cudnn", True, True): ((-0.098, True), (0.009, False)),
 }  # fmt: skip
-_MEASURED_CHIPS = {kind.chip for kind in MEASURED}
-
 
 # How far the estimates of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
@@ -95,9 +93,10 @@ def known_error(kind: Kind) -> str:
         return NOT_COMPARED
     fitted = sum(is_fitted for _, is_fitted in runs)
     which = "it" if len(runs) == 1 else "all of them" if fitted == len(runs) else f"{fitted} of them"
-    times = "measured step times" if kind.alone and kind.chip in _MEASURED_CHIPS else "published step times"
+    table = _table(kind)
+    times = "measured step times" if table is MEASURED else "published step times"
     fit = f"; constants were fitted with {which} in view" if fitted else ""
-    if kind not in (*ERRORS, *MEASURED):
+    if kind not in table:
         others = f"{mean:.1%} in the mean of {len(runs)} other {times} on {kind.chip}"
         return f"not known for {kind}: {others}{fit}"
     if len(runs) == 1:
@@ -112,5 +111,10 @@ def mean_error(kind: Kind) -> float | None:
 
 
 def _runs(kind: Kind) -> Sequence[tuple[float, bool]]:
-    known = MEASURED if kind.alone and kind.chip in _MEASURED_CHIPS else ERRORS
-    return known.get(kind) or [run for other, runs in known.items() if other.chip == kind.chip for run in runs]
+    table = _table(kind)
+    return table.get(kind) or [run for other, runs in table.items() if other.chip == kind.chip for run in runs]
+
+
+def _table(kind: Kind) -> Mapping[Kind, tuple[tuple[float, bool], ...]]:
+    """Where runs like this kind stand: of a GPU alone those that were measured, if its chip has any."""
+    return MEASURED if kind.alone and any(one.chip == kind.chip for one in MEASURED) else ERRORS

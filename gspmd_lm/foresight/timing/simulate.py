@@ -130,10 +130,13 @@ class Simulation:
                     self._wait(transfer)
         time = self.op_time(instruction)
         if time.seconds:
-            seconds = self._beside_collectives(time.seconds)
-            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, time.kind, instruction))
-            self.clock_s += seconds
-            self.compute_s[time.kind] += seconds
+            self._compute(self._beside_collectives(time.seconds), time.kind, instruction)
+
+    def _compute(self, seconds: float, kind: str, instruction: Instruction) -> None:
+        """Moves the clock by the compute of an instruction."""
+        self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, kind, instruction))
+        self.clock_s += seconds
+        self.compute_s[kind] += seconds
 
     def _beside_collectives(self, seconds: float) -> float:
         """The seconds of compute that starts now: on a GPU, the kernels of collectives take some cores away from it."""
@@ -184,10 +187,7 @@ class Simulation:
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
         seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
         if self.chip.gpu:  # no copy beside compute: XLA puts it among the kernels, and it reads and writes
-            seconds = 2 * seconds + op_time.LAUNCH_S["gpu"]
-            self._events.append(Event(self.clock_s, self.clock_s + seconds, COMPUTE, "other", instruction))
-            self.clock_s += seconds
-            self.compute_s["other"] += seconds
+            self._compute(2 * seconds + op_time.LAUNCH_S["gpu"], "other", instruction)
             return None
         return self._transfer(seconds, [MEMORY], MEMORY, "copy", instruction, MEMORY)
 
