@@ -133,6 +133,8 @@ def batch_of():
             positions = np.broadcast_to(place, (data.batch, data.seq)).astype(np.int32)
             arrays |= {"segment_ids": (place < cut).astype(np.int32), "positions": positions}
             arrays["patches"] = rng.standard_normal(built_step.task.inputs["patches"].shape, np.float32)
+            rows = model.vision.queries.rows if model.vision.queries else 0
+            arrays["targets"] = np.where((place >= rows) & (place < cut), arrays["targets"], -1).astype(np.int32)
         if model.patches:
             arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
         wanted = built_step.abstract_batch

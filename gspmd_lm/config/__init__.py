@@ -22,12 +22,13 @@ from gspmd_lm.config.images import Images as Images
 from gspmd_lm.config.images import Patches as Patches
 from gspmd_lm.config.lora import Lora as Lora
 from gspmd_lm.config.model import ModelConfig
-from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.sounds import Frames as Frames
+from gspmd_lm.config.towers import Queries as Queries
 from gspmd_lm.config.towers import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
+from gspmd_lm.config.types import Stack as Stack
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.windows import Windows as Windows
 from gspmd_lm.config.windows import levels as levels
@@ -142,15 +143,31 @@ class Config:
     @property
     def source_seq(self) -> int:
         """Tokens of a source, or rows of a sound or image that stands beside a text; 0 where there is none."""
-        if self.model.of_vision:
-            return self.data.source_seq or self.model.of_vision.context
+        if self.model.of_vision and not self.model.encoder:
+            return self.image_rows
         if not (encoder := self.model.of_encoder):
             return 0
         return self.data.source_seq or (encoder.context if self.model.frames else self.data.seq)
 
+    @property
+    def image_rows(self) -> int:
+        """Rows of an image that stands beside a text; 0 where there is none."""
+        return (self.data.source_seq or self.model.of_vision.context) if self.model.of_vision else 0
+
+    @property
+    def other_stacks(self) -> dict[str, tuple[ModelConfig, str, int]]:
+        """The stacks of blocks beside the model's own: the settings, the key of the number of rows, and that number."""
+        model, key, queries = self.model, "data.source_seq", self.model.of_queries
+        found = {
+            "the encoder": (model.of_encoder, key, self.source_seq), "images": (model.of_vision, key, self.image_rows),
+            "queries": (queries, "model.vision.queries.rows", queries.context if queries else 0),
+        }  # fmt: skip
+        return {name: (stack, key, rows) for name, (stack, key, rows) in found.items() if stack}
+
     def _wrong_objective(self) -> list[str]:
         """What of the sections does not go with what is predicted."""
-        model, objective = self.model, self.objective
+        model, objective, data = self.model, self.objective, self.data
+        queries = model.vision.queries if model.vision else None
         problems = {
             f"model.mask: full shows a token what objective: {objective} asks for: "
             "set objective: masked or mask: causal":
@@ -167,7 +184,11 @@ class Config:
             "objective: classes needs model.mask: full: a text is read at its first token":
                 objective == "classes" and model.mask == "causal",
             "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":
-                (objective == "contrastive") != bool(model.vision),
+                (objective == "contrastive") != bool(model.vision and not queries),
+            "model.vision.queries needs objective: causal": queries and objective != "causal",
+            f"model.vision.queries has {queries and queries.rows} rows, and a text has a token before it: set data.seq="
+            f"{data.seq} to more than both": queries and data.seq <= queries.rows + 1,
+            "model.memory_width belongs to vision.queries, which sets it": model.memory_width > 0,
             f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
             f"{self.source_seq} to as many, or above for padding":
                 model.of_vision and self.source_seq < model.of_vision.context,
@@ -182,13 +203,13 @@ class Config:
             f"model.row_multiple={model.row_multiple} needs model.windows":
                 model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":
-                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive"),
+                data.fields and not data.label and not queries and objective not in ("seq2seq", "contrastive"),
             f"objective: {objective} needs data.fields=[source, text], without data.label":
-                objective in ("seq2seq", "contrastive") and (self.data.label or len(self.data.fields) not in (0, 2)),
+                (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
-                objective != "causal" and self.data.packing != "documents",
-            f"train.samples needs objective: causal, not {objective}":
-                objective != "causal" and self.train.samples is not None,
+                (queries or objective != "causal") and data.packing != "documents",
+            f"train.samples needs objective: causal, not {objective}, and no images":
+                (queries or objective != "causal") and self.train.samples is not None,
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong] + self._wrong_patches()
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from gspmd_lm.config.images import Patches
 from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.towers import Vision
-from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+from gspmd_lm.config.types import STRICT, BelowOne, Count, LayerKind, NotNegative, Positive, Size, Stack, StackName
 from gspmd_lm.config.windows import Windows
 
 
@@ -136,9 +136,11 @@ class ModelConfig:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, the chunks, linear attention, or windows that are shifted. The pattern is repeated
-    # over the depth; () means all layers. A layer of kind nope has none of them, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, linear attention, or windows that are shifted, and which (reading) also
+    # attend to what another stack made. The pattern is repeated over the depth; () means all layers. A layer of kind
+    # nope has none of them, and no positions.
+    layer_pattern: tuple[LayerKind, ...] = ()
+    memory_width: Count = 0  # layers of kind reading: the width of that, which vision.queries sets by itself
     linear_attention: LinearAttention | None = None  # of layers of kind linear
     latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
@@ -171,6 +173,7 @@ class ModelConfig:
     z_loss: NotNegative = 0.0  # weight of the squared log-partition function
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
+    frozen: tuple[str, ...] = ()  # weights that are not trained, by the first word of their names, such as vision
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations, and of weights in use
     # Of weights at rest. int8, fp8: of block weights that are not trained, with a scale for each of their outputs.
     weight_dtype: Literal["int8", "fp8", "bfloat16", "float32"] = "float32"
@@ -197,7 +200,8 @@ class ModelConfig:
             wrong += self.rope_scaling.problems(self.rope_dim or self.head_dim, self.rope_theta)
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
-        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
+        keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows",
+                    reading="memory_width")  # fmt: skip
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
@@ -274,7 +278,7 @@ class ModelConfig:
         return self.expert_mlp or self.mlp
 
     @property
-    def stacks(self) -> tuple["Stack", ...]:
+    def stacks(self) -> tuple[Stack, ...]:
         """The layers in order. The first ones may be dense, sparse or beside a convolution; the last may share keys."""
         ends: dict[StackName, int] = {
             "layers": self.layers - self.shared_kv_layers, "dense_layers": self.dense_layers,
@@ -297,7 +301,8 @@ class ModelConfig:
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        assert self.vocab or self.patches, "vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
+        with_tokens = not (self.patches or self.memory_width)
+        assert self.vocab or not with_tokens, "vocab is 0 until data.trained.with_vocab_size() has asked the tokenizer"
         return self.padded_vocab or self.vocab
 
     @property
@@ -318,7 +323,7 @@ class ModelConfig:
     @property
     def reads(self) -> int:
         """The width of what another stack made, which each layer attends to; 0 means none."""
-        return self.embed if self.encoder else 0
+        return self.memory_width or (self.embed if self.encoder else 0)
 
     @property
     def of_encoder(self) -> "ModelConfig | None":
@@ -329,6 +334,11 @@ class ModelConfig:
     def of_vision(self) -> "ModelConfig | None":
         """The settings of the stack that sees images beside texts, if there is one."""
         return self.vision and self.vision.of(self)
+
+    @property
+    def of_queries(self) -> "ModelConfig | None":
+        """The settings of the stack whose learned rows read an image, if there is one."""
+        return self.vision and self.vision.queries and self.vision.queries.of(self)
 
     @property
     def of_memory(self) -> "ModelConfig":
@@ -346,7 +356,7 @@ class ModelConfig:
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[LayerKind, ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
@@ -367,6 +377,8 @@ class ModelConfig:
             values["attention_chunk"] = 0
         if kind != "linear":
             values["linear_attention"] = None
+        if kind != "reading":
+            values["memory_width"] = 0
         values["windows"] = self.windows and self.windows.of_layer(kind)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
@@ -375,20 +387,6 @@ class ModelConfig:
         if number < self.dense_layers or (number + 1) % self.sparse_step:
             values |= _EXPERTS
         return dataclasses.replace(self, **values)
-
-
-class Stack(NamedTuple):
-    """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
-
-    name: StackName
-    first: int  # the number of its first layer, counted from 0
-    layers: int
-    kinds: tuple[ModelConfig, ...]  # the settings of its layers, repeated over its depth
-
-    @property
-    def scanned(self) -> int:
-        """How many of the layers run in the loop: whole turns of `kinds`. The others stand behind it."""
-        return self.layers - self.layers % len(self.kinds)
 
 
 # The keys of experts, from the first to the last, with their defaults: the settings of a layer without experts.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import pydantic
 
@@ -20,6 +20,22 @@ Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
 # Modules of layers in a loop.
 StackName = Literal["layers", "convolved_layers", "dense_layers", "sparse_layers", "shared_kv_layers"]
+LayerKind = Literal["sliding", "chunked", "linear", "shifted", "reading", "full", "nope"]
+
+
+class Stack(NamedTuple):
+    """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
+
+    name: StackName
+    first: int  # the number of its first layer, counted from 0
+    layers: int
+    kinds: tuple[Any, ...]  # the settings of its layers, of config.ModelConfig, repeated over its depth
+
+    @property
+    def scanned(self) -> int:
+        """How many of the layers run in the loop: whole turns of `kinds`. The others stand behind it."""
+        return self.layers - self.layers % len(self.kinds)
+
 
 _KINDS = {
     "int_type": "must be a whole number",

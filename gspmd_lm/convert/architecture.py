@@ -24,7 +24,7 @@ LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 OURS_ALONE = (
     "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
     "attention_scores_dtype", "matmul_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate",
-    "router_z_loss", "row_multiple",
+    "router_z_loss", "row_multiple", "frozen",
 )  # fmt: skip
 _OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
@@ -97,6 +97,13 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
     classes = raw.get("architectures")
     named = [row for row in FAMILIES if isinstance(classes, list) and row.architecture in classes]
     rows = [row for row in FAMILIES if kind in (row.model_type, *row.also)] if kind is not None else named
+    if texts := [row.text_type for row in rows if row.text_type]:
+        part = raw.get("text_config")
+        of_text = part.get("model_type", texts[0]) if isinstance(part, Mapping) else texts[0]
+        if of_text not in texts:
+            raise InputError(f"{place}: text_config.model_type: {shown(of_text)} is not supported in {kind}\n"
+                             f"  fix   a model whose text part is one of {', '.join(texts)}")  # fmt: skip
+        rows = [row for row in rows if row.text_type == of_text]
     named = [row for row in named if row in rows]
     asked = [row for row in rows if objective_of(_read(row, raw)[1]) == objective] if len(rows) > 1 else []
     if found := [*(row for row in named if row in asked), *asked, *named, *rows]:
@@ -122,9 +129,11 @@ def asked_objective(overrides: Sequence[str], place: str) -> str:
 
 def objective_of(values: Mapping[str, Any]) -> str:
     """What a model of these settings predicts."""
-    for part, objective in (("encoder", "seq2seq"), ("vision", "contrastive")):
-        if values.get(part):
-            return objective
+    if values.get("encoder"):
+        return "seq2seq"
+    if vision := values.get("vision"):
+        queries = vision.get("queries") if isinstance(vision, dict) else vision.queries
+        return "causal" if queries else "contrastive"
     if values.get("classes_of") == "tokens":
         return "replaced"
     return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
@@ -235,7 +244,8 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
         values = model_settings(row, raw, row.name, ignored=row.flat(raw))  # unknown ones were dealt with on import
-        theirs = config.from_dict(_sections(row.name, values, 1) | {"train": {"steps": 1}}, row.name).model
+        sections = _sections(row.name, values, values["context"]) | {"train": {"steps": 1}}
+        theirs = config.from_dict(sections, row.name).model
     except InputError as error:
         return str(error).splitlines()
     ours = OURS_ALONE

@@ -5,7 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 
 
@@ -29,6 +31,7 @@ class Family:
     twice: Mapping[str, str] = dataclasses.field(default_factory=dict)  # tensor that files may have -> its equal
     # Fields of config.json that hold fields themselves. A codec names these text_config.hidden_size.
     parts: tuple[str, ...] = ()
+    text_type: str = ""  # of a model_type with several rows, one for each kind of decoder: text_config.model_type
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
@@ -69,6 +72,31 @@ class Family:
     def keeps_float32(self, name: str) -> bool:
         """Whether a tensor has float32 numbers, whatever the dtype of the others."""
         return any(tensor.float32 and name.endswith(tensor.name.rpartition("{}.")[2]) for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The fields of a part of a config.json, which are those of a family of its own."""
+
+    name: str
+    model_type: str
+    codecs: tuple[FieldCodec, ...]
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        ahead = f"{self.name}."
+        inner = ConfigReader({name.removeprefix(ahead): value for name, value in reader.raw.items()
+                              if name.startswith(ahead)})  # fmt: skip
+        for codec in self.codecs:
+            codec.read(inner, values)
+        reader.names_read |= {ahead + name for name in inner.names_read}
+        reader.problems += [ahead + problem for problem in inner.problems]
+        reader.notes += [ahead + note for note in inner.notes]
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        fields: dict[str, Any] = {"model_type": self.model_type}
+        for codec in self.codecs:
+            fields |= codec.write(model)
+        return {f"{self.name}.{name}": value for name, value in fields.items()}
 
 
 def head_dim(values):

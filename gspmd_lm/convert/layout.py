@@ -27,7 +27,7 @@ from gspmd_lm.sharding.axes import AXES
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b", "joint": "j"}
-_INNER = ("encoder", "vision")  # how the weights of other stacks of blocks begin
+_INNER = ("encoder", "vision", "queries")  # how the weights of other stacks of blocks begin
 LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
@@ -110,7 +110,7 @@ class Tensor:
     def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
         sizes, model = self._sizes(model), self.of(model)
-        padded = {"V": model.vocab_rows}
+        padded = {"V": model.padded_vocab or model.vocab}
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
         size = sizes[letter]

@@ -1,5 +1,7 @@
 """What stands before and after a stack of blocks: token tables and positions, the way to logits, and classes."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,11 +34,12 @@ def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
 
 def embedded(
     module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None,
-    embedding: Weight | None = None,
+    embedding: Weight | None = None, first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
     """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
 
     The parameters are those of `module`, but for a token table that is given. `batch` is that of `transformer.Decoder`.
+    first: what is done to embedded tokens before positions are added.
     """
     dtype = jnp.dtype(cfg.compute_dtype)
     reduced_spec, gathered_spec = table_specs(cfg)
@@ -49,6 +52,7 @@ def embedded(
         x_BTD, summed = _widened(module, cfg, x_BTD), (cfg.embed, "embed")
     if cfg.embedding_scale != 1:
         x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
+    x_BTD = first(x_BTD)
     # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
     if cfg.positions == "learned":
         table = _table(module, cfg, "position_embedding", "positions", cfg.position_offset + cfg.context, summed)

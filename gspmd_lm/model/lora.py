@@ -33,7 +33,7 @@ def partition(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, Tree]:
     if cfg.lora:
         return weights(params), adapters(params)
     flat = _flat(params)
-    fixed = {path for path in flat if path[-1] in (BALANCE_BIAS, SINUSOIDS)}
+    fixed = {path for path in flat if path[-1] in (BALANCE_BIAS, SINUSOIDS) or path[0] in cfg.frozen}
     frozen, trained = ({path: flat[path] for path in flat if (path in fixed) is kind} for kind in (True, False))
     return unflatten_dict(frozen), unflatten_dict(trained)
 

@@ -55,7 +55,7 @@ class Block(nn.Module):
             streams_MBTD = altup.before(x_BTD)
             x_BTD = streams_MBTD[0]
         linear = GatedDeltaNet(cfg, name="linear_attention") if cfg.linear_attention else None
-        of_tokens = dataclasses.replace(cfg, encoder=None)
+        of_tokens = dataclasses.replace(cfg, encoder=None, memory_width=0)
         attention = linear or (LatentAttention if cfg.latent_attention else Attention)(of_tokens, name="attention")
         mlp = (Experts if cfg.experts else Mlp)(cfg, name="mlp")
         cross = Attention(cfg.of_memory, name="cross") if cfg.reads else None

@@ -34,13 +34,12 @@ def attention_lacks(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    reason, model = _stack_lacks(kernel, config.model, rules, asked, capability), config.model
-    if reason or not (other := model.of_encoder or model.of_vision):
-        return reason
-    source = asked if asked.padded else asked._replace(seq=config.source_seq)
-    reason = _stack_lacks(kernel, other, rules, source, capability)
-    of = "the encoder" if model.encoder else "images"
-    return reason and f"{reason.replace('data.seq', 'data.source_seq')} of {of}"
+    reason = _stack_lacks(kernel, config.model, rules, asked, capability)
+    for of, (other, key, seq) in config.other_stacks.items():
+        source = asked if asked.padded else asked._replace(seq=seq)
+        if not reason and (reason := _stack_lacks(kernel, other, rules, source, capability)):
+            reason = f"{reason.replace('data.seq', key)} of {of}"
+    return reason
 
 
 def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, capability: tuple[int, ...]) -> str | None:
@@ -207,7 +206,8 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":
-        heads, stacks = rules.split("rules", "q", "heads"), filter(None, (model, model.of_encoder, model.of_vision))
+        heads = rules.split("rules", "q", "heads")
+        stacks = [model, *(stack for stack, _, _ in config.other_stacks.values())]
         repeated = rules.split("rules", "k", "kv_heads") != heads  # keys, for each device's heads
         for rows, key_rows in dict.fromkeys((stack.head_rows, stack.kv_head_rows) for stack in stacks):
             each = (key_heads := rows if repeated else key_rows) // rules.num_shards(heads)

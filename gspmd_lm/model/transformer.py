@@ -16,6 +16,7 @@ from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axi
 from gspmd_lm.model.images import ImageClassifier
 from gspmd_lm.model.levels import LevelsClassifier
 from gspmd_lm.model.moe import RouterOutput
+from gspmd_lm.model.queries import before, read
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.towers import Towers
@@ -68,9 +69,14 @@ class Decoder(Stack):
         For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]; of sounds source_frames,
         see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own.
         Once a cache has the keys of the source, it holds memory_segment_ids [B, S] in their place.
+        With cfg.vision it holds patches [B, S, X] as `images.ImageClassifier` sees them. The rows that stand for an
+        image then take the places of a row's first tokens.
         """
-        cfg = self.cfg
-        x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key)
+        cfg, prefix_BQD = self.cfg, None
+        if cfg.of_queries and "patches" in batch:
+            prefix_BQD = read(self, cfg, batch, dropout_key)
+        batch = {name: x for name, x in batch.items() if name != "patches"}
+        x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key, first=before(prefix_BQD, batch))
         if cfg.of_encoder and f"{SOURCE}positions" in batch:
             batch = Encoder(cfg.of_encoder, name="encoder")(batch, embedding, dropout_key)
         inputs = LayerInputs(cfg, name="per_layer_inputs")(x_BTD, batch["tokens"]) if cfg.layer_embed else None
@@ -130,8 +136,8 @@ def extend(
 
 def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
     """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    batch = {"tokens": tokens, "positions": tokens, "token_types": tokens, "row": tokens[0]}
+    tokens = jnp.zeros((1, 1 + (cfg.of_queries.context if cfg.of_queries else 0)), jnp.int32)
+    batch = {"tokens": tokens, "positions": tokens, "token_types": tokens, "row": tokens[0, :1]}
     if cfg.encoder:
         batch |= {f"{SOURCE}{name}": tokens for name in ("tokens", "positions", "segment_ids")}
         batch["segment_ids"] = tokens
@@ -141,12 +147,12 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
         patches = cfg.vision.patches
         batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, patches.rows, patches.pixels))}
     if cfg.patches:
-        batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
+        batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0, :1]}
     return _module(cfg).init(key, batch)["params"]
 
 
 def _module(cfg: config.ModelConfig) -> Stack | LevelsClassifier:
-    if cfg.vision:
+    if cfg.vision and not cfg.vision.queries:
         return Towers(cfg)
     if cfg.patches:
         return LevelsClassifier(cfg) if cfg.windows else ImageClassifier(cfg)

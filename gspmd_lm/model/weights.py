@@ -25,7 +25,8 @@ def weight(
     cfg: config.ModelConfig,
     init: nn.initializers.Initializer,
 ) -> Weight:
-    """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters.
+    """A parameter of `module`, with one logical axis per dimension. A model with adapters trains only its adapters, and
+    none trains its frozen weights.
 
     A matrix of a block that rests in 8 bits has a second parameter, its scales.
     """
@@ -37,6 +38,7 @@ def weight(
         dtype = "float32" if at_rest else cfg.weight_dtype
         param = parameter(module, name, axes, shape, init, dtype, cfg.compute_dtype)
     frozen = name == SINUSOIDS or (cfg.lora is not None and name not in ADAPTERS)
+    frozen |= (*module.path, name)[0] in cfg.frozen
     scanned = bool({*module.path} & LOOPS)
     array = jax.lax.stop_gradient(param.array) if frozen else param.array
     eight_bits = cfg.matmul_dtype if multiplied else None

@@ -93,11 +93,11 @@ def inputs(config: Config) -> Mapping[str, Input]:
         arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
         return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
     vision = config.model.vision
-    names = ["tokens", "positions"] if classes or vision else ["tokens", "targets", "positions"]
+    names = ["tokens", "positions"] + ["targets"] * (not classes and config.objective != "contrastive")
     names += ["segment_ids"] * (data.packing == "documents") + ["token_types"] * (config.model.token_types > 0)
     arrays = {name: Input((data.batch, data.seq), "int32", "tokens: batch seq") for name in names}
     if vision:
-        shape = data.batch, config.source_seq, vision.patches.pixels
+        shape = data.batch, config.image_rows, vision.patches.pixels
         arrays["patches"] = Input(shape, "float32", "patches: batch seq pixels")
     if config.model.encoder:
         shape, frames = (data.batch, config.source_seq), config.model.frames

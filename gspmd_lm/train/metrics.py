@@ -38,7 +38,7 @@ def flops_per_token(
         looked_up += model.context * summed_width
     looked_up += model.vocab_rows * model.layers * model.layer_embed
     multiplied = parameter_count - looked_up
-    gradients = multiplied if trained_count is None or model.lora is None else trained_count
+    gradients = multiplied if trained_count is None or (trained_count and model.lora is None) else trained_count
     return 4.0 * multiplied + 2.0 * gradients + attention_flops(model, seq, last=last)
 
 
@@ -68,6 +68,8 @@ def model_flops(config: Config, arrays: Arrays) -> float:
             for (level, rows), count in zip(rows_of_levels(config), _read_by_levels(config, arrays), strict=True)
         )
     active, trained = (arrays.active_count(model, trained) for trained in (False, True))
+    if model.vision and model.vision.queries:
+        return _with_queries(config, arrays)
     if model.vision and (vision := model.of_vision):
         seen = (
             like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("vision.")
@@ -88,6 +90,25 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
     return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
+
+
+def _with_queries(config: Config, arrays: Arrays) -> float:
+    """`model_flops` where learned rows read an image. What has no gradient is what `model.frozen` names whole."""
+    model, data, frozen = config.model, config.data, config.model.frozen
+    vision, queries, counts = model.of_vision, model.of_queries, dict.fromkeys(("text", "vision", "queries", "keys"), 0)
+    assert vision and queries
+    for leaf, like in pairs(arrays.named_params, arrays.params):
+        first, *rest = leaf.path.split(".")
+        part = "vision" if first == "vision" else "queries" if first.startswith("quer") else "text"
+        counts["keys" if part == "queries" and rest[-2:-1] == ["cross"] and rest[-1][1] in "kv" else part] += like.size
+    of_text = flops_per_token(model, counts["text"], data.seq, 0 if "layers" in frozen else None) * data.seq
+    of_image = flops_per_token(vision, counts["vision"], config.image_rows) * config.image_rows
+    crossed = cross_attention_flops(queries, config.image_rows)
+    of_rows = (flops_per_token(queries, counts["queries"], queries.context) + crossed) * queries.context
+    of_keys = 6.0 * counts["keys"] * config.image_rows
+    if "vision" in frozen:
+        of_image, of_keys = of_image / 3, of_keys * 2 / 3
+    return data.batch * (of_text + of_image + of_rows + of_keys)
 
 
 def _read_by_sources(named: Any, abstract: Any) -> int:
@@ -119,8 +140,9 @@ def _read_by_levels(config: Config, arrays: Arrays) -> list[int]:
 def attention_flops_of_row(config: Config) -> float:
     """`attention_flops` of all tokens of one row of the batch, and of its source."""
     total = sum(attention_flops(level, rows) * rows for level, rows in rows_of_levels(config))
-    if other := config.model.of_encoder or config.model.of_vision:
-        total += attention_flops(other, config.source_seq) * config.source_seq
+    total += sum(attention_flops(other, rows) * rows for other, _, rows in config.other_stacks.values())
+    if queries := config.model.of_queries:
+        total += cross_attention_flops(queries, config.image_rows) * queries.context
     if config.model.encoder:
         total += cross_attention_flops(config.model, config.source_seq) * config.data.seq
     return total
@@ -128,7 +150,8 @@ def attention_flops_of_row(config: Config) -> float:
 
 def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
     """What `attention_flops` counts of one token that attends to a source of so many tokens."""
-    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * model.layers
+    reading = sum(layer.reads > 0 for layer in model.each_layer)
+    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * reading
 
 
 def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:

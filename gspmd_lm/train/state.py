@@ -1,6 +1,7 @@
 """What a run carries from step to step, and the shape, name and placement of every array in it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model import supported
 from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, pipeline_problems
@@ -35,7 +36,7 @@ class State(NamedTuple):
 def arrays(config: Config | Task) -> Arrays:
     """The parameters and the optimizer state of what is computed.
 
-    Raises InputError if a state's axes are not known, and for weights of 8 bits.
+    Raises InputError if a state's axes are not known, for weights of 8 bits, and for `model.frozen` with other names.
     """
     task = decoder.task(config)
     if task.config and (dtype := task.config.model.weight_dtype) in EIGHT_BITS:
@@ -45,10 +46,21 @@ def arrays(config: Config | Task) -> Arrays:
             f"train step, --set model.matmul_dtype={dtype}"
         )
     weights = task.weights
+    if task.config:
+        _check_frozen(task.config.model.frozen, weights)
     transform = task.optimizer(weights.named_trained)
     state = jax.eval_shape(transform.init, weights.trained)
     named = optimizer.named_state(state, weights.named_trained, weights.trained)
     return dataclasses.replace(weights, named_optimizer=named, optimizer=state, transform=transform)
+
+
+def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
+    """Raises InputError for frozen weights that the model does not have, and where nothing else is left."""
+    wrong = [f"no weights are named {name}{did_you_mean(name, weights.params)}" for name in frozen
+             if name not in weights.params]  # fmt: skip
+    if wrong := wrong or ["no weights are left to train"] * (frozen and not weights.trained_count):
+        known = ", ".join(weights.params)
+        raise InputError(f"model.frozen={list(frozen)}: {', and '.join(wrong)}\n  fix   some of {known}")
 
 
 def activations(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Activations:
@@ -184,7 +196,7 @@ def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.balance == "batch" and rules.microbatches > 1:
         message = "model.balance: batch needs the loads of the whole batch, and no microbatch has them"
         problems.append(Problem(message, place, one, "--set model.balance=row or bias"))
-    if model.vision and rules.microbatches > 1:
+    if config.objective == "contrastive" and rules.microbatches > 1:
         message = "objective: contrastive scores each text with all images of the batch, and no microbatch has them"
         problems.append(Problem(message, place, one))
     if model.capacity_factor:

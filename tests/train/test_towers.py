@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Encoder, Images, Lora, Patches, Vision
+from gspmd_lm import InputError
+from gspmd_lm.config import Encoder, Images, Lora, Patches, Queries, Vision
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.towers import compare
 from gspmd_lm.plan.pipelines import layers
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import contrastive, decoder, progress
+from gspmd_lm.train import contrastive, decoder, progress, state
 from tests.courses import agree, weights
 
 CLIP = {
@@ -37,6 +38,48 @@ def test_a_layout_changes_nothing(layout, kind, interleave, small, course):
     alone, found = course(config, "single", 3, unroll=1), course(config, rules, 3, interleave=interleave)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk",))
+
+
+# Widths, heads and layers of each stack differ, and the third layer of the queries stands behind their loop.
+BLIP2 = {
+    "objective": "causal", "positions": "learned", "frozen": ("vision",), "data": {"seq": 24, "source_seq": 24},
+    "vision": Vision(
+        patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6, mlp=40,
+        queries=Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56, token=60, start_token=2),
+    ),
+}  # fmt: skip
+LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("fsdp2_tp4", BLIP2),
+        *(pytest.param(layout, BLIP2, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "fsdp2_tp4"),
+        pytest.param("cp8", BLIP2 | {"dropout": 0.1}, marks=pytest.mark.slow),
+        pytest.param("fsdp2_tp4", BLIP2 | {"frozen": (), "positions": "rope"}, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_read_an_image_change_nothing_under_a_layout(layout, kind, small, course):
+    config = small(optimizer=UNCLIPPED, **kind)
+    found, alone = course(config, layout, 3), course(config, "single", 3, unroll=1)
+    agree(found, alone, rtol=1e-6, atol=0, unseen=(".bk",))
+    frozen = {name for name in found.before if name in kind["frozen"]}
+    assert ("vision" in found.gradients) == (not frozen)
+    before, after = ({name: weights[name] for name in frozen} for weights in (found.before, found.after))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"),
+    [
+        (("layrs",), r"\['layrs'\]: no weights are named layrs \(did you mean layers\?\)\n  fix   some of embedding"),
+        (("embedding", "layers", "final_norm", "unembedding"), "no weights are left to train"),
+    ],
+)
+def test_frozen_weights_have_names_and_others_are_left(frozen, words, small):
+    with pytest.raises(InputError, match=words):
+        state.arrays(small(frozen=frozen))
 
 
 @pytest.fixture(scope="module")

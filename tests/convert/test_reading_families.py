@@ -1,0 +1,160 @@
+"""BLIP-2 against transformers: logits behind an image, and folders there and back. `pytest -m parity` does it anew.
+
+With GSPMD_LM_RECORD=1 that run writes golden/reading.json: config.json, shapes of tensors and logits of each case.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from einops import rearrange
+
+from gspmd_lm import InputError
+from gspmd_lm.convert import architecture, export, pretrained
+from tests.convert import ours
+
+GOLDEN = Path(__file__).parent / "golden" / "reading.json"
+IMAGE, START, LENGTHS = 30, 2, (7, 3)  # the token of an image's rows, that behind them, and the tokens of each text
+SIZES = {"num_attention_heads": 4, "intermediate_size": 40}
+VISION = {"hidden_size": 24, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4, **SIZES}
+QUERIES = {"hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 7, **SIZES}
+OPT = {
+    "model_type": "opt", "vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32, "bos_token_id": START, "eos_token_id": 3,
+    "pad_token_id": 1,
+}  # fmt: skip
+BLIP2 = {"vision_config": VISION, "num_query_tokens": 4, "image_token_index": IMAGE}
+CASES = {
+    "blip2-opt": BLIP2 | {"text_config": OPT, "qformer_config": QUERIES},
+    # Every layer of the queries reads the image, and norms stand after the sums of the decoder.
+    "blip2-opt-post": BLIP2 | {
+        "text_config": OPT | {"do_layer_norm_before": False, "tie_word_embeddings": False},
+        "qformer_config": QUERIES | {"cross_attention_frequency": 1, "num_hidden_layers": 2, "hidden_act": "relu"},
+        "vision_config": VISION | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-4},
+    },
+}  # fmt: skip
+
+
+def drawn(config):
+    """The rows of images and texts with padding at their right, what is no padding, and images."""
+    rng, rows = np.random.default_rng(0), config["num_query_tokens"]
+    mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+    tokens = np.where(mask, rng.integers(4, IMAGE, mask.shape), 1)
+    tokens[:, 0] = START
+    side = config["vision_config"]["image_size"]
+    images = rng.standard_normal((len(LENGTHS), 3, side, side)).astype(np.float32)
+    ahead = np.full((len(LENGTHS), rows), IMAGE)
+    return np.concatenate([ahead, tokens], 1), np.concatenate([ahead > 0, mask], 1), images
+
+
+def computed(opened, seq, source_seq):
+    """The logits of our model at all tokens, with so many of a text and rows of an image."""
+    patches, (tokens, mask, images) = opened.config.model.vision.patches, drawn(opened.like)
+    cut = rearrange(images, "B c (h p) (w q) -> B (h w) (c p q)", p=patches.size, q=patches.size)
+    padding, T = ((0, 0), (0, seq - tokens.shape[1])), tokens.shape[1]
+    batch = {
+        "tokens": np.pad(tokens, padding, constant_values=5), "segment_ids": np.pad(mask.astype(np.int32), padding),
+        "positions": np.tile(np.arange(seq), (len(tokens), 1)),
+        "patches": np.pad(cut, ((0, 0), (1, source_seq - patches.rows), (0, 0)), constant_values=7.0),
+    }  # fmt: skip
+    return np.asarray(ours.compiled(opened.config.model, ours.on_one_device(opened), batch))[:, :T][mask]
+
+
+def check(found, want):
+    assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return json.loads(GOLDEN.read_text())
+
+
+def test_logits_are_those_of_transformers_and_files_come_back(golden, tmp_path):
+    case = golden["blip2-opt"]
+    opened = pretrained.open_folder(ours.folder_of(case, tmp_path / "in"), [ours.EXACT])
+    model, data = opened.config.model, opened.config.data
+    assert (opened.family.name, opened.config.objective, data.seq, data.source_seq) == ("BLIP-2", "causal", 24, 8)
+    assert model.frozen == ("vision",)
+    check(computed(opened, 12, 8), np.array(case["logits"]))
+    params = jax.device_get(ours.on_one_device(opened))
+    for like in (opened.like, None):
+        out = tmp_path / f"out {like is None}"
+        export.write_folder(out, dataclasses.replace(model, frozen=()), params, like)
+        written, original = ours.tensors(out), ours.tensors(tmp_path / "in")
+        assert written.keys() == original.keys()
+        assert all(np.array_equal(written[tensor], original[tensor]) for tensor in original)
+        assert pretrained.open_folder(out, [ours.EXACT]).config.model == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vision_config": {"qkv_bias": False}}, r"vision_config\.qkv_bias: False has no biases of queries, keys"),
+        ({"vision_config": {"num_channels": 1}}, r"vision_config\.num_channels: 1 is another number of colours"),
+        ({"vision_config": {"hidden_act": "quick_gelu"}}, r"vision_config\.hidden_act: 'quick_gelu' is not known"),
+        ({"qformer_config": {"use_qformer_text_input": True}}, r"use_qformer_text_input: True also reads a text"),
+        ({"qformer_config": {"some": 1}}, r"qformer_config\.some: 1 is an unknown field(.|\n)*--ignore=qformer_config"),
+        ({"text_config": {"model_type": "llama"}}, r"text_config\.model_type: 'llama' is not supported in blip-2"),
+        ({"text_config": {"ffn_dim": None}}, r"text_config\.ffn_dim: missing"),
+        ({"num_query_tokens": 40}, r"vision\.queries has 40 rows, and a text has a token before it"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
+    case = golden["blip2-opt"]
+    changed = {part: case["config"][part] | more if isinstance(more, dict) else more for part, more in changes.items()}
+    folder = ours.folder_of({**case, "config": case["config"] | changed}, tmp_path / "in")
+    with pytest.raises(InputError, match=words):
+        pretrained.open_folder(folder, [])
+
+
+def test_a_missing_tensor_is_named(golden, tmp_path):
+    case = golden["blip2-opt"]
+    kept = {name: shape for name, shape in case["tensors"].items() if "layers.1.self_attn.qkv.bias" not in name}
+    kept["query_tokens"] = [1, 3, 16]
+    words = r"missing      vision_model\.encoder\.layers\.1\.self_attn\.qkv\.bias\n.*query_tokens is \[1, 3, 16\], not"
+    with pytest.raises(InputError, match=words):
+        pretrained.open_folder(ours.folder_of({**case, "tensors": kept}, tmp_path / "in"), [])
+
+
+def test_images_of_one_colour_are_not_written(golden, tmp_path):
+    model = pretrained.open_folder(ours.folder_of(golden["blip2-opt"], tmp_path / "in"), []).config.model
+    grey = dataclasses.replace(model.vision.patches, channels=1)
+    with pytest.raises(InputError, match=r"no family of transformers has this model; the nearest is (.|\n)*channels=1"):
+        architecture.describe(dataclasses.replace(model, vision=dataclasses.replace(model.vision, patches=grey)), None)
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_itself(name, tmp_path):
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    kind = transformers.Blip2ForConditionalGeneration
+    case = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    folder = ours.folder_of(case, tmp_path / "in")
+    tokens, mask, images = drawn(case["config"])
+
+    def by_transformers(folder):
+        arrays = {"input_ids": tokens, "attention_mask": mask.astype(np.int64), "pixel_values": images}
+        with torch.no_grad():
+            found = ours.by_transformers(kind, folder)(**{key: torch.from_numpy(one) for key, one in arrays.items()})
+        return found.logits.numpy()[mask]
+
+    want = by_transformers(folder)
+    if os.environ.get("GSPMD_LM_RECORD"):
+        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+        GOLDEN.write_text(json.dumps(known | {name: {**case, "logits": want.tolist()}}, indent=1) + "\n")
+    check(np.array(json.loads(GOLDEN.read_text())[name]["logits"]), want)
+    opened = pretrained.open_folder(folder, [ours.EXACT])
+    for seq, source_seq in ((11, 5), (16, 16)):
+        check(computed(opened, seq, source_seq), want)
+    params = jax.device_get(ours.on_one_device(opened))
+    for kept in (True, False):
+        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
+        np.testing.assert_array_equal(by_transformers(tmp_path / f"out {kept}"), want)
