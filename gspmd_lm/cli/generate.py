@@ -25,7 +25,7 @@ _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # in arguments, Python shows byte
 def _define(flags: Flags) -> None:
     on_devices(flags)
     flags.group("Prompts and texts")
-    flags.several("prompt", "Continue this prompt, or write down this wav file. This flag may be repeated.")
+    flags.several("prompt", "Continue this prompt, or write down this wav file or image. This flag may be repeated.")
     flags.text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
     flags.text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
     flags.yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
@@ -67,8 +67,9 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         raise InputError("--top_k, --top_p and --min_p: temperature 0 takes the best token\n  fix   --temperature=0.8")
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=True)
     config = begun.config
-    if values.chat and config.model.frames:
-        raise InputError("--chat: the model hears sounds, and prompts are wav files\n  fix   drop it")
+    if values.chat and (config.model.frames or config.model.vision):
+        what = "hears sounds, and prompts are wav" if config.model.frames else "sees images, and prompts are their"
+        raise InputError(f"--chat: the model {what} files\n  fix   drop it")
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
     prompts = _prompts(values, config.data.tokenizer, tokens, generate.encoding(config, tokens))
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])

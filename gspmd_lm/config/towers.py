@@ -95,6 +95,8 @@ class Vision(OtherStack):
             "lora: adapters would leave the projections as they are": model.lora,
             "patches.distillation and patches.pool: mean": (self.patches.first, self.patches.pool) != (1, "first"),
             "projection: set it, or queries, and not both": (self.projection > 0) == bool(self.queries),
+            **{f"vision.queries.{name}={token}, which is not below vocab={model.vocab}": 0 < model.vocab <= token
+               for name in ("token", "start_token") if (token := getattr(self.queries, name, 0))},
         }  # fmt: skip
         if not self.queries:
             keys = ("encoder", "relative_positions", "layer_pattern", "head_transform", "unembedding_bias",

@@ -2,25 +2,26 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 
 from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.data import corpus, images, labelled, media, trained
 from gspmd_lm.data.remote import Progress
-from gspmd_lm.data.tokenizer import load_tokenizer
+from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
+
+Ahead = tuple[int, ...] | None
 
 
 class Caption(NamedTuple):
     """An image that is not decoded yet, and the tokens of its text."""
 
     encoded: media.Encoded
-    text: np.ndarray  # int32, with the special tokens of the tokenizer's template
+    text: np.ndarray  # int32, with the special tokens of the tokenizer's template, or of a text that is predicted
     cut: bool  # whether tokens of the text were left out
 
 
@@ -33,34 +34,40 @@ class CaptionRows:
     prepared: Images
     seq: int
     source_seq: int
+    ahead: Ahead = None  # the tokens before a text that is predicted
 
     def __len__(self) -> int:
         return len(self.captions)
 
     @property
     def targets(self) -> int:
-        return len(self.captions)
+        return len(self.captions) if self.ahead is None else sum(len(one.text) - 1 for one in self.captions)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `images.ImageRows`.
 
-        segment_ids: 1, and 0 for padding. An index of -1 gives a row of padding. Raises an InputError that names an
-        image that cannot be decoded.
+        segment_ids: 1, and 0 for padding. With `ahead` also targets [len(indices), seq], -1 where there is none. An
+        index of -1 gives a row of padding. Raises an InputError that names an image that cannot be decoded.
         """
         patches = np.zeros((len(indices), self.source_seq, self.patches.pixels), np.float32)
         names = ("tokens", "segment_ids", "positions")
         fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in names}
+        targets = np.full((len(indices), self.seq), -1, np.int32)
 
         def put(i: int, caption: Caption) -> None:
             found = images.cut(images.pixels(caption.encoded, self.patches, self.prepared), self.patches)
             patches[i, self.patches.first : self.patches.rows] = found
-            length = len(caption.text)
-            fields["tokens"][i, :length] = caption.text
+            ids = caption.text
+            if self.ahead is not None:
+                ids, first = [*self.ahead, *caption.text[:-1]], len(self.ahead)
+                targets[i, first : len(ids)] = caption.text[1:]
+            length = len(ids)
+            fields["tokens"][i, :length] = ids
             fields["segment_ids"][i, :length] = 1
             fields["positions"][i, :length] = np.arange(length)
 
         media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
-        return fields | {"patches": patches}
+        return fields | {"patches": patches} | ({} if self.ahead is None else {"targets": targets})
 
 
 def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -73,12 +80,13 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     assert vision
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
-    made = labelled.cutting(tokens, "seq", data.seq)
-    every = list(_found(config, made, data.sources, "data.source", notes, progress))
-    named = list(_found(config, made, data.held_out_sources, "data.held_out", notes, progress))
+    encode, ahead = _encoding(config, tokens)
+    every = list(_found(config, encode, data.sources, "data.source", notes, progress))
+    named = list(_found(config, encode, data.held_out_sources, "data.held_out", notes, progress))
     split = train, held_out = media.apart(data, every, named, "images")
     settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
-    sizes = {"seq": data.seq, "source_seq": config.source_seq}
+    settings += (ahead,) * (ahead is not None)
+    sizes = {"seq": data.seq, "source_seq": config.source_seq, "ahead": ahead}
     rows = functools.partial(CaptionRows, patches=vision.patches, prepared=data.images, **sizes)
     cut = sum(caption.cut for caption in (*train, *held_out))
     lines = [
@@ -88,8 +96,28 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
 
 
+def _encoding(config: Config, tokens: Tokenizer) -> tuple[Callable[[str], tuple[list[int], bool]], Ahead]:
+    """What gives the tokens of a text, and whether some were left out; and the tokens before one that is predicted."""
+    assert config.model.vision
+    if not (queries := config.model.vision.queries):
+        made = labelled.cutting(tokens, "seq", config.data.seq)
+
+        def whole(text: str) -> tuple[list[int], bool]:
+            encoding = made.encode(text)
+            return encoding.ids, bool(encoding.overflowing)
+
+        return whole, None
+    most = config.data.seq - queries.rows + 1
+
+    def predicted(text: str) -> tuple[list[int], bool]:
+        ids = [queries.start_token, *tokens.encode(text.encode()).tolist(), tokens.end]
+        return ids[:most], len(ids) > most
+
+    return predicted, (queries.token,) * queries.rows
+
+
 def _found(
-    config: Config, made: tokenizers.Tokenizer, sources: Sequence[config_data.Source], place: str,
+    config: Config, encode: Callable[[str], tuple[list[int], bool]], sources: Sequence[config_data.Source], place: str,
     notes: corpus.FileNotes, progress: Progress | None,
 ) -> Iterator[Caption]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
@@ -99,7 +127,5 @@ def _found(
         where, held, path = media.content_of(table, where, record, name, "image")
         images.check(where, held)
         text, _ = labelled.valid(labelled.text_of(record, text_name, where))
-        encoding = made.encode(text)
-        yield Caption(
-            media.Encoded.of(where, held, path), np.asarray(encoding.ids, np.int32), bool(encoding.overflowing)
-        )
+        ids, was_cut = encode(text)
+        yield Caption(media.Encoded.of(where, held, path), np.asarray(ids, np.int32), was_cut)

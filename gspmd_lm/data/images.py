@@ -127,6 +127,15 @@ def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
     return apart.transpose(0, 2, 4, 1, 3).reshape(count * count, patches.pixels)
 
 
+def of_file(name: str, patches: Patches, prepared: Images) -> np.ndarray:
+    """The rows of the image that a file holds, float32 [rows, numbers of a patch]: zeros where learned rows stand."""
+    needs_pillow()
+    content = media.bytes_of(Path(name).expanduser())
+    check(name, content)
+    found = cut(pixels(media.Encoded.of(name, content), patches, prepared), patches)
+    return np.pad(found, ((patches.first, 0), (0, 0)))
+
+
 @contextlib.contextmanager
 def _reading(place: str) -> Iterator[None]:
     """A context in which what Pillow says of a file becomes an InputError that names its place."""

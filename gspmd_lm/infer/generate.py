@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import sounds
+from gspmd_lm.data import images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
@@ -88,7 +88,7 @@ def programs_for(
     longest = max(map(len, prompts))
     asked = min(batch, len(prompts))
     written = new_tokens + given_tokens(config)
-    sizes = sizes_of(rules, asked, longest, written, platform, config.model.encoder)
+    sizes = sizes_of(rules, asked, longest, written, platform, config.model)
     arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
     notes = [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
@@ -104,9 +104,11 @@ def programs_for(
 
 
 def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """What gives of a prompt what the model reads: its tokens, or the frames of the wav file that it names."""
+    """What gives of a prompt what the model reads: its tokens, or what is in the wav file or image that it names."""
     if config.model.frames:
         return functools.partial(sounds.of_file, model=config.model)
+    if config.model.vision:
+        return functools.partial(images.of_file, patches=config.model.vision.patches, prepared=config.data.images)
     return tokenizer.encode_source if config.model.encoder else tokenizer.encode_prompt
 
 
@@ -126,14 +128,17 @@ def check_prompts(
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     if new_tokens < 1:
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
-    first = given_tokens(config)
-    if encoder and first + new_tokens > context:
+    queries = config.model.of_queries
+    first = queries.context + 1 if queries and not encoder else given_tokens(config)
+    if (encoder or queries) and first + new_tokens > context:
         more = f", and {first} that texts begin with," if first else ""
         raise InputError(
             f"{new_tokens:,} new tokens{more} are more than model.context={context:,}\n  fix   ask for fewer"
         )
     if not prompts:
         raise InputError("there is no prompt\n  fix   give a prompt, or a file with prompts")
+    if queries:  # all images are of one size
+        return
     wrong = [f"{place}: empty" for place, prompt in zip(places, prompts, strict=True) if not len(prompt)]
     fixes = ["give at least one token to go on from"] * bool(wrong)
     beside, name = (0, "the encoder's context") if encoder else (new_tokens, "model.context")
@@ -189,7 +194,7 @@ class Generator:
         longest = max(map(len, prompts))
         given = given_tokens(self.programs.config)
         assert sizes.hold(longest, given + new_tokens), (longest, new_tokens, sizes)
-        follows = self.programs.model.encoder is None  # a text goes on from its prompt
+        follows = not (self.programs.model.encoder or self.programs.model.vision)  # a text goes on from its prompt
         ends = frozenset((self.tokenizer.end,) if ends is None else ends)
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
@@ -249,7 +254,12 @@ class Generator:
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
         tokens_BT = np.zeros(abstract.tokens_BT.shape, abstract.tokens_BT.dtype)
         start_B = np.full(sizes.rows, sizes.given - 1, np.int32)
+        if queries := self.programs.model.of_queries:
+            start_B[:] = (sizes.source or sizes.prompt) - queries.context - 1
         for row, prompt in enumerate(batch):
+            if queries:
+                tokens_BT[row, : len(prompt)] = prompt
+                continue
             start_B[row] = sizes.given - len(prompt)
             tokens_BT[row, start_B[row] :] = prompt
         numbers_B = number + np.arange(sizes.rows, dtype=np.int32)

@@ -16,6 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, allowed, choose
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
+from gspmd_lm.model.images import PATCHES
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.program import ShardedProgram, placed
 from gspmd_lm.model.sounds import FRAMES
@@ -61,24 +62,28 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
 def attention_pass(sizes: Sizes) -> Pass:
     """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
-    return Pass(sizes.given, padded=True)
+    return Pass(sizes.prompt if sizes.image else sizes.given, padded=True)
 
 
 def whole_context(config: Config) -> Sizes:
     """The sizes for `data.batch` rows whose cache holds `data.seq` tokens and is filled by prompts of that length."""
-    data, source = config.data, config.source_seq
-    return Sizes(data.batch, 1 if source else data.seq, data.seq, source)
+    data, source = config.data, config.source_seq if config.model.encoder else 0
+    return Sizes(data.batch, 1 if source else data.seq, data.seq, source, config.image_rows)
 
 
-def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int) -> tuple[jax.Array, Cache]:
-    """The logits after the last token of each prompt, [B, V], and a cache of `slots` slots that holds the prompts.
+def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, sizes: Sizes) -> tuple[jax.Array, Cache]:
+    """The logits after the last token of each prompt, [B, V], and a cache of these sizes that holds the prompts.
 
-    If an encoder reads the prompts, the logits are those after the start token, which the cache holds.
+    If an encoder reads the prompts, the logits are those after the start token, which the cache holds. If they are
+    images, the cache holds the rows that stand for each, and the token behind them.
     """
-    B, T = prompts.tokens_BT.shape[:2]
+    B, T = len(prompts.start_B), sizes.source or sizes.prompt
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
+    tokens = prompts.tokens_BT
+    if cfg.vision and (queries := cfg.vision.queries):
+        tokens = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)
     given = {
-        "frames" if cfg.frames else "tokens": prompts.tokens_BT,
+        "frames" if cfg.frames else "tokens": tokens,
         "positions": jnp.maximum(ahead_BT, 0),
         "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a segment of its own
     }
@@ -87,7 +92,9 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, slots: int)
         given = {f"{SOURCE}{name}": x for name, x in given.items()}
         given |= {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
     of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B)}
-    x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, slots, T))
+    if cfg.vision:
+        of_rows["patches"] = prompts.tokens_BT
+    x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, sizes.slots, T))
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
 
@@ -196,7 +203,8 @@ class GenerationPrograms(Forward):
         """The shapes and shardings of a batch of prompts."""
         rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
         like = self.sizes.prompts(self.model)
-        spec = parse(FRAMES if self.model.frames else "tokens: batch seq", len(like.shape))
+        of_media = FRAMES if self.model.frames else PATCHES if self.model.vision else ""
+        spec = parse(of_media or "tokens: batch seq", len(like.shape))
         return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows)
 
     @functools.cached_property
@@ -259,7 +267,7 @@ class GenerationPrograms(Forward):
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
-            logits_BV, cache = prefill(self.model, params, prompts, self.sizes.slots)
+            logits_BV, cache = prefill(self.model, params, prompts, self.sizes)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - _begins(self.model, prompts.start_B))
         return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
@@ -295,7 +303,7 @@ def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict
     prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B)
     return {
         "prefill": record(
-            rules, lambda params, prompts: prefill(model, params, prompts, sizes.slots), arrays.params, prompts
+            rules, lambda params, prompts: prefill(model, params, prompts, sizes), arrays.params, prompts
         ),
         "decode": record(rules, lambda params, state: decode(model, params, state), arrays.params, state),
     }
@@ -306,12 +314,15 @@ def parameters(model: configs.ModelConfig) -> Arrays:
     return arrays(functools.partial(init, model), DECODER)
 
 
-def check_causal(config: Config, or_seq2seq: bool = False) -> None:
+def check_causal(config: Config, or_of_source: bool = False) -> None:
     """Raises InputError for a model that does not predict the next token, for programs that generate or score.
 
-    or_seq2seq: a model that does so given a source will do, too.
+    or_of_source: a model that does so given a source or an image will do, too.
     """
-    if config.objective not in ("causal", *["seq2seq"] * or_seq2seq):
+    if config.objective == "causal" and config.model.vision and not or_of_source:
+        raise InputError(f"{config.name}: model.vision: scoring texts alone leaves out their images\n"
+                         "  fix   eval without --text and --requests scores held-out texts behind theirs")  # fmt: skip
+    if config.objective not in ("causal", *["seq2seq"] * or_of_source):
         raise InputError(
             f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "
             "the next token\n  fix   use a config of objective: causal"
@@ -323,7 +334,7 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
 
     Raises ShardingError that lists everything that does not fit, InputError for a model that writes no text.
     """
-    check_causal(config, or_seq2seq=True)
+    check_causal(config, or_of_source=True)
     arrays = parameters(config.model)
     more = [*layer_problems(config, rules, platform, attention_pass(sizes)), *no_pipeline(rules)]
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)

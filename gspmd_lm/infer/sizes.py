@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.config import Encoder, ModelConfig
+from gspmd_lm.config import ModelConfig
 from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.model.supported import split_sequence
@@ -22,17 +22,20 @@ class Sizes:
     prompt: int  # slots of the longest prompt; 1, for the start token, if an encoder reads the prompts
     slots: int  # of the cache
     source: int = 0  # tokens of the longest prompt that an encoder reads, or rows of a sound
+    image: int = 0  # rows of an image, if prompts are images: of the slots, or of the source, the last stand for it
 
     @property
     def given(self) -> int:
         """Tokens of the longest prompt."""
-        return self.source or self.prompt
+        return self.image or self.source or self.prompt
 
     def prompts(self, model: ModelConfig) -> jax.ShapeDtypeStruct:
         """The shape of the prompts of a batch: see `Prompts`."""
         shape = self.rows, self.given
         if model.frames:
             return jax.ShapeDtypeStruct((*shape, WINDOW, model.frames.bands), jnp.float32)
+        if model.vision:
+            return jax.ShapeDtypeStruct((*shape, model.vision.patches.pixels), jnp.float32)
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def hold(self, longest: int, new: int) -> bool:
@@ -41,23 +44,29 @@ class Sizes:
 
 
 class Prompts(NamedTuple):
-    """A batch of prompts, padded on the left: slot s of a row holds its token s - start."""
+    """A batch of prompts, padded on the left: slot s of a row holds its token s - start.
 
-    tokens_BT: Any  # int32; of sounds the frames of each row, float32 [B, T, window, bands]
+    An image is padded on the right. Of what stands for it, and the token behind that, slot s holds the one s - start.
+    """
+
+    tokens_BT: Any  # int32; float32 frames of each row of sounds, [B, T, window, bands], or patches of images [B, T, X]
     start_B: Any  # int32
     number_B: Any  # int32: of the prompt among all, for random numbers
 
 
 def sizes(
-    rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu", encoder: Encoder | None = None
+    rules: Rules, rows: int, prompt: int, new: int, platform: str = "cpu", model: ModelConfig | None = None
 ) -> Sizes:
     """The sizes for `rows` prompts of up to `prompt` tokens and `new` tokens more, rounded up for mesh axes to divide.
 
-    The last new token needs no slot: nothing attends to it. An encoder, if there is one, reads the prompts.
+    The last new token needs no slot: nothing attends to it. An encoder of `model`, if there is one, reads the prompts.
     """
     rows, given = rounded_up(rules, rows, prompt, platform)
-    prompt, source = (1, given) if encoder else (given, 0)
-    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")), source)
+    image = 0
+    if model and model.vision and model.vision.queries:
+        image, given = given, rounded_up(rules, rows, model.vision.queries.rows + 1, platform)[1]
+    prompt, source = (1, given) if model and model.encoder else (given, 0)
+    return Sizes(rows, prompt, _up(prompt + new - 1, _num_shards(rules, "kv_seq")), source, image)
 
 
 def rounded_up(rules: Rules, rows: int, seq: int, platform: str, zigzag: bool = False) -> tuple[int, int]:

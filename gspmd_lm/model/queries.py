@@ -79,8 +79,8 @@ def before(rows_BQD: jax.Array | None, batch: dict[str, jax.Array]) -> Callable[
         T, Q = x_BTD.shape[1], rows_BQD.shape[1]
         whole_BTD = like(jnp.pad(rows_BQD, ((0, 0), (0, T - Q), (0, 0))), BLOCK_INPUT)
         places_BT = jnp.broadcast_to(jnp.arange(T), x_BTD.shape[:2])
-        if "places" in batch:
-            places_BT = batch["places"]
+        if moved := {"places", "slot"} & batch.keys():  # in zigzag, or behind padding
+            places_BT = batch["places" if "places" in moved else "positions"]
             whole_BTD = jnp.take_along_axis(whole_BTD, places_BT[..., None], axis=1)
         return jnp.where(places_BT[..., None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
 

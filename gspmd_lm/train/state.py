@@ -58,7 +58,9 @@ def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
     """Raises InputError for frozen weights that the model does not have, and where nothing else is left."""
     wrong = [f"no weights are named {name}{did_you_mean(name, weights.params)}" for name in frozen
              if name not in weights.params]  # fmt: skip
-    if wrong := wrong or ["no weights are left to train"] * (frozen and not weights.trained_count):
+    if frozen and not wrong and not weights.trained_count:
+        wrong = ["no weights are left to train"]
+    if wrong:
         known = ", ".join(weights.params)
         raise InputError(f"model.frozen={list(frozen)}: {', and '.join(wrong)}\n  fix   some of {known}")
 

@@ -12,19 +12,24 @@ import jax
 import numpy as np
 import pytest
 from einops import rearrange
+from PIL import Image
 
+import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.convert import architecture, export, pretrained
-from tests.convert import ours
+from gspmd_lm.data import images as of_image
+from gspmd_lm.data import media
+from tests.convert import ours, references
 
 GOLDEN = Path(__file__).parent / "golden" / "reading.json"
-IMAGE, START, LENGTHS = 30, 2, (7, 3)  # the token of an image's rows, that behind them, and the tokens of each text
+IMAGE, START, LENGTHS = 254, 255, (7, 3)  # the token of an image's rows, that behind them, and the tokens of each text
+NEW, LAST = 12, np.cumsum(LENGTHS) + 4 * np.arange(1, 3) - 1  # new tokens, and the last of each text among all
 SIZES = {"num_attention_heads": 4, "intermediate_size": 40}
 VISION = {"hidden_size": 24, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4, **SIZES}
 QUERIES = {"hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 7, **SIZES}
 OPT = {
-    "model_type": "opt", "vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32, "bos_token_id": START, "eos_token_id": 3,
+    "model_type": "opt", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32, "bos_token_id": START, "eos_token_id": 256,
     "pad_token_id": 1,
 }  # fmt: skip
 BLIP2 = {"vision_config": VISION, "num_query_tokens": 4, "image_token_index": IMAGE}
@@ -37,6 +42,17 @@ CASES = {
         "vision_config": VISION | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-4},
     },
 }  # fmt: skip
+
+
+def folder_of(case, folder):
+    """A folder with the config.json of a case, and weights with which an image and each token decide what follows."""
+
+    def weight(name, shape):
+        smaller = 0.2 if "embed_tokens" in name else 1.0  # a larger tied table makes a text repeat its last token
+        return references.weight(name, tuple(shape), case["salt"], "t5") * np.float32(smaller)
+
+    weights = {name: weight(name, shape) for name, shape in case["tensors"].items()}
+    return references.save(folder, dict(case["config"]), weights)
 
 
 def drawn(config):
@@ -64,6 +80,15 @@ def computed(opened, seq, source_seq):
     return np.asarray(ours.compiled(opened.config.model, ours.on_one_device(opened), batch))[:, :T][mask]
 
 
+def files(folder):
+    """The files of two images."""
+    paths = [folder / f"{number}.png" for number in range(2)]
+    for number, path in enumerate(paths):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+    return paths
+
+
 def check(found, want):
     assert np.abs(found - want).max() <= 1e-5 * np.abs(want).max()
 
@@ -75,12 +100,15 @@ def golden():
 
 def test_logits_are_those_of_transformers_and_files_come_back(golden, tmp_path):
     case = golden["blip2-opt"]
-    opened = pretrained.open_folder(ours.folder_of(case, tmp_path / "in"), [ours.EXACT])
+    opened = pretrained.open_folder(folder_of(case, tmp_path / "in"), [ours.EXACT])
     model, data = opened.config.model, opened.config.data
     assert (opened.family.name, opened.config.objective, data.seq, data.source_seq) == ("BLIP-2", "causal", 24, 8)
     assert model.frozen == ("vision",)
-    check(computed(opened, 12, 8), np.array(case["logits"]))
+    check(computed(opened, 12, 8)[LAST], np.array(case["logits"]))
     params = jax.device_get(ours.on_one_device(opened))
+    loaded = gspmd_lm.load(tmp_path / "in", rules="none", overrides=[ours.EXACT])
+    texts = loaded.generate([str(path) for path in files(tmp_path)], max_new_tokens=NEW)
+    assert texts == [bytes(tokens).decode(errors="replace") for tokens in case["tokens"]]
     for like in (opened.like, None):
         out = tmp_path / f"out {like is None}"
         export.write_folder(out, dataclasses.replace(model, frozen=()), params, like)
@@ -106,7 +134,7 @@ def test_logits_are_those_of_transformers_and_files_come_back(golden, tmp_path):
 def test_what_is_not_supported_is_refused(changes, words, golden, tmp_path):
     case = golden["blip2-opt"]
     changed = {part: case["config"][part] | more if isinstance(more, dict) else more for part, more in changes.items()}
-    folder = ours.folder_of({**case, "config": case["config"] | changed}, tmp_path / "in")
+    folder = folder_of({**case, "config": case["config"] | changed}, tmp_path / "in")
     with pytest.raises(InputError, match=words):
         pretrained.open_folder(folder, [])
 
@@ -117,11 +145,11 @@ def test_a_missing_tensor_is_named(golden, tmp_path):
     kept["query_tokens"] = [1, 3, 16]
     words = r"missing      vision_model\.encoder\.layers\.1\.self_attn\.qkv\.bias\n.*query_tokens is \[1, 3, 16\], not"
     with pytest.raises(InputError, match=words):
-        pretrained.open_folder(ours.folder_of({**case, "tensors": kept}, tmp_path / "in"), [])
+        pretrained.open_folder(folder_of({**case, "tensors": kept}, tmp_path / "in"), [])
 
 
 def test_images_of_one_colour_are_not_written(golden, tmp_path):
-    model = pretrained.open_folder(ours.folder_of(golden["blip2-opt"], tmp_path / "in"), []).config.model
+    model = pretrained.open_folder(folder_of(golden["blip2-opt"], tmp_path / "in"), []).config.model
     grey = dataclasses.replace(model.vision.patches, channels=1)
     with pytest.raises(InputError, match=r"no family of transformers has this model; the nearest is (.|\n)*channels=1"):
         architecture.describe(dataclasses.replace(model, vision=dataclasses.replace(model.vision, patches=grey)), None)
@@ -136,25 +164,45 @@ def test_transformers_itself(name, tmp_path):
 
     torch.set_num_threads(1)
     kind = transformers.Blip2ForConditionalGeneration
-    case = ours.case_of(kind, CASES[name], tmp_path / "empty")
-    folder = ours.folder_of(case, tmp_path / "in")
-    tokens, mask, images = drawn(case["config"])
+    sizes = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    tokens, mask, images = drawn(sizes["config"])
 
-    def by_transformers(folder):
+    def logits(model):
         arrays = {"input_ids": tokens, "attention_mask": mask.astype(np.int64), "pixel_values": images}
         with torch.no_grad():
-            found = ours.by_transformers(kind, folder)(**{key: torch.from_numpy(one) for key, one in arrays.items()})
-        return found.logits.numpy()[mask]
+            return model(**{key: torch.from_numpy(one) for key, one in arrays.items()}).logits.numpy()[mask]
 
-    want = by_transformers(folder)
+    def written(model, opened):
+        vision, texts = opened.config.model.vision, []
+        for path in files(tmp_path):
+            seen = of_image.pixels(media.Encoded.of("", path.read_bytes()), vision.patches, opened.config.data.images)
+            pixels = torch.from_numpy(seen.transpose(2, 0, 1)[None])
+            with torch.no_grad():
+                found = model.generate(pixel_values=pixels, do_sample=False, max_new_tokens=NEW)
+            texts.append(found[0, vision.queries.rows + 1 :].tolist())
+        return texts
+
+    for salt in range(50):
+        case = sizes | {"salt": salt}
+        folder = folder_of(case, tmp_path / f"in {salt}")
+        model, opened = ours.by_transformers(kind, folder), pretrained.open_folder(folder, [ours.EXACT])
+        texts = written(model, opened)
+        if min(len({*text}) for text in texts) >= 8 and texts[0] != texts[1] and max(map(max, texts)) < IMAGE:
+            break
+    else:
+        raise AssertionError("no weights with which a text does not repeat itself")
+    want = logits(model)
     if os.environ.get("GSPMD_LM_RECORD"):
         known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        GOLDEN.write_text(json.dumps(known | {name: {**case, "logits": want.tolist()}}, indent=1) + "\n")
-    check(np.array(json.loads(GOLDEN.read_text())[name]["logits"]), want)
-    opened = pretrained.open_folder(folder, [ours.EXACT])
+        case |= {"logits": want[LAST].tolist(), "tokens": texts}
+        GOLDEN.write_text(json.dumps(known | {name: case}) + "\n")
+    recorded = json.loads(GOLDEN.read_text())[name]
+    check(np.array(recorded["logits"]), want[LAST])
+    assert recorded["tokens"] == texts
     for seq, source_seq in ((11, 5), (16, 16)):
         check(computed(opened, seq, source_seq), want)
     params = jax.device_get(ours.on_one_device(opened))
     for kept in (True, False):
         export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
-        np.testing.assert_array_equal(by_transformers(tmp_path / f"out {kept}"), want)
+        again = ours.by_transformers(kind, tmp_path / f"out {kept}")
+        np.testing.assert_array_equal(logits(again), want)

@@ -16,6 +16,10 @@ pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
 COLOURS = ("red", "green", "blue")
 
 
+QUERIES = {"rows": 2, "layers": 1, "token": 254, "start_token": 255}
+READING = {"vision": {"patches": {"image": 8, "size": 4}, "queries": QUERIES}}
+
+
 def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(), **data):
     plain = {
         "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
@@ -24,7 +28,8 @@ def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "captions", "objective": "contrastive", "model": plain | dict(model),
+        {"name": "captions", "objective": "causal" if model == READING else "contrastive",
+         "model": plain | dict(model),
          "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
          "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
     )  # fmt: skip
@@ -61,6 +66,19 @@ def test_a_text_that_is_too_long_is_cut_before_its_end(folder):
     train = loader.open_loaders(config_of(folder))[0]
     assert train.rows.read([0])["tokens"].tolist() == [[*b"a text of m", 256]]
     assert "texts cut to data.seq=12 tokens: 1" in train.description
+
+
+def test_a_text_that_is_predicted_stands_behind_what_stands_for_its_image(folder):
+    (folder / "table.csv").write_text("file,text\npng/0.png,abc\npng/1.png,a text of many letters")
+    train = loader.open_loaders(config_of(folder, model=READING))[0]
+    found = train.rows.read([0, 1, -1])
+    assert found["tokens"].tolist()[0] == [254, 254, 255, *b"abc", 0, 0, 0, 0, 0, 0]
+    assert found["targets"].tolist()[0] == [-1, -1, *b"abc", 256, -1, -1, -1, -1, -1, -1]
+    assert found["segment_ids"].tolist()[0] == [1] * 6 + [0] * 6
+    assert found["tokens"].tolist()[1] == [254, 254, 255, *b"a text of"]
+    assert found["targets"].tolist()[1] == [-1, -1, *b"a text of "]
+    assert (found["targets"][2] == -1).all() and not found["segment_ids"][2].any()
+    assert train.tokens_per_epoch == 4 + 10 and "texts cut to data.seq=12 tokens: 1" in train.description
 
 
 def test_tables_of_other_kinds_hold_the_same_images(folder):

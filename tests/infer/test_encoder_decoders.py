@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, RelativePositions
+from gspmd_lm.config import Encoder, Frames, Patches, Queries, RelativePositions, Vision
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
 from gspmd_lm.model.loss import logits
@@ -92,6 +92,29 @@ def test_a_layout_changes_nothing_that_is_written_of_sounds(rules, speaking, gen
     assert all(len(text) == NEW and text[0] >= 200 and all(token % 2 for token in text) for text in texts)
     with pytest.raises(InputError, match=r"31 new tokens, and 2 that texts begin with, are more than"):
         generate.check_prompts(config, heard, 31)
+
+
+BLIP2 = {
+    "positions": "learned", "data": {"seq": 24, "source_seq": 16},
+    "vision": Vision(patches=Patches(image=12, size=4), head_dim=3,
+                     queries=Queries(rows=8, layers=3, embed=24, head_dim=3, token=3, start_token=5)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["fsdp2_tp4", "tp8", SPLIT], ids=str)
+def test_a_layout_changes_nothing_that_is_written_of_images(rules, speaking, generator):
+    config = speaking(**BLIP2)
+    seen = [np.random.default_rng(number).standard_normal((10, 48)).astype(np.float32) for number in range(3)]
+
+    def written(rules):
+        made = generator(config, rules, prompts=seen)
+        return [result.tokens for result in made.results(seen, new_tokens=NEW, ends=())]
+
+    texts = written("single")
+    assert written(rules) == texts and len({tuple(text) for text in texts}) == 3
+    with pytest.raises(InputError, match=r"24 new tokens, and 9 that texts begin with, are more than model.context=32"):
+        generate.check_prompts(config, seen, 24)
 
 
 def test_sources_and_texts_have_rooms_of_their_own(speaking):
