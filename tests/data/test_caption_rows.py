@@ -149,3 +149,14 @@ def test_a_run_learns_which_image_belongs_to_a_text(tmp_path, folder):
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     scores = next(row for row in reversed(logged) if "eval_image_of_text" in row)
     assert scores["eval_pairs"] == 3 and scores["eval_image_of_text"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_run_learns_to_name_the_colour_of_an_image(tmp_path, folder):
+    (folder / "table.csv").write_text("file,text\n" + "\n".join(f"png/{n}.png,{COLOURS[n % 3]}" for n in range(9)))
+    config = config_of(folder, steps=200, batch=8, model=READING)
+    last = gspmd_lm.train(config, "none", tmp_path / "run", platform="cpu")
+    assert last["loss"] < 0.05 and last["accuracy"] == 1.0
+    files = [str(folder / "png" / f"{n}.png") for n in range(6)]
+    written = gspmd_lm.load(tmp_path / "run", platform="cpu").generate(files, max_new_tokens=8)
+    assert written == [COLOURS[n % 3] for n in range(6)]
