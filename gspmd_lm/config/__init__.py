@@ -147,12 +147,17 @@ class Config:
             return self.image_rows
         if not (encoder := self.model.of_encoder):
             return 0
+        if queries := self.model.of_queries:
+            return self.data.source_seq or queries.context + 1
         return self.data.source_seq or (encoder.context if self.model.frames else self.data.seq)
 
     @property
     def image_rows(self) -> int:
         """Rows of an image that stands beside a text; 0 where there is none."""
-        return (self.data.source_seq or self.model.of_vision.context) if self.model.of_vision else 0
+        if not (vision := self.model.of_vision):
+            return 0
+        padded = padded_rows(vision.context, self.model.row_multiple)
+        return padded if self.model.encoder else self.data.source_seq or padded
 
     @property
     def other_stacks(self) -> dict[str, tuple[ModelConfig, str, int]]:
@@ -185,13 +190,17 @@ class Config:
                 objective == "classes" and model.mask == "causal",
             "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":
                 (objective == "contrastive") != bool(model.vision and not queries),
-            "model.vision.queries needs objective: causal": queries and objective != "causal",
+            "model.vision.queries needs objective: causal or seq2seq":
+                queries and objective not in ("causal", "seq2seq"),
             f"model.vision.queries has {queries and queries.rows} rows, and a text has a token before it: set data.seq="
-            f"{data.seq} to more than both": queries and data.seq <= queries.rows + 1,
+            f"{data.seq} to more than both": queries and not model.encoder and data.seq <= queries.rows + 1,
+            f"model.vision.queries has {queries and queries.rows} rows, and a token stands behind them: set "
+            f"data.source_seq={self.source_seq} to as many, or above for padding":
+                queries and model.encoder and self.source_seq <= queries.rows,
             "model.memory_width belongs to vision.queries, which sets it": model.memory_width > 0,
             f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
-            f"{self.source_seq} to as many, or above for padding":
-                model.of_vision and self.source_seq < model.of_vision.context,
+            f"{self.image_rows} to as many, or above for padding":
+                model.of_vision and self.image_rows < model.of_vision.context,
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
@@ -200,8 +209,8 @@ class Config:
             "to as many, or above for padding":
                 encoder and model.frames and self.source_seq < encoder.context,
             "model.frames needs model.encoder, which reads them": model.frames and not encoder,
-            f"model.row_multiple={model.row_multiple} needs model.windows":
-                model.row_multiple > 1 and not model.windows,
+            f"model.row_multiple={model.row_multiple} needs model.windows, or model.vision and model.encoder":
+                model.row_multiple > 1 and not model.windows and not (model.vision and model.encoder),
             "data.fields needs label too: the texts and the label of a record belong together":
                 data.fields and not data.label and not queries and objective not in ("seq2seq", "contrastive"),
             f"objective: {objective} needs data.fields=[source, text], without data.label":

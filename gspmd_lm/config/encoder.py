@@ -67,7 +67,7 @@ class Encoder(OtherStack):
 
     def of(self, model: Any) -> Any:
         """The settings of the encoder, from those of the decoder."""
-        own: dict[str, Any] = {"encoder": None, "mask": "full", "layer_pattern": ()}
+        own: dict[str, Any] = {"encoder": None, "vision": None, "mask": "full", "layer_pattern": ()}
         own |= {"positions": "learned", "position_offset": 0} if model.frames else {}
         return dataclasses.replace(model, **own, **self.sizes)
 

@@ -161,7 +161,8 @@ class ModelConfig:
     pooler_activation: Literal["tanh", "gelu"] = "tanh"  # BERT: tanh; ELECTRA: gelu
     patches: Patches | None = None  # the model sees images; vocab is 0, and context is the rows of one (ViT)
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
-    row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
+    # In later levels, and beside an encoder, padding that no patch sees makes the rows of an image a multiple of it.
+    row_multiple: Size = 1
     vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
@@ -346,7 +347,7 @@ class ModelConfig:
         plain: dict[str, Any] = {
             "mask": "full", "positions": "none", "relative_positions": None, "sliding_window": 0, "attention_chunk": 0,
             "linear_attention": None, "latent_attention": None, "attention_sinks": False,
-            "attention_temperature": None, "shared_kv_layers": 0,
+            "attention_temperature": None, "shared_kv_layers": 0, "vision": None,
         }  # fmt: skip
         return dataclasses.replace(self, **plain)
 

@@ -87,7 +87,7 @@ class Vision(OtherStack):
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with images beside texts."""
-        keys = ("embedding_width", "patches", "classes", "layer_embed", "convolution")
+        keys = ("embedding_width", "patches", "classes", "layer_embed", "convolution", "frames")
         problems = {
             **{key: getattr(model, key) for key in keys},
             "mask: full": model.mask == "full",

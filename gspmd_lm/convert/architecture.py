@@ -147,7 +147,8 @@ def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     if isinstance(vision := values.get("vision"), dict):
-        of_data["source_seq"] = padded_rows(config.Patches(**vision["patches"]).rows)
+        rows = config.Patches(**vision["patches"]).rows
+        of_data["source_seq"] = padded_rows(vision["queries"]["rows"] + 1 if values.get("encoder") else rows)
     return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
 
 

@@ -130,6 +130,7 @@ _TENSORS = (
 class ReadImages:
     """BLIP-2's stacks before its decoder: the one that sees an image, and the one whose learned rows read that."""
 
+    start_token: int  # of a config.json that says none
     seen: tuple[FieldCodec, ...] = (
         *_sizes(_VISION, 1408, 16, 6144, 39, 1e-6), ImagePatches("none", f"{_VISION}.", 14),
         Activation(f"{_VISION}.hidden_act", "gelu", _GELU_NEW),
@@ -152,10 +153,10 @@ class ReadImages:
             "queries": {name: queries[name] for name in kept} | {
                 "rows": queries["context"], "every": reader.number([f"{_QUERIES}.cross_attention_frequency"], 2),
                 "token": reader.whole(["image_token_index", "image_token_id"], 0, 0),
-                "start_token": reader.whole([f"{_TEXT}.bos_token_id"], 2, 0),
+                "start_token": reader.whole([f"{_TEXT}.bos_token_id"], self.start_token, 0),
             },
         }  # fmt: skip
-        values["frozen"] = ["vision"]
+        values |= {"frozen": ["vision"], "row_multiple": 8 if "encoder" in values else 1}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.vision and (queries := model.vision.queries)):
@@ -201,12 +202,13 @@ _READING = (
 )  # fmt: skip
 
 
-def _blip2(row: Family) -> Family:
+def _blip2(row: Family, start_token: int) -> Family:
     """BLIP-2 with the decoder of another family."""
     tensors = tuple(dataclasses.replace(one, name=f"language_model.{one.name}") for one in row.tensors)
     return Family(
         "BLIP-2", "blip-2", "Blip2ForConditionalGeneration", "",
-        (Part(_TEXT, row.model_type, row.codecs), ReadImages()), (*tensors, *_READING), no_weights=row.no_weights,
+        (Part(_TEXT, row.model_type, row.codecs), ReadImages(start_token)), (*tensors, *_READING),
+        no_weights=tuple(pattern.replace("^", r"^language_model\.") for pattern in row.no_weights),
         irrelevant=(*row.irrelevant, "image_text_hidden_size", "vocab_size", "max_position_embeddings",
                     "encoder_hidden_size", "tie_word_embeddings", "use_decoder_only_language_model"),
         copies=tuple(f"language_model.{name}" for name in row.copies), parts=(_TEXT, _VISION, _QUERIES),
@@ -220,5 +222,5 @@ TOWER_FAMILIES = (
         "CLIP", "clip", "CLIPModel", "", _CLIP, _TENSORS, no_weights=(r"embeddings\.position_ids$",),
         irrelevant=("projection_dim", "tie_word_embeddings"), parts=(_TEXT, _VISION),
     ),
-    _blip2(_DECODERS["opt"]),
+    _blip2(_DECODERS["opt"], 2), _blip2(_DECODERS["t5"], 1),
 )  # fmt: skip

@@ -9,12 +9,11 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.data import corpus, images, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 
-Ahead = tuple[int, ...] | None
+_NAMES = ("tokens", "segment_ids", "positions")
 
 
 class Caption(NamedTuple):
@@ -30,44 +29,52 @@ class CaptionRows:
     """Rows with one text and its image in each. The image is decoded when it is read."""
 
     captions: Sequence[Caption]
-    patches: Patches
-    prepared: Images
-    seq: int
-    source_seq: int
-    ahead: Ahead = None  # the tokens before a text that is predicted
+    config: Config
 
     def __len__(self) -> int:
         return len(self.captions)
 
     @property
+    def seq(self) -> int:
+        return self.config.data.seq
+
+    @property
     def targets(self) -> int:
-        return len(self.captions) if self.ahead is None else sum(len(one.text) - 1 for one in self.captions)
+        queries = self.config.model.of_queries
+        return sum(len(one.text) - 1 for one in self.captions) if queries else len(self.captions)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `images.ImageRows`.
 
-        segment_ids: 1, and 0 for padding. With `ahead` also targets [len(indices), seq], -1 where there is none. An
-        index of -1 gives a row of padding. Raises an InputError that names an image that cannot be decoded.
+        segment_ids: 1, and 0 for padding. Where queries read images also targets [len(indices), seq], -1 where there is
+        none, and what an encoder reads, as `pairs.PairRows` has it. An index of -1 gives a row of padding. Raises an
+        InputError that names an image that cannot be decoded.
         """
-        patches = np.zeros((len(indices), self.source_seq, self.patches.pixels), np.float32)
-        names = ("tokens", "segment_ids", "positions")
-        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in names}
-        targets = np.full((len(indices), self.seq), -1, np.int32)
+        config, vision, rows = self.config, self.config.model.vision, len(indices)
+        assert vision
+        queries, encoder, cut = vision.queries, config.model.encoder, vision.patches
+        ahead = (queries.token,) * queries.rows if queries else ()
+        patches = np.zeros((rows, config.image_rows, cut.pixels), np.float32)
+        fields = {name: np.zeros((rows, self.seq), np.int32) for name in _NAMES}
+        fields |= {f"source_{name}": np.zeros((rows, config.source_seq), np.int32) for name in _NAMES if encoder}
+        fields |= {"targets": np.full((rows, self.seq), -1, np.int32)} if queries else {}
+
+        def fill(i: int, prefix: str, ids: Sequence[int] | np.ndarray) -> None:
+            for name, values in zip(_NAMES, (ids, 1, np.arange(len(ids))), strict=True):
+                fields[f"{prefix}{name}"][i, : len(ids)] = values
 
         def put(i: int, caption: Caption) -> None:
-            found = images.cut(images.pixels(caption.encoded, self.patches, self.prepared), self.patches)
-            patches[i, self.patches.first : self.patches.rows] = found
-            ids = caption.text
-            if self.ahead is not None:
-                ids, first = [*self.ahead, *caption.text[:-1]], len(self.ahead)
-                targets[i, first : len(ids)] = caption.text[1:]
-            length = len(ids)
-            fields["tokens"][i, :length] = ids
-            fields["segment_ids"][i, :length] = 1
-            fields["positions"][i, :length] = np.arange(length)
+            found = images.cut(images.pixels(caption.encoded, cut, config.data.images), cut)
+            patches[i, cut.first : cut.rows] = found
+            if queries and encoder:
+                fill(i, "source_", [*ahead, queries.start_token])
+            before = () if encoder else ahead
+            fill(i, "", [*before, *(caption.text[:-1] if queries else caption.text)])
+            if queries:
+                fields["targets"][i, len(before) : len(before) + len(caption.text) - 1] = caption.text[1:]
 
         media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
-        return fields | {"patches": patches} | ({} if self.ahead is None else {"targets": targets})
+        return fields | {"patches": patches}
 
 
 def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -80,14 +87,13 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     assert vision
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
-    encode, ahead = _encoding(config, tokens)
+    encode = _encoding(config, tokens)
     every = list(_found(config, encode, data.sources, "data.source", notes, progress))
     named = list(_found(config, encode, data.held_out_sources, "data.held_out", notes, progress))
     split = train, held_out = media.apart(data, every, named, "images")
     settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
-    settings += (ahead,) * (ahead is not None)
-    sizes = {"seq": data.seq, "source_seq": config.source_seq, "ahead": ahead}
-    rows = functools.partial(CaptionRows, patches=vision.patches, prepared=data.images, **sizes)
+    settings += (vision.queries, config.model.encoder) * (vision.queries is not None)
+    rows = functools.partial(CaptionRows, config=config)
     cut = sum(caption.cut for caption in (*train, *held_out))
     lines = [
         f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
@@ -96,24 +102,25 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
 
 
-def _encoding(config: Config, tokens: Tokenizer) -> tuple[Callable[[str], tuple[list[int], bool]], Ahead]:
-    """What gives the tokens of a text, and whether some were left out; and the tokens before one that is predicted."""
-    assert config.model.vision
-    if not (queries := config.model.vision.queries):
+def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
+    """What gives the tokens of a text, and whether some were left out."""
+    queries, encoder = config.model.vision and config.model.vision.queries, config.model.encoder
+    if not queries:
         made = labelled.cutting(tokens, "seq", config.data.seq)
 
         def whole(text: str) -> tuple[list[int], bool]:
             encoding = made.encode(text)
             return encoding.ids, bool(encoding.overflowing)
 
-        return whole, None
-    most = config.data.seq - queries.rows + 1
+        return whole
+    start, before = (encoder.start_token, 0) if encoder else (queries.start_token, queries.rows)
+    most = config.data.seq - before + 1
 
     def predicted(text: str) -> tuple[list[int], bool]:
-        ids = [queries.start_token, *tokens.encode(text.encode()).tolist(), tokens.end]
+        ids = [start, *tokens.encode(text.encode()).tolist(), tokens.end]
         return ids[:most], len(ids) > most
 
-    return predicted, (queries.token,) * queries.rows
+    return predicted
 
 
 def _found(

@@ -67,10 +67,10 @@ def read(
     return x_BQD + bias(module, "query_projection_bias", "stream_width", sizes[1:], cfg)
 
 
-def before(rows_BQD: jax.Array | None, batch: dict[str, jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def before(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
     """A function that puts rows, if there are any, at the first places of embedded tokens, [B, T, D].
 
-    `batch`: see `transformer.Decoder`.
+    places_BT: where each token stands, if they are not in their order, or behind padding.
     """
 
     def put(x_BTD: jax.Array) -> jax.Array:
@@ -78,10 +78,9 @@ def before(rows_BQD: jax.Array | None, batch: dict[str, jax.Array]) -> Callable[
             return x_BTD
         T, Q = x_BTD.shape[1], rows_BQD.shape[1]
         whole_BTD = like(jnp.pad(rows_BQD, ((0, 0), (0, T - Q), (0, 0))), BLOCK_INPUT)
-        places_BT = jnp.broadcast_to(jnp.arange(T), x_BTD.shape[:2])
-        if moved := {"places", "slot"} & batch.keys():  # in zigzag, or behind padding
-            places_BT = batch["places" if "places" in moved else "positions"]
-            whole_BTD = jnp.take_along_axis(whole_BTD, places_BT[..., None], axis=1)
+        if places_BT is None:
+            return jnp.where(jnp.arange(T)[:, None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
+        whole_BTD = jnp.take_along_axis(whole_BTD, places_BT[..., None], axis=1)
         return jnp.where(places_BT[..., None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
 
     return put

@@ -31,19 +31,20 @@ class Encoder(Stack):
 
     @nn.compact
     def __call__(
-        self, batch: dict[str, jax.Array], embedding: Weight, dropout_key: jax.Array | None = None
+        self, batch: dict[str, jax.Array], embedding: Weight, rows_BQD: jax.Array | None, dropout_key: jax.Array | None
     ) -> dict[str, jax.Array]:
         """The batch of a decoder without the arrays of its source, with memory [B, S, D] and memory_segment_ids [B, S].
 
-        embedding: the token table. `batch`: see `Decoder`.
+        embedding: the token table. rows_BQD: what stands in place of the first tokens. `batch`: see `Decoder`.
         """
         source = {name.removeprefix(SOURCE): x for name, x in batch.items() if name.startswith(SOURCE)}
         source |= {"row": batch["row"]}
         key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+        places_BT = source["positions"] if "slot" in batch else None
         if self.cfg.frames:
             x_BTD, keys_BT = heard(self, self.cfg, source, key)
         else:
-            x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding)
+            x_BTD, _, keys_BT = embedded(self, self.cfg, source, key, embedding, before(rows_BQD, places_BT))
         memory_BSD = shard(self.blocks(x_BTD, source, keys_BT)[0], MEMORY)
         memory = {"memory": memory_BSD, "memory_segment_ids": source["segment_ids"]}
         return {name: x for name, x in batch.items() if not name.startswith(SOURCE)} | memory
@@ -70,15 +71,18 @@ class Decoder(Stack):
         see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own.
         Once a cache has the keys of the source, it holds memory_segment_ids [B, S] in their place.
         With cfg.vision it holds patches [B, S, X] as `images.ImageClassifier` sees them. The rows that stand for an
-        image then take the places of a row's first tokens.
+        image then take the places of the first tokens of a row, or of its source.
         """
         cfg, prefix_BQD = self.cfg, None
         if cfg.of_queries and "patches" in batch:
             prefix_BQD = read(self, cfg, batch, dropout_key)
         batch = {name: x for name, x in batch.items() if name != "patches"}
-        x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key, first=before(prefix_BQD, batch))
+        # Prompts stand behind padding.
+        places_BT = batch["positions"] if "slot" in batch else batch.get("places")
+        first = before(None if cfg.encoder else prefix_BQD, places_BT)
+        x_BTD, embedding, keys_BT = embedded(self, cfg, batch, dropout_key, first=first)
         if cfg.of_encoder and f"{SOURCE}positions" in batch:
-            batch = Encoder(cfg.of_encoder, name="encoder")(batch, embedding, dropout_key)
+            batch = Encoder(cfg.of_encoder, name="encoder")(batch, embedding, prefix_BQD, dropout_key)
         inputs = LayerInputs(cfg, name="per_layer_inputs")(x_BTD, batch["tokens"]) if cfg.layer_embed else None
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, inputs)
         x_BTD = before_logits(self, cfg, x_BTD)

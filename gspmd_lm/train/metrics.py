@@ -68,9 +68,12 @@ def model_flops(config: Config, arrays: Arrays) -> float:
             for (level, rows), count in zip(rows_of_levels(config), _read_by_levels(config, arrays), strict=True)
         )
     active, trained = (arrays.active_count(model, trained) for trained in (False, True))
+    of_images = 0.0
     if model.vision and model.vision.queries:
-        return _with_queries(config, arrays)
-    if model.vision and (vision := model.of_vision):
+        of_images, read_by_images = _of_queries(config, arrays)
+        active -= read_by_images
+        trained = 0 if "layers" in model.frozen else active
+    elif model.vision and (vision := model.of_vision):
         seen = (
             like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("vision.")
         )
@@ -80,7 +83,7 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         of_image = flops_per_token(vision, of_images - heads[1], rows)
         return data.batch * (of_text * data.seq + of_image * rows + 6.0 * (sum(heads) + data.batch * joint))
     if not (encoder := model.of_encoder):
-        return flops_per_token(model, active, data.seq, trained) * data.batch * data.seq
+        return data.batch * (flops_per_token(model, active, data.seq, trained) * data.seq + of_images)
     of_source = _read_by_sources(arrays.named_params, arrays.params)
     of_source_trained = _read_by_sources(arrays.named_trained, arrays.trained)
     of_text = flops_per_token(model, active - of_source, data.seq, trained - of_source_trained)
@@ -89,26 +92,27 @@ def model_flops(config: Config, arrays: Arrays) -> float:
     if model.frames:  # the first convolution makes two frames for each row
         sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
-    return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
+    return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq + of_images)
 
 
-def _with_queries(config: Config, arrays: Arrays) -> float:
-    """`model_flops` where learned rows read an image. What has no gradient is what `model.frozen` names whole."""
-    model, data, frozen = config.model, config.data, config.model.frozen
-    vision, queries, counts = model.of_vision, model.of_queries, dict.fromkeys(("text", "vision", "queries", "keys"), 0)
+def _of_queries(config: Config, arrays: Arrays) -> tuple[float, int]:
+    """The model FLOPs of rows that read one image, those of the stack that sees it among them; and their parameters."""
+    vision, queries = config.model.of_vision, config.model.of_queries
+    counts = dict.fromkeys(("image", "rows", "keys"), 0)
     assert vision and queries
     for leaf, like in pairs(arrays.named_params, arrays.params):
         first, *rest = leaf.path.split(".")
-        part = "vision" if first == "vision" else "queries" if first.startswith("quer") else "text"
-        counts["keys" if part == "queries" and rest[-2:-1] == ["cross"] and rest[-1][1] in "kv" else part] += like.size
-    of_text = flops_per_token(model, counts["text"], data.seq, 0 if "layers" in frozen else None) * data.seq
-    of_image = flops_per_token(vision, counts["vision"], config.image_rows) * config.image_rows
-    crossed = cross_attention_flops(queries, config.image_rows)
-    of_rows = (flops_per_token(queries, counts["queries"], queries.context) + crossed) * queries.context
-    of_keys = 6.0 * counts["keys"] * config.image_rows
-    if "vision" in frozen:
+        if first == "vision":
+            counts["image"] += like.size
+        elif first.startswith("quer"):  # queries, query_projection and its bias
+            counts["keys" if rest[-2:-1] == ["cross"] and rest[-1][1] in "kv" else "rows"] += like.size
+    of_image = flops_per_token(vision, counts["image"], config.image_rows)
+    of_row = flops_per_token(queries, counts["rows"], queries.context)
+    of_row += cross_attention_flops(queries, config.image_rows)
+    of_keys = 6.0 * counts["keys"]
+    if "vision" in config.model.frozen:  # neither weights nor what keys are made of have gradients
         of_image, of_keys = of_image / 3, of_keys * 2 / 3
-    return data.batch * (of_text + of_image + of_rows + of_keys)
+    return (of_image + of_keys) * config.image_rows + of_row * queries.context, sum(counts.values())
 
 
 def _read_by_sources(named: Any, abstract: Any) -> int:

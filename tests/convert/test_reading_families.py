@@ -23,7 +23,8 @@ from tests.convert import ours, references
 
 GOLDEN = Path(__file__).parent / "golden" / "reading.json"
 IMAGE, START, LENGTHS = 254, 255, (7, 3)  # the token of an image's rows, that behind them, and the tokens of each text
-NEW, LAST = 12, np.cumsum(LENGTHS) + 4 * np.arange(1, 3) - 1  # new tokens, and the last of each text among all
+NEW = 12  # tokens that are written
+LAST = np.cumsum(LENGTHS) + 4 * np.arange(1, 3) - 1  # the last token of each text among all
 SIZES = {"num_attention_heads": 4, "intermediate_size": 40}
 VISION = {"hidden_size": 24, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4, **SIZES}
 QUERIES = {"hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 7, **SIZES}
@@ -32,9 +33,16 @@ OPT = {
     "ffn_dim": 48, "max_position_embeddings": 24, "word_embed_proj_dim": 32, "bos_token_id": START, "eos_token_id": 256,
     "pad_token_id": 1,
 }  # fmt: skip
+T5 = {
+    "model_type": "t5", "vocab_size": 257, "d_model": 32, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 4,
+    "d_kv": 8, "d_ff": 48, "n_positions": 24, "bos_token_id": START, "eos_token_id": 256, "pad_token_id": 0,
+    "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6, "tie_word_embeddings": False,
+}  # fmt: skip
 BLIP2 = {"vision_config": VISION, "num_query_tokens": 4, "image_token_index": IMAGE}
 CASES = {
     "blip2-opt": BLIP2 | {"text_config": OPT, "qformer_config": QUERIES},
+    "blip2-t5": BLIP2 | {"text_config": T5, "qformer_config": QUERIES},
     # Every layer of the queries reads the image, and norms stand after the sums of the decoder.
     "blip2-opt-post": BLIP2 | {
         "text_config": OPT | {"do_layer_norm_before": False, "tie_word_embeddings": False},
@@ -56,28 +64,35 @@ def folder_of(case, folder):
 
 
 def drawn(config):
-    """The rows of images and texts with padding at their right, what is no padding, and images."""
+    """Texts with padding at their right behind the rows of images, what is no padding, and images. With an encoder,
+    the texts alone."""
     rng, rows = np.random.default_rng(0), config["num_query_tokens"]
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     tokens = np.where(mask, rng.integers(4, IMAGE, mask.shape), 1)
     tokens[:, 0] = START
     side = config["vision_config"]["image_size"]
     images = rng.standard_normal((len(LENGTHS), 3, side, side)).astype(np.float32)
+    if config["text_config"]["model_type"] == "t5":
+        return tokens, mask, images
     ahead = np.full((len(LENGTHS), rows), IMAGE)
     return np.concatenate([ahead, tokens], 1), np.concatenate([ahead > 0, mask], 1), images
 
 
-def computed(opened, seq, source_seq):
-    """The logits of our model at all tokens, with so many of a text and rows of an image."""
-    patches, (tokens, mask, images) = opened.config.model.vision.patches, drawn(opened.like)
+def computed(opened, seq, source_seq, image_rows):
+    """The logits of our model at all tokens, with so many of a text, of its source and rows of an image."""
+    model, (tokens, mask, images) = opened.config.model, drawn(opened.like)
+    patches, padding, T = model.vision.patches, ((0, 0), (0, seq - tokens.shape[1])), tokens.shape[1]
     cut = rearrange(images, "B c (h p) (w q) -> B (h w) (c p q)", p=patches.size, q=patches.size)
-    padding, T = ((0, 0), (0, seq - tokens.shape[1])), tokens.shape[1]
     batch = {
         "tokens": np.pad(tokens, padding, constant_values=5), "segment_ids": np.pad(mask.astype(np.int32), padding),
         "positions": np.tile(np.arange(seq), (len(tokens), 1)),
-        "patches": np.pad(cut, ((0, 0), (1, source_seq - patches.rows), (0, 0)), constant_values=7.0),
+        "patches": np.pad(cut, ((0, 0), (1, image_rows - patches.rows), (0, 0)), constant_values=7.0),
     }  # fmt: skip
-    return np.asarray(ours.compiled(opened.config.model, ours.on_one_device(opened), batch))[:, :T][mask]
+    if model.encoder:
+        row = np.pad([IMAGE] * 4 + [START], (0, source_seq - 5), constant_values=5)
+        source = {"tokens": row, "segment_ids": np.arange(source_seq) < 5, "positions": np.arange(source_seq)}
+        batch |= {f"source_{name}": np.tile(one.astype(np.int32), (len(tokens), 1)) for name, one in source.items()}
+    return np.asarray(ours.compiled(model, ours.on_one_device(opened), batch))[:, :T][mask]
 
 
 def files(folder):
@@ -104,7 +119,7 @@ def test_logits_are_those_of_transformers_and_files_come_back(golden, tmp_path):
     model, data = opened.config.model, opened.config.data
     assert (opened.family.name, opened.config.objective, data.seq, data.source_seq) == ("BLIP-2", "causal", 24, 8)
     assert model.frozen == ("vision",)
-    check(computed(opened, 12, 8)[LAST], np.array(case["logits"]))
+    check(computed(opened, 12, 8, 8)[LAST], np.array(case["logits"]))
     params = jax.device_get(ours.on_one_device(opened))
     loaded = gspmd_lm.load(tmp_path / "in", rules="none", overrides=[ours.EXACT])
     texts = loaded.generate([str(path) for path in files(tmp_path)], max_new_tokens=NEW)
@@ -165,10 +180,16 @@ def test_transformers_itself(name, tmp_path):
     torch.set_num_threads(1)
     kind = transformers.Blip2ForConditionalGeneration
     sizes = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    if "t5" in name:  # transformers 5 leaves it to the files whether there is a head
+        sizes["config"]["text_config"]["tie_word_embeddings"] = False
+        sizes["tensors"]["language_model.lm_head.weight"] = sizes["tensors"]["language_model.shared.weight"]
     tokens, mask, images = drawn(sizes["config"])
 
     def logits(model):
         arrays = {"input_ids": tokens, "attention_mask": mask.astype(np.int64), "pixel_values": images}
+        if model.config.text_config.model_type == "t5":
+            source = np.array([[IMAGE] * 4 + [START]] * len(tokens))
+            arrays = {"input_ids": source, "decoder_input_ids": tokens, "pixel_values": images}
         with torch.no_grad():
             return model(**{key: torch.from_numpy(one) for key, one in arrays.items()}).logits.numpy()[mask]
 
@@ -179,7 +200,8 @@ def test_transformers_itself(name, tmp_path):
             pixels = torch.from_numpy(seen.transpose(2, 0, 1)[None])
             with torch.no_grad():
                 found = model.generate(pixel_values=pixels, do_sample=False, max_new_tokens=NEW)
-            texts.append(found[0, vision.queries.rows + 1 :].tolist())
+            ahead = 1 if opened.config.model.encoder else vision.queries.rows + 1
+            texts.append(found[0, ahead:].tolist())
         return texts
 
     for salt in range(50):
@@ -191,16 +213,16 @@ def test_transformers_itself(name, tmp_path):
             break
     else:
         raise AssertionError("no weights with which a text does not repeat itself")
-    want = logits(model)
+    want, last = logits(model), LAST if "opt" in name else np.cumsum(LENGTHS) - 1
     if os.environ.get("GSPMD_LM_RECORD"):
         known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        case |= {"logits": want[LAST].tolist(), "tokens": texts}
+        case |= {"logits": want[last].tolist(), "tokens": texts}
         GOLDEN.write_text(json.dumps(known | {name: case}) + "\n")
     recorded = json.loads(GOLDEN.read_text())[name]
-    check(np.array(recorded["logits"]), want[LAST])
+    check(np.array(recorded["logits"]), want[last])
     assert recorded["tokens"] == texts
-    for seq, source_seq in ((11, 5), (16, 16)):
-        check(computed(opened, seq, source_seq), want)
+    for sizes in ((11, 5, 5), (16, 8, 16)):
+        check(computed(opened, *sizes), want)
     params = jax.device_get(ours.on_one_device(opened))
     for kept in (True, False):
         export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)

@@ -17,7 +17,7 @@ COLOURS = ("red", "green", "blue")
 
 
 QUERIES = {"rows": 2, "layers": 1, "token": 254, "start_token": 255}
-READING = {"vision": {"patches": {"image": 8, "size": 4}, "queries": QUERIES}}
+READING = {"objective": "causal", "vision": {"patches": {"image": 8, "size": 4}, "queries": QUERIES}}
 
 
 def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(), **data):
@@ -28,8 +28,8 @@ def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "captions", "objective": "causal" if model == READING else "contrastive",
-         "model": plain | dict(model),
+        {"name": "captions", "objective": dict(model).pop("objective", "contrastive"),
+         "model": plain | {key: value for key, value in dict(model).items() if key != "objective"},
          "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
          "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
     )  # fmt: skip
@@ -79,6 +79,18 @@ def test_a_text_that_is_predicted_stands_behind_what_stands_for_its_image(folder
     assert found["targets"].tolist()[1] == [-1, -1, *b"a text of "]
     assert (found["targets"][2] == -1).all() and not found["segment_ids"][2].any()
     assert train.tokens_per_epoch == 4 + 10 and "texts cut to data.seq=12 tokens: 1" in train.description
+
+
+def test_what_stands_for_an_image_is_the_source_of_an_encoder(folder):
+    model = READING | {"objective": "seq2seq", "encoder": {"start_token": 7}, "row_multiple": 8}
+    train = loader.open_loaders(config_of(folder, model=model, source_seq=4))[0]
+    found = train.rows.read([1, -1])
+    assert found["source_tokens"].tolist() == [[254, 254, 255, 0], [0] * 4]
+    assert found["source_segment_ids"].tolist() == [[1, 1, 1, 0], [0] * 4]
+    assert found["source_positions"].tolist() == [[0, 1, 2, 0], [0] * 4]
+    assert found["tokens"].tolist()[0] == [7, *b"green 1", 0, 0, 0, 0]
+    assert found["targets"].tolist()[0] == [*b"green 1", 256, -1, -1, -1, -1]
+    assert found["patches"].shape == (2, 8, 48) and found["patches"][0, 1:5].any() and not found["patches"][1].any()
 
 
 def test_tables_of_other_kinds_hold_the_same_images(folder):

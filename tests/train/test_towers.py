@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm.config import Encoder, Images, Lora, Patches, Queries, Vision
+from gspmd_lm.config import Encoder, Images, Lora, Patches, Queries, RelativePositions, Vision
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.towers import compare
 from gspmd_lm.plan.pipelines import layers
@@ -48,6 +48,10 @@ BLIP2 = {
         queries=Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56, token=60, start_token=2),
     ),
 }  # fmt: skip
+BLIP2_T5 = BLIP2 | {
+    "objective": "seq2seq", "encoder": Encoder(layers=1), "positions": "none", "data": {"source_seq": 16},
+    "relative_positions": RelativePositions(ranges=8, distance=6), "row_multiple": 8,
+}  # fmt: skip
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 
@@ -56,6 +60,7 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
     [
         ("fsdp2_tp4", BLIP2),
         *(pytest.param(layout, BLIP2, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "fsdp2_tp4"),
+        *(pytest.param(layout, BLIP2_T5, marks=pytest.mark.slow) for layout in LAYOUTS),
         pytest.param("cp8", BLIP2 | {"dropout": 0.1}, marks=pytest.mark.slow),
         pytest.param("fsdp2_tp4", BLIP2 | {"frozen": (), "positions": "rope"}, marks=pytest.mark.slow),
     ],
