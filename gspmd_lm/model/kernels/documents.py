@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 from gspmd_lm.sharding.op_names import scope
 
-AT_ONCE = 32  # documents in one call for each row; a call holds softmax sums of the length of a row for each document
+# Documents in one call for each row. A call holds softmax sums of the length of a row for each of them, and backward,
+# gradients of queries in float32.
+AT_ONCE = 32
+OF_ONE_TEXT = 2  # of a row that holds one text, which is a document, and its padding is another
 
 
 class Ranges(NamedTuple):
@@ -37,16 +40,20 @@ class Documents(NamedTuple):
 
     of_BT: jax.Array
     place_BT: jax.Array
-    begins: jax.Array
+    begins: jax.Array  # those of one call more than there are tokens
     total: jax.Array
 
 
-def runs(segments_BT: jax.Array) -> Documents:
-    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one."""
+def runs(segments_BT: jax.Array, at_once: int | None = None) -> Documents:
+    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one.
+
+    at_once: how many of a row are computed in one call, AT_ONCE by default.
+    """
     B, T = segments_BT.shape
     change_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
-    begins = jnp.nonzero(change_BT.ravel(), size=B * T + _at_once(B, T) + 1, fill_value=B * T)[0].astype(jnp.int32)
+    in_call = B * max(2, min(at_once or AT_ONCE, T))
+    begins = jnp.nonzero(change_BT.ravel(), size=B * T + in_call + 1, fill_value=B * T)[0].astype(jnp.int32)
     return Documents(of_BT, _counted(B, T) - begins[of_BT], begins, of_BT[-1, -1] + 1)
 
 
@@ -72,7 +79,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
     """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, CallRanges):
         return add(results, packed)
-    at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size
+    at_once = len(packed.begins) - packed.of_BT.size - 1
 
     def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         first, results = state
@@ -81,13 +88,8 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
         return first + at_once, add(results, CallRanges(ranges, ranges))
 
-    assert len(packed.begins) == tokens + at_once + 1
     with scope("turns", "1"):
         return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
-
-
-def _at_once(B: int, T: int) -> int:
-    return B * max(2, min(AT_ONCE, T))
 
 
 def _counted(B: int, T: int) -> jax.Array:

@@ -164,6 +164,16 @@ def test_replicas_are_computed_one_after_the_other(replicas, calls):
         np.testing.assert_allclose(a.reshape(b.shape), b, atol=2e-6)
 
 
+@pytest.mark.parametrize(("changes", "documents_of_a_row"), [({}, 24), ({"classes": 3, "mask": "full"}, 2)])
+def test_a_call_has_room_for_as_many_documents_as_a_row_may_hold(changes, documents_of_a_row, monkeypatch):
+    """A backward pass holds float32 gradients of all queries of a row for each."""
+    monkeypatch.setattr(kernels, "check_cudnn_version", lambda: 91200)
+    qkv, _, _ = arrays(3, 24, 8)
+    call = functools.partial(attention.fused, kernel="cudnn", cfg=settings(8, **changes))
+    text = str(jax.make_jaxpr(lambda *qkv: call(*qkv, SINKS, packed_rows()))(*qkv))
+    assert f"i32[3,{documents_of_a_row}]" in text and f"i32[3,{documents_of_a_row + 1}]" in text
+
+
 def test_a_window_is_jaxs_own_of_one_key_less():
     """Where jax is asked for a window it tells cuDNN this length, and masks so without cuDNN."""
     (q, k, v), *_ = arrays(1, 24, 8)
