@@ -119,6 +119,20 @@ def summed_bytes(call: Instruction) -> float:
     return 2.0 * (queries + keys) if keys < queries else 0.0
 
 
+def workspace_bytes(call: Instruction) -> int:
+    """The memory in which a backward pass of cuDNN works, where the compiler did not ask cuDNN; else 0.
+
+    It holds float32 gradients and sums of all queries for each document, and gradients of keys and values for each
+    query head that shares them. So much did cuDNN 9.19 ask for in the programs of benchmarks/results/on_device.json.
+    """
+    if call.custom_call_target != "__cudnn$fmhaSoftmaxBackward" or call.shape.arrays[-1].bytes:
+        return 0
+    config, (q, k) = call.config["cudnn_fmha_backend_config"], (one.shape.arrays[0] for one in call.operands[:2])
+    rows, heads, queries, _ = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+    of_query = q.dimensions[-1] * (2 if k.bytes < q.bytes else 1) + 1
+    return 4 * rows * int(config.get("max_seg_per_batch", 1)) * heads * queries * of_query
+
+
 def cudnn_s(
     operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True, window: int = 0
 ) -> float:

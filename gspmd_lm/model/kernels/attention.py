@@ -95,9 +95,7 @@ def fused(
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     from gspmd_lm.model.kernels import cudnn, documents
 
-    one_text = cfg.patches or cfg.frames or (cfg.classes and cfg.classes_of == "text")
-    at_once = documents.OF_ONE_TEXT if one_text else documents.AT_ONCE
-    packed = None if segments_BT is None else documents.runs(segments_BT, at_once)
+    packed = None if segments_BT is None else documents.runs(segments_BT)
     passes = (functools.partial(one, causal=cfg.mask == "causal") for one in (cudnn.forward, cudnn.backward))
     return with_sums(tuple(passes), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (packed,))
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from gspmd_lm.sharding.op_names import scope
 
-# Documents in one call for each row. A call holds softmax sums of the length of a row for each of them, and backward,
-# gradients of queries in float32.
-AT_ONCE = 32
-OF_ONE_TEXT = 2  # of a row that holds one text, which is a document, and its padding is another
+# The documents of a row that one call computes: one for so many tokens. Backward, a call holds float32 gradients of all
+# queries of a row for each document. More calls only join more results.
+TOKENS_OF_ONE = 512
+FEWEST, MOST = 2, 32
 
 
 class Ranges(NamedTuple):
@@ -40,20 +40,16 @@ class Documents(NamedTuple):
 
     of_BT: jax.Array
     place_BT: jax.Array
-    begins: jax.Array  # those of one call more than there are tokens
+    begins: jax.Array
     total: jax.Array
 
 
-def runs(segments_BT: jax.Array, at_once: int | None = None) -> Documents:
-    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one.
-
-    at_once: how many of a row are computed in one call, AT_ONCE by default.
-    """
+def runs(segments_BT: jax.Array) -> Documents:
+    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one."""
     B, T = segments_BT.shape
     change_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
-    in_call = B * max(2, min(at_once or AT_ONCE, T))
-    begins = jnp.nonzero(change_BT.ravel(), size=B * T + in_call + 1, fill_value=B * T)[0].astype(jnp.int32)
+    begins = jnp.nonzero(change_BT.ravel(), size=B * T + _at_once(B, T) + 1, fill_value=B * T)[0].astype(jnp.int32)
     return Documents(of_BT, _counted(B, T) - begins[of_BT], begins, of_BT[-1, -1] + 1)
 
 
@@ -79,7 +75,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
     """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, CallRanges):
         return add(results, packed)
-    at_once = len(packed.begins) - packed.of_BT.size - 1
+    at_once = _at_once(*packed.of_BT.shape)
 
     def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         first, results = state
@@ -90,6 +86,10 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
 
     with scope("turns", "1"):
         return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
+
+
+def _at_once(B: int, T: int) -> int:
+    return B * min(max(FEWEST, T // TOKENS_OF_ONE), MOST)
 
 
 def _counted(B: int, T: int) -> jax.Array:
