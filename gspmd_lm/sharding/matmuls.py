@@ -45,7 +45,6 @@ from gspmd_lm.sharding.annotate import (
     split,
     use,
 )
-from gspmd_lm.sharding.cut_einsum import cut_einsum, equation_of, letters_of
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
@@ -53,8 +52,11 @@ from gspmd_lm.sharding.partial_sums import (
     TokenSharding,
     Unreduced,
     copied,
+    cut_einsum,
+    equation_of,
     gradient,
     gradient_slot,
+    letters_of,
     reduced,
     tokens_of,
     unreduced,
