@@ -1,5 +1,6 @@
-"""What devices send to each other, each to one."""
+"""What devices send to each other: an array to one other device, the layers of a pipeline, and slices of rows."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.sharding.annotate import Spec, Split, per_device
+from gspmd_lm.sharding.annotate import Spec, Split, per_device, platform
 from gspmd_lm.sharding.op_names import scope
 
 
@@ -81,3 +82,43 @@ def _rounds(stages: int, repeats: int) -> list[list[int]]:
     # p % R repeats after R / gcd(S, R) of them, and the quotient has then grown by one.
     number = [(part + part // math.lcm(stages, repeats)) % repeats for part in range(stages * repeats)]
     return [[part for part, at in enumerate(number) if at == round_] for round_ in range(repeats)]
+
+
+# Slices of rows, of other sizes for each device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Slices of rows that a device sends and receives: arguments of `jax.lax.ragged_all_to_all`."""
+
+    over: Split = dataclasses.field(metadata={"static": True})
+    starts: jax.Array  # of the slices that are sent
+    sent: jax.Array  # their sizes
+    targets: jax.Array  # where they begin at their receivers
+    received: jax.Array  # the sizes of what arrives
+
+    def exchanged(self, rows_ND: jax.Array, size: int, array: str) -> jax.Array:
+        """[size, D]: what arrives; zeros where nothing does. array: the name of what is sent."""
+        into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
+        with scope("rules", array):
+            exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
+            segments = self.starts, self.sent, self.targets, self.received
+            return exchange(rows_ND, into, *segments, axis_name=self.over.over)
+
+
+def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` for the CPU, where XLA has none (jax issue 34755): every device receives all rows."""
+    all_sND, starts_s, sent_s, targets_s = (
+        jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)
+    )  # fmt: skip
+    device, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
+    first, size, at = (
+        jax.lax.dynamic_slice_in_dim(x, device * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)
+    )
+    offset_gM = jnp.arange(len(into_MD)) - at  # g: the slices that arrive here
+    arrives_gM = (offset_gM >= 0) & (offset_gM < size)
+    source_gM = jnp.arange(len(at))[:, None] // each * rows_ND.shape[0] + first + offset_gM
+    source_M = jnp.where(arrives_gM, source_gM, 0).sum(0)
+    rows_MD = all_sND.reshape(-1, rows_ND.shape[1])[source_M]
+    return jnp.where(arrives_gM.any(0)[:, None], rows_MD, into_MD)
