@@ -19,8 +19,7 @@ from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
-from gspmd_lm.runtime.agreement import Agreement
-from gspmd_lm.runtime.preemption import StopSignal
+from gspmd_lm.runtime.preemption import Agreement, StopSignal
 from gspmd_lm.train import init_from, metrics, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms

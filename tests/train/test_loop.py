@@ -19,7 +19,7 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.runtime import compiler
-from gspmd_lm.runtime.agreement import Agreement
+from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Clock
