@@ -22,8 +22,7 @@ from gspmd_lm.runtime import compiler
 from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
-from gspmd_lm.train.saving import Clock
-from gspmd_lm.train.stopping import SkippedSteps
+from gspmd_lm.train.saving import Clock, SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.train.runs import CPU, TRAIN, losses_of, rows_of, state_of
 
