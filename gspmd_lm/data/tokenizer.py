@@ -47,14 +47,6 @@ class Bytes:
         """The int32 ids of a text to continue."""
         return self.encode(text.encode("utf-8", "replace"))
 
-    def encode_source(self, text: str) -> np.ndarray:
-        """The int32 ids of a text that an encoder reads, as `template` makes them."""
-        return np.asarray(self._of_sources.encode(text).ids, np.int32)
-
-    @functools.cached_property
-    def _of_sources(self) -> tokenizers.Tokenizer:
-        return self.template()
-
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The bytes of the ids. End tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
@@ -158,14 +150,6 @@ class HuggingFace:
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def encode_source(self, text: str) -> np.ndarray:
-        """The int32 ids of a text that an encoder reads, as `template` makes them."""
-        return np.asarray(self._of_sources.encode(text).ids, np.int32)
-
-    @functools.cached_property
-    def _of_sources(self) -> tokenizers.Tokenizer:
-        return self.template()
-
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The text of the ids as UTF-8, with special tokens spelled out or left out.
 
@@ -221,6 +205,16 @@ class HuggingFace:
 
 
 Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+
+
+def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The int32 ids of a text that an encoder reads, as `template` makes them."""
+    return np.asarray(_template(tokenizer).encode(text).ids, np.int32)
+
+
+@functools.lru_cache(maxsize=1)
+def _template(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    return tokenizer.template()
 
 
 def _byte_names() -> list[str]:
