@@ -13,10 +13,10 @@ from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import sum_of
 
 # (a record, its place such as file:line, the field of the conversation) -> a document
 OfRecord = Callable[[dict[str, Any], str, str], bytes]
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,18 +211,14 @@ def _hash(
 
     def digest(one: tuple[Path, str]) -> tuple[SourceFile, str]:
         path, field = one
-        hashed, size_bytes = hashlib.sha256(), 0
         try:
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    hashed.update(block)
-                    size_bytes += len(block)
+            size_bytes, sha256 = sum_of(path)
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
             ) from error
         odd = formats.oddity(path) if size_bytes else "empty"
-        return SourceFile(path, field, size_bytes, hashed.hexdigest()), odd
+        return SourceFile(path, field, size_bytes, sha256), odd
 
     total_bytes, done_bytes = sum(path.stat().st_size for path, _ in files), 0
     with ThreadPoolExecutor(max_workers=4) as pool:
