@@ -36,7 +36,7 @@ def main() -> None:
         print(f"open a cache that exists: {time.perf_counter() - start:.2f} s")
         for packed, (batch, seq) in product((True, False), ((32, 256), (32, 2048), (8, 8192))):
             rows = packing.documents(stream, seq, end) if packed else packing.text(stream, seq)
-            feed = loader.Loader(rows, batch, 0, True, 0, "", "")
+            feed = loader.Loader(rows, batch, 0, True, "", "")
             name = f"{'documents' if packed else 'stream'} packing, batch {batch}, seq {seq}"
             print(f"read {name}: {_read_rate(feed):.0f} M tokens/s, to the device {_device_rate(feed):.0f}")
 

@@ -44,10 +44,6 @@ class SoundRows:
     def __len__(self) -> int:
         return len(self.sounds)
 
-    @property
-    def targets(self) -> int:
-        return sum(len(sound.text) for sound in self.sounds)
-
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """What `pairs.PairRows` gives of pairs, with float32 source_frames [len(indices), source_seq, WINDOW, bands] in
         place of source_tokens.
