@@ -24,9 +24,6 @@ class MediaRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    @property
-    def seq(self) -> int: ...
-
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of rows. An index of -1 gives a row that no score counts."""
         ...

@@ -83,14 +83,10 @@ class Rows:
 class Joined:
     """The rows of several parts, one after another."""
 
-    parts: Sequence[Any]  # each has len(), seq and read(), as Rows does
+    parts: Sequence[Any]  # each has len() and read(), as Rows does
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    @property
-    def seq(self) -> int:
-        return self.parts[0].seq
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """As `read` of the parts."""

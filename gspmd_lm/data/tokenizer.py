@@ -88,7 +88,7 @@ class HuggingFace:
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = tuple(self.special.values())
         self.path = path
-        self.end = self._find_end()
+        self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
         if framed:
@@ -180,9 +180,6 @@ class HuggingFace:
         names = _byte_names() if '"ByteLevel"' in raw else [f"<0x{byte:02X}>" for byte in range(256)]
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
-
-    def _find_end(self) -> int:
-        return self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
 
     def _find_frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that the file's template puts before a text, and after it."""

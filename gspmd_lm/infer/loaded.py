@@ -122,7 +122,6 @@ class Model:
     def _ready(self, ids: Sequence[Sequence[int]], new_tokens: int) -> generation.Generator:
         """Programs that are large enough for these prompts, with the weights: those of the last call if they are."""
         last = self._generator
-        generation.check_prompts(self.config, ids, new_tokens)
         if last is not None:
             sizes = last.programs.sizes
             written = new_tokens + generation.given_tokens(self.config)
