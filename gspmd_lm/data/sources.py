@@ -141,7 +141,8 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
         name = ", ".join(one.path for one in group)
         if not files and group:
             place = "data.held_out" if group == data.held_out_sources else "data.source"
-            raise InputError(f"{place}: {name}: nothing to read\n  {_indented(notes)}\n  fix   name other files")
+            skipped = str(notes).replace("\n", "\n  ")
+            raise InputError(f"{place}: {name}: nothing to read\n  {skipped}\n  fix   name other files")
         parts.append(SourcePart(name, files, group[0].weight if group else None))
     held_out_part = parts.pop()
     total = hashlib.sha256()
@@ -231,7 +232,3 @@ def _hash(
             elif odd:
                 notes.skipped(odd, file.path)
             yield None if odd in ("empty", formats.BINARY) else file
-
-
-def _indented(notes: corpus.FileNotes) -> str:
-    return str(notes).replace("\n", "\n  ")

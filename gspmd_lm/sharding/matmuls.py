@@ -32,19 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import (
-    Adapted,
-    Spec,
-    Split,
-    Weight,
-    like,
-    parse,
-    placement,
-    remat,
-    shard,
-    split,
-    use,
-)
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, like, parse, placement, remat, shard, split, use
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,

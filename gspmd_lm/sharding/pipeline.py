@@ -180,10 +180,7 @@ def sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
         return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
 
 
-sent.defvjp(
-    lambda over, step, x: (sent(over, step, x), None),
-    lambda over, step, _, dx: (sent(over, -step, dx),),
-)
+sent.defvjp(lambda over, step, x: (sent(over, step, x), None), lambda over, step, _, dx: (sent(over, -step, dx),))
 
 
 def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]:
