@@ -54,7 +54,6 @@ IN_FORESIGHT = {
     "any_step": "equations propagation",
     "compile": "any_step exported propagation",
     "timing": "hlo",
-    "parts": "",
     "report": "table timing bounds collectives memory",
     "advice": "table report timing bounds collectives memory hlo",
     "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step",

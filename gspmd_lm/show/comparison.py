@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from gspmd_lm.foresight.parts import differences
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.show import html, terminal
 from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text, figure
 from gspmd_lm.show.report import about, fit, memory_bar, mesh, page_sections, sections, time_bar, title, verdict

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.parts import parts_s
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.table import split
-from gspmd_lm.foresight.timing.predict import Prediction
+from gspmd_lm.foresight.timing.predict import Prediction, parts_s
 from gspmd_lm.show import html, terminal
 from gspmd_lm.show.collectives import of_floor, section_of
 from gspmd_lm.show.document import (
