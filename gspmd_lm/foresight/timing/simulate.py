@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.hlo import HOST_SPACE, Computation, Instruction, Module
-from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, ENDED, CollectiveOp, rendezvous
+from gspmd_lm.foresight.hlo.work import COLLECTIVES, ENDED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
