@@ -1,11 +1,11 @@
-"""Images with labels: those of folders, each named after its class, and those in tables, cut into patches."""
+"""Images, cut into patches: with labels, in folders named after classes or in tables, or with texts, in tables."""
 
 import contextlib
 import dataclasses
 import functools
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +14,9 @@ import numpy as np
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
-from gspmd_lm.data import corpus, formats, labelled, media
+from gspmd_lm.data import corpus, formats, labelled, media, trained
 from gspmd_lm.data.remote import Progress
+from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -41,10 +42,6 @@ class ImageRows:
     seq: int
 
     def __len__(self) -> int:
-        return len(self.images)
-
-    @property
-    def targets(self) -> int:
         return len(self.images)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -237,3 +234,122 @@ def needs_pillow() -> None:
         raise InputError(
             "images are decoded by Pillow, which is not installed\n  fix   pip install 'gspmd_lm[vision]'"
         ) from error
+
+
+# Images with texts
+
+
+_NAMES = ("tokens", "segment_ids", "positions")
+
+
+class Caption(NamedTuple):
+    """An image that is not decoded yet, and the tokens of its text."""
+
+    encoded: media.Encoded
+    text: np.ndarray  # int32, with the special tokens of the tokenizer's template, or of a text that is predicted
+    cut: bool  # whether tokens of the text were left out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CaptionRows:
+    """Rows with one text and its image in each. The image is decoded when it is read."""
+
+    captions: Sequence[Caption]
+    config: Config
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `ImageRows`.
+
+        segment_ids: 1, and 0 for padding. Where queries read images also targets [len(indices), seq], -1 where there is
+        none, and what an encoder reads, as `pairs.PairRows` has it. An index of -1 gives a row of padding. Raises an
+        InputError that names an image that cannot be decoded.
+        """
+        config, vision, rows = self.config, self.config.model.vision, len(indices)
+        assert vision
+        queries, encoder, sizes = vision.queries, config.model.encoder, vision.patches
+        ahead = (queries.token,) * queries.rows if queries else ()
+        patches = np.zeros((rows, config.image_rows, sizes.pixels), np.float32)
+        fields = {name: np.zeros((rows, config.data.seq), np.int32) for name in _NAMES}
+        fields |= {f"source_{name}": np.zeros((rows, config.source_seq), np.int32) for name in _NAMES if encoder}
+        fields |= {"targets": np.full((rows, config.data.seq), -1, np.int32)} if queries else {}
+
+        def fill(i: int, prefix: str, ids: Sequence[int] | np.ndarray) -> None:
+            for name, values in zip(_NAMES, (ids, 1, np.arange(len(ids))), strict=True):
+                fields[f"{prefix}{name}"][i, : len(ids)] = values
+
+        def put(i: int, caption: Caption) -> None:
+            found = cut(pixels(caption.encoded, sizes, config.data.images), sizes)
+            patches[i, sizes.first : sizes.rows] = found
+            if queries and encoder:
+                fill(i, "source_", [*ahead, queries.start_token])
+            before = () if encoder else ahead
+            fill(i, "", [*before, *(caption.text[:-1] if queries else caption.text)])
+            if queries:
+                fields["targets"][i, len(before) : len(before) + len(caption.text) - 1] = caption.text[1:]
+
+        media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
+        return fields | {"patches": patches}
+
+
+def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
+    """The images and texts of `data.source` and of `data.held_out`, a share of which is chosen by content.
+
+    Raises an InputError that names the place of what is no image, or has no text.
+    """
+    needs_pillow()
+    data, vision, notes = config.data, config.model.vision, corpus.FileNotes()
+    assert vision
+    tokens = load_tokenizer(data.tokenizer)
+    trained.check_vocabulary(config, tokens.vocab_size)
+    encode = _encoding(config, tokens)
+    every = list(_captions(config, encode, data.sources, "data.source", notes, progress))
+    named = list(_captions(config, encode, data.held_out_sources, "data.held_out", notes, progress))
+    split = train, held_out = media.apart(data, every, named, "images")
+    settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
+    settings += (vision.queries, config.model.encoder) * (vision.queries is not None)
+    rows = functools.partial(CaptionRows, config=config)
+    cut = sum(caption.cut for caption in (*train, *held_out))
+    lines = [
+        f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
+        media.left_out(data, every, train, "images"), str(notes),
+    ]  # fmt: skip
+    return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
+
+
+def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
+    """What gives the tokens of a text, and whether some were left out."""
+    queries, encoder = config.model.vision and config.model.vision.queries, config.model.encoder
+    if not queries:
+        made = labelled.cutting(tokens, "seq", config.data.seq)
+
+        def whole(text: str) -> tuple[list[int], bool]:
+            encoding = made.encode(text)
+            return encoding.ids, bool(encoding.overflowing)
+
+        return whole
+    start, before = (encoder.start_token, 0) if encoder else (queries.start_token, queries.rows)
+    most = config.data.seq - before + 1
+
+    def predicted(text: str) -> tuple[list[int], bool]:
+        ids = [start, *tokens.encode(text.encode()).tolist(), tokens.end]
+        return ids[:most], len(ids) > most
+
+    return predicted
+
+
+def _captions(
+    config: Config, encode: Callable[[str], tuple[list[int], bool]], sources: Sequence[config_data.Source], place: str,
+    notes: corpus.FileNotes, progress: Progress | None,
+) -> Iterator[Caption]:  # fmt: skip
+    """The records of tables, in their order. The headers of their images are read."""
+    found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
+    for table, where, record in found:
+        name, text_name = config.data.fields
+        where, held, path = media.content_of(table, where, record, name, "image")
+        check(where, held)
+        text, _ = labelled.valid(labelled.text_of(record, text_name, where))
+        ids, was_cut = encode(text)
+        yield Caption(media.Encoded.of(where, held, path), np.asarray(ids, np.int32), was_cut)

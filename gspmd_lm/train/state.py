@@ -18,7 +18,7 @@ from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays
+from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 
 
@@ -63,11 +63,6 @@ def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
     if wrong:
         known = ", ".join(weights.params)
         raise InputError(f"model.frozen={list(frozen)}: {', and '.join(wrong)}\n  fix   some of {known}")
-
-
-def activations(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Activations:
-    """The activations that the model names in one microbatch under `rules`."""
-    return recorded(config, arrays, microbatches, rules).arrays
 
 
 def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:

@@ -1,14 +1,15 @@
-"""The section `model.vision` of a config: a stack of blocks that sees images, and rows that stand for one in a text."""
+"""The sections `model.encoder` and `model.vision` of a config: stacks of blocks beside those of the model."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
+import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.encoder import OtherStack
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Size
 
+Token = Annotated[int, pydantic.Field(ge=0)]
 _SIZES = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 # What stacks of BLIP-2 have in common, whatever the decoder has, and what they have like it.
 _PLAIN: dict[str, Any] = {
@@ -17,6 +18,84 @@ _PLAIN: dict[str, Any] = {
 }  # fmt: skip
 _SHARED = ("compute_dtype", "weight_dtype", "matmul_dtype", "matmul_precision", "attention_scores_dtype", "dropout",
            "init_std", "frozen")  # fmt: skip
+
+
+class OtherStack:
+    """A stack of blocks beside those of the model, which it is like but for some sizes; 0 means the model's."""
+
+    SIZES: ClassVar[tuple[str, ...]]  # the names of these settings
+    heads: int
+    kv_heads: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The settings that differ from the model's, by their names."""
+        return {name: size for name in self.SIZES if (size := getattr(self, name))}
+
+    def with_all_sizes(self, model: Any) -> Self:
+        """The same with the sizes of the model written out."""
+        written = {name: getattr(self, name) or getattr(model, name) for name in self.SIZES}
+        return dataclasses.replace(cast(Any, self), **written)
+
+    def in_no_other_stack(self, model: Any, section: str) -> dict[str, Any]:
+        """What neither of two stacks may have -> whether the model has it. section: the name of this one's settings."""
+        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
+                "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "relative_vectors")  # fmt: skip
+        heads, kv_heads = self.heads, self.kv_heads
+        return {
+            **{key: getattr(model, key) for key in keys},
+            "residual_streams": model.residual_streams > 1,
+            "block: parallel": model.block == "parallel",
+            f"{section}.heads={heads} and {section}.kv_heads={kv_heads}, which do not divide":
+                (heads or model.heads) % (kv_heads or model.kv_heads),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Encoder(OtherStack):
+    """A stack of blocks that sees all of a source, and whose output each layer of the decoder attends to (T5, BART).
+
+    It is like the decoder but for its mask, which is full, and for the sizes here; 0 means the decoder's. Both look up
+    tokens in one table, or, with model.frames, the encoder hears sounds (Whisper).
+    """
+
+    SIZES: ClassVar = ("layers", "heads", "kv_heads", "head_dim", "mlp", "context")
+
+    layers: Count = 0  # how many blocks
+    heads: Count = 0  # query heads
+    kv_heads: Count = 0  # key and value heads
+    head_dim: Count = 0  # the size of one head
+    mlp: Count = 0  # the hidden width of the feed-forward network
+    context: Count = 0  # the longest source
+    start_token: Count = 0  # the token that stands before a text that is written
+    # The tokens that each text begins with, which generation does not choose: that of the language (mBART), or those of
+    # language, task and times (Whisper). Rows of sounds begin with them; others do if the tokenizer's template says so.
+    first_tokens: tuple[Token, ...] = ()
+    suppressed: tuple[Token, ...] = ()  # tokens that generation never chooses
+    suppressed_first: tuple[Token, ...] = ()  # tokens that it does not choose first
+
+    def of(self, model: Any) -> Any:
+        """The settings of the encoder, from those of the decoder."""
+        own: dict[str, Any] = {"encoder": None, "vision": None, "mask": "full", "layer_pattern": ()}
+        own |= {"positions": "learned", "position_offset": 0} if model.frames else {}
+        return dataclasses.replace(model, **own, **self.sizes)
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """The settings that are tokens, by their names."""
+        names = ("first_tokens", "suppressed", "suppressed_first")
+        return {"start_token": (self.start_token,), **{name: getattr(self, name) for name in names}}
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with an encoder."""
+        problems = {
+            **self.in_no_other_stack(model, "encoder"),
+            f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
+            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
+            **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
+               for name, ids in self.tokens.items() if ids},
+        }  # fmt: skip
+        return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
