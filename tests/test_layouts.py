@@ -186,6 +186,8 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
     tower = "model.vision={patches: {image: 8, size: 4}, projection: 8}"
     configs.append(config.load("tiny", ["objective=contrastive", "model.positions=learned", tower]))
+    reading = "model.vision={patches: {image: 8, size: 4}, queries: {rows: 2}}"
+    configs.append(config.load("tiny", [reading, "model.frozen=[vision]"]))
     seen, one = {"memory"}, rules_file.load("single")  # of models with two stacks, which no config describes
     for cfg in configs:
         arrays = state.arrays(cfg)

@@ -14,7 +14,7 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.sounds import Frames
-from gspmd_lm.config.stacks import Encoder, Vision
+from gspmd_lm.config.stacks import Encoder, Queries, Vision
 from gspmd_lm.config.windows import Windows
 from gspmd_lm.errors import InputError
 
@@ -52,7 +52,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames(),
              "model.relative_vectors": RelativeVectors(), "model.convolution": Convolution(),
              "model.vision.patches": Patches(image=8, size=4),
-             "model.vision": Vision(patches=Patches(image=8, size=4), projection=8),
+             "model.vision": Vision(patches=Patches(image=8, size=4)), "model.vision.queries": Queries(rows=2),
              "model.windows": Windows(size=2)}  # fmt: skip
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
