@@ -82,7 +82,7 @@ def of_generation(
     per_token = flops_per_token(model, arrays.active_count(model), data.seq, last=tokens == 1) * _FORWARD
     per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
-    flops = (reading.model_flops if model.encoder else per_token * data.batch * tokens) / rules.devices
+    flops = (reading.model_flops if config.other_stacks else per_token * data.batch * tokens) / rules.devices
     narrow_flops = sum(one.node.flops * one.node.trip_count for one in graph.matmuls if _is_narrow(one))
     narrow = model.matmul_dtype, narrow_flops / rules.devices
     return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)

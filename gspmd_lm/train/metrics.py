@@ -107,7 +107,7 @@ def _of_queries(config: Config, arrays: Arrays) -> tuple[float, int]:
         elif first.startswith("quer"):  # queries, query_projection and its bias
             counts["keys" if rest[-2:-1] == ["cross"] and rest[-1][1] in "kv" else "rows"] += like.size
     of_image = flops_per_token(vision, counts["image"], config.image_rows)
-    of_row = flops_per_token(queries, counts["rows"], queries.context)
+    of_row = flops_per_token(queries, counts["rows"] - queries.context * queries.embed, queries.context)
     of_row += cross_attention_flops(queries, config.image_rows)
     of_keys = 6.0 * counts["keys"]
     if "vision" in config.model.frozen:  # neither weights nor what keys are made of have gradients

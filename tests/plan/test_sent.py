@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision, Windows
+from gspmd_lm.config import LatentAttention, Queries, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
@@ -83,13 +83,20 @@ ENCODERS = {
     "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
                          "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
                          "data": {"source_seq": 24}},
+    "captions": {"positions": "learned", "mlp_kind": "plain", "qkv_bias": True, "frozen": ("vision",), "vision": Vision(
+        patches=Patches(image=16, size=4), embed=48, head_dim=6, queries=Queries(rows=8, embed=40, head_dim=5)),
+        "data": {"seq": 24, "source_seq": 24}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
 }  # fmt: skip
 # "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
-DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name != "masked")]
-OTHERS = [("tp8", "masked"), *(("cp8", name) for name in ENCODERS if name not in ("images", "windows"))]  # refused
+DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions"))]
+OTHERS = [
+    ("tp8", "masked"),
+    ("fsdp2_tp4", "captions"),
+    *(("cp8", name) for name in ENCODERS if name not in ("images", "windows")),
+]  # refused
 
 
 @pytest.mark.parametrize(

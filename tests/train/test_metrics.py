@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision, Windows
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, Queries, RelativePositions, Vision, Windows
 from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
@@ -114,6 +114,33 @@ def test_model_flops_of_texts_and_images_are_those_of_both_towers_and_of_their_p
         if len({*leaf.axes} - {"layers"}) == 1:  # a norm or a bias, which multiplies nothing
             wanted += 6 * data.batch * like.size * (24 if leaf.path.startswith("vision.") else data.seq)
     assert model_flops(config, arrays) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_model_flops_of_rows_that_read_an_image_are_those_of_all_stacks(small):
+    """As below. Where the stack that sees images is frozen, nothing of it has a gradient, nor what keys are made of."""
+    queries = Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56)
+    vision = Vision(patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6, queries=queries)
+    config = small(vision=vision, data={"source_seq": 24})
+    task, model, data = decoder.task(config), config.model, config.data
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(task.rows))
+    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq)
+    wanted = 3 * jaxpr_flops(forward.jaxpr) - data.batch * data.seq * 6 * model.heads * 2 * model.head_dim * unseen_keys
+    rows = {"vision": 24, "queries": 8, "query_projection_bias": 8}
+    sizes = {leaf.path: like.size for leaf, like in pairs(arrays.named_params, arrays.params)}
+    of_keys = {path for path in sizes if path.startswith("queries.") and path.split(".")[-2:-1] == ["cross"] and (
+        path.endswith(("k", "v")))}  # fmt: skip
+    for leaf, _ in pairs(arrays.named_params, arrays.params):  # a norm or a bias multiplies nothing
+        if len({*leaf.axes} - {"layers"}) == 1 or leaf.path.endswith(("bq", "bk", "bv")):
+            count = 24 if leaf.path in of_keys else rows.get(leaf.path.partition(".")[0], data.seq)
+            wanted += 6 * data.batch * sizes[leaf.path] * count
+    assert model_flops(config, arrays) == pytest.approx(wanted, rel=1e-6)
+    frozen = dataclasses.replace(config, model=dataclasses.replace(model, frozen=("vision",)))
+    less = model_flops(config, arrays) - model_flops(frozen, state.arrays(frozen))
+    of_vision = sum(size for path, size in sizes.items() if path.startswith("vision."))
+    of_vision -= sizes["vision.position_embedding"]
+    scores = 4 * model.heads * 2 * 6 * 24
+    assert less == pytest.approx(data.batch * 24 * (4 * of_vision + scores + 2 * sum(sizes[path] for path in of_keys)))
 
 
 def test_model_flops_of_images_are_those_of_all_but_the_head(small):
