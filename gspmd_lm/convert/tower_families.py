@@ -197,8 +197,8 @@ _READING = (
     *linear(f"{_QFORMER}.intermediate_query.dense", "F D", "queries.mlp.w_up"),
     *linear(f"{_QFORMER}.output_query.dense", "D F", "queries.mlp.w_down"),
     *norm(f"{_QFORMER}.output_query.LayerNorm", "queries.mlp_sum_norm", bias=True),
-    *linear("language_projection", "O D", "query_projection", biases=("query_projection_bias",),
-            others=lambda model: {"D": model.of_queries.embed}),
+    *linear("language_projection", "D O", "query_projection", biases=("query_projection_bias",),
+            others=lambda model: {"O": model.of_queries.embed}),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.attention import MEMORY
-from gspmd_lm.model.ends import before_blocks
+from gspmd_lm.model.ends import TRANSFORMED, before_blocks
 from gspmd_lm.model.images import seen
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.stack import Stack
@@ -61,10 +61,10 @@ def read(
     memory_BSM = Image(cfg.of_vision, name="vision")(images, keys[0])
     x_BQO = Queries(cfg.of_queries, name="queries")(memory_BSM, batch["row"], cfg.of_vision.context, keys[1])
     sizes = cfg.of_queries.embed, cfg.embed
-    projection = matrix(module, "query_projection", "embed stream_width", sizes, cfg)
-    with gathered(x_BQO, BLOCK_INPUT, RESIDUAL) as in_BQO:
+    projection = matrix(module, "query_projection", "stream_width embed", sizes, cfg)
+    with gathered(shard(x_BQO, TRANSFORMED), TRANSFORMED, TRANSFORMED) as in_BQO:
         x_BQD = like(project(in_BQO, projection), BLOCK_INPUT)
-    return x_BQD + bias(module, "query_projection_bias", "stream_width", sizes[1:], cfg)
+    return x_BQD + bias(module, "query_projection_bias", "embed", sizes[1:], cfg)
 
 
 def before(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:

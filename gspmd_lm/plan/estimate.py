@@ -223,8 +223,7 @@ class Estimator:
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in costs.transfers:
             config = self.traces.task.config
-            reads = config and (config.model.encoder or config.model.of_queries)
-            kind = DecoderTransfers if config and not reads else AnyModelTransfers
+            kind = DecoderTransfers if config and not config.model.encoder else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
             costs.transfers[key] = kind(part, self.traces.arrays).all
         return costs.transfers[key]

@@ -173,7 +173,7 @@ ACTIVATIONS = {
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
     "vectors": "normed vectors of ranges of distances",
-    "transformed": "output of head_transform or of pooler",
+    "transformed": "output of head_transform, of pooler, or of rows that read an image",
     "merged": "four neighbouring patches side by side, normed, before they become one",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",

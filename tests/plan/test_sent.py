@@ -83,7 +83,7 @@ ENCODERS = {
     "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
                          "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
                          "data": {"source_seq": 24}},
-    "captions": {"positions": "learned", "mlp_kind": "plain", "qkv_bias": True, "frozen": ("vision",), "vision": Vision(
+    "captions": {"positions": "learned", "mlp_kind": "plain", "qkv_bias": True, "vision": Vision(
         patches=Patches(image=16, size=4), embed=48, head_dim=6, queries=Queries(rows=8, embed=40, head_dim=5)),
         "data": {"seq": 24, "source_seq": 24}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
