@@ -9,21 +9,12 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.ends import TRANSFORMED, before_blocks
-from gspmd_lm.model.images import seen
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.towers import VisionTower
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project
-
-
-class Image(Stack):
-    """A stack of blocks from the patches of images to what queries read."""
-
-    @nn.compact
-    def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
-        """[B, S, D]. `batch`: see `images.ImageClassifier`."""
-        return shard(seen(self, batch, dropout_key), MEMORY)
 
 
 class Queries(Stack):
@@ -58,7 +49,7 @@ def read(
     assert cfg.of_vision and cfg.of_queries
     keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in (2, 3)]
     images = {name: batch[name] for name in ("patches", "row")}
-    memory_BSM = Image(cfg.of_vision, name="vision")(images, keys[0])
+    memory_BSM = shard(VisionTower(cfg.of_vision, name="vision")(images, keys[0]), MEMORY)
     x_BQO = Queries(cfg.of_queries, name="queries")(memory_BSM, batch["row"], cfg.of_vision.context, keys[1])
     sizes = cfg.of_queries.embed, cfg.embed
     projection = matrix(module, "query_projection", "stream_width embed", sizes, cfg)

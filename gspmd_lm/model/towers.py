@@ -34,8 +34,11 @@ class VisionTower(Stack):
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
-        """[B, P], float32, of length one. `batch`: see `images.ImageClassifier`."""
-        return _projected(self, self.cfg, seen(self, batch, dropout_key)[:, :1], self.projection)
+        """[B, P], float32, of length one, or all rows [B, T, D] without a projection. `batch`: see
+        `images.ImageClassifier`.
+        """
+        x_BTD = seen(self, batch, dropout_key)
+        return _projected(self, self.cfg, x_BTD[:, :1], self.projection) if self.projection else x_BTD
 
 
 class Towers(Stack):
