@@ -46,10 +46,10 @@ SHARED = (
 MEANT_OTHERWISE = [("gemma", "hidden_act", "gelu"), ("gemma", "hidden_activation", "gelu")]
 
 
-def config_class(row):
+def config_class(row, model_type=""):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[row.model_type]
+    return CONFIG_MAPPING[model_type or row.model_type]
 
 
 def row_of(case):
@@ -72,6 +72,8 @@ def test_every_field_of_transformers_is_known(row):
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
     other = DEBERTA | {"max_relative_positions": -1} if row.model_type == "deberta-v2" else {}
+    if row.text_type:
+        other = {"text_config": config_class(row, row.text_type)().to_dict()}
     raw = config_class(row)().to_dict() | {"dtype": None} | other
     whole = architecture.model_settings(row, raw, "x")
     sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
