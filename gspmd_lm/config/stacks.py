@@ -41,14 +41,17 @@ class OtherStack:
         """What neither of two stacks may have -> whether the model has it. section: the name of this one's settings."""
         keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
                 "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "relative_vectors")  # fmt: skip
-        heads, kv_heads = self.heads, self.kv_heads
         return {
-            **{key: getattr(model, key) for key in keys},
+            **{key: getattr(model, key) for key in keys}, **self.undivided_heads(model, section),
             "residual_streams": model.residual_streams > 1,
             "block: parallel": model.block == "parallel",
-            f"{section}.heads={heads} and {section}.kv_heads={kv_heads}, which do not divide":
-                (heads or model.heads) % (kv_heads or model.kv_heads),
         }  # fmt: skip
+
+    def undivided_heads(self, model: Any, section: str) -> dict[str, Any]:
+        """What is said of heads that do not divide -> whether they do not."""
+        heads, kv_heads = self.heads, self.kv_heads
+        said = f"{section}.heads={heads} and {section}.kv_heads={kv_heads}, which do not divide"
+        return {said: (heads or model.heads) % (kv_heads or model.kv_heads)}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -173,16 +176,19 @@ class Vision(OtherStack):
             "residual_streams": model.residual_streams > 1,
             "lora: adapters would leave the projections as they are": model.lora,
             "patches.distillation and patches.pool: mean": (self.patches.first, self.patches.pool) != (1, "first"),
-            "projection: set it, or queries, and not both": (self.projection > 0) == bool(self.queries),
             **{f"vision.queries.{name}={token}, which is not below vocab={model.vocab}": 0 < model.vocab <= token
                for name in ("token", "start_token") if (token := getattr(self.queries, name, 0))},
         }  # fmt: skip
-        if not self.queries:
+        if self.queries:
+            problems |= self.undivided_heads(model, "vision") | self.queries.undivided_heads(model, "vision.queries")
+        else:
             keys = ("encoder", "relative_positions", "layer_pattern", "head_transform", "unembedding_bias",
                     "tied_embeddings", "layer_scale", "shared_layers")  # fmt: skip
             problems |= self.in_no_other_stack(model, "vision") | {key: getattr(model, key) for key in keys}
             problems |= {f"positions: {model.positions}": model.positions != "learned"}
-        return [f"vision does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+        wrong = [f"vision does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+        one_of_both = (self.projection > 0) != bool(self.queries)
+        return wrong if one_of_both else [*wrong, "vision needs projection or queries, and not both"]
 
 
 def _plain(part: OtherStack, model: Any, own: dict[str, Any]) -> Any:

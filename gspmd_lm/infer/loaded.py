@@ -86,7 +86,7 @@ class Model:
         The first call compiles and reads the weights. Later ones do so if they need more room.
 
         Args:
-            prompts: one text, or several; for a model that hears sounds, the names of wav files.
+            prompts: one text, or several; for a model that hears sounds or sees images, the names of their files.
             max_new_tokens: where to stop at the latest.
             temperature: of sampling; 0 takes the most likely token.
             top_k: sample from so many of the most likely tokens; 0 from all.

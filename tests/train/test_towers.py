@@ -158,6 +158,54 @@ def test_settings_that_contradict_each_other_are_refused(changes, words, small):
         small(**{**CLIP, **changes})
 
 
+READING = BLIP2["vision"].queries
+
+
+@pytest.mark.parametrize(
+    ("of_vision", "changes", "words"),
+    [
+        ({"projection": 8}, {}, "vision needs projection or queries, and not both"),
+        ({"queries": None}, {}, "vision needs projection or queries, and not both"),
+        ({"heads": 6}, {}, "vision.heads=6 and vision.kv_heads=0, which do not divide"),
+        (
+            {"queries": dataclasses.replace(READING, heads=6)},
+            {},
+            "vision.queries.heads=6 and vision.queries.kv_heads=0",
+        ),
+        (
+            {"queries": dataclasses.replace(READING, token=61)},
+            {},
+            "vision.queries.token=61, which is not below vocab=61",
+        ),
+        ({"queries": dataclasses.replace(READING, rows=23)}, {}, "vision.queries has 23 rows, and a text has a token"),
+        (
+            {},
+            {"objective": "contrastive"},
+            "objective: contrastive needs model.vision(.|\n)*objective: causal or seq2seq",
+        ),
+        (
+            {},
+            {"encoder": Encoder(), "objective": "seq2seq", "data": {"source_seq": 8}},
+            "a token stands behind them: set",
+        ),
+        ({}, {"data": {"seq": 24, "source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16"),
+        ({}, {"data": {"seq": 24, "packing": "stream"}}, "objective: causal needs data.packing: documents"),
+        ({}, {"lora": Lora(targets=("wq",))}, "vision does not go with lora"),
+        ({}, {"embedding_width": 16}, "vision does not go with embedding_width"),
+    ],
+)
+def test_rows_that_read_an_image_need_settings_that_fit(of_vision, changes, words, small):
+    with pytest.raises(ValueError, match=words):
+        small(**{**BLIP2, "vision": dataclasses.replace(BLIP2["vision"], **of_vision), **changes})
+
+
+def test_no_model_but_theirs_reads_what_another_stack_made(small):
+    with pytest.raises(ValueError, match=r"model\.memory_width belongs to vision\.queries, which sets it"):
+        small(memory_width=8, layer_pattern=("reading",))
+    with pytest.raises(ValueError, match="layer_pattern has reading layers: set memory_width"):
+        small(layer_pattern=("reading",))
+
+
 def test_a_kernel_is_asked_for_both_towers(small):
     config = small(**CLIP | {"compute_dtype": "bfloat16", "context": 256, "data": {"seq": 128, "source_seq": 24}})
     lacks = attention_lacks("splash", config, rules_file.load("single"), Pass(128, segments=True))
