@@ -1,4 +1,4 @@
-"""Grouped-query attention: of tokens to those of their row, or to what another stack made."""
+"""Grouped-query attention: of tokens to those of their row, of patches to a window, or to what another stack made."""
 
 import dataclasses
 
@@ -9,12 +9,11 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
-from gspmd_lm.model.kernels.attention import OUT, Q
+from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads
 from gspmd_lm.model.kernels.context import attend, keys_spec
-from gspmd_lm.model.kernels.windows import attend_in_windows
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
-from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, use
+from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, split, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -91,8 +90,8 @@ class Attention(nn.Module):
             q = q + self.bq
             if own_kv:
                 k, v = (x + self.b_keys[name] if name in self.b_keys else x for name, x in (("k", k), ("v", v)))
-        K, V = (keys_spec(name, of_memory=cfg.reads > 0) for name in "kv")
-        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, K), shard(v, V)
+        k_spec, v_spec = (keys_spec(name, of_memory=cfg.reads > 0) for name in "kv")
+        q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, k_spec), shard(v, v_spec)
         if cfg.qk_norm:
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH) if own_kv else k_BSKH
         if self.value_norm and own_kv:
@@ -105,7 +104,7 @@ class Attention(nn.Module):
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
             length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg, length), Q)
-            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), K) if own_kv else k_BSKH
+            k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), k_spec) if own_kv else k_BSKH
         if kept is not None:
             kept = kept | {kind: (k_BSKH, v_BSKH)}
         if cache and own_kv:
@@ -166,3 +165,47 @@ def in_chunks(batch: dict[str, jax.Array], size: int) -> dict[str, jax.Array]:
         return batch
     segments_BT = batch.get("segment_ids", jnp.zeros_like(positions_BT))
     return batch | {"segment_ids": segments_BT * -(-length // size) + positions_BT // size}
+
+
+def attend_in_windows(
+    q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, cfg: config.ModelConfig, own_RN: jax.Array | None
+) -> jax.Array:
+    """softmax(scale q k) v over the patches of a window, as XLA compiles it, [B, T, N, H].
+
+    The first rows are the patches of an image, row by row from the top left one. The others are padding, which gets 0.
+    own_RN: the numbers of each head of ranges of distances, if the config has any.
+
+    A window is to attention what a row is elsewhere (arXiv 2103.14030). All windows of an image are in the same rows of
+    the batch as the image. So an image must not be split: no device that has a part of its patches has all of a window.
+    """
+    assert cfg.windows and cfg.patches
+    size, shift, side, T = cfg.windows.size, cfg.windows.shift, cfg.patches.side, q_BTNH.shape[1]
+    B, across = len(q_BTNH), side // size
+
+    def in_windows(x_BTNH: jax.Array, spec: str) -> jax.Array:
+        x_ByxNH = rearrange(x_BTNH[:, : side**2], "B (y x) N H -> B y x N H", x=side)
+        x_ByxNH = jnp.roll(x_ByxNH, (-shift, -shift), (1, 2)) if shift else x_ByxNH
+        return like(rearrange(x_ByxNH, "B (h y) (w x) N H -> (B h w) (y x) N H", y=size, x=size), spec)
+
+    segments_BT = None
+    if shift:
+        segments_BT = jnp.broadcast_to(regions(side, size, shift), (B, across**2, size**2))
+        segments_BT = like(segments_BT.reshape(-1, size**2), SEGMENTS)
+    tokens = Tokens(jnp.arange(size**2)[None], segments_BT, None)
+    specs = Q, *(spec.replace("kv_heads", keys_axis()) for spec in (K, V))
+    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs)
+    out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
+    out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
+    out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
+    out_BTNH = rearrange(out_ByxNH, "B y x N H -> B (y x) N H")
+    return shard(jnp.pad(out_BTNH, ((0, 0), (0, T - side**2), (0, 0), (0, 0))), OUT)
+
+
+def regions(side: int, size: int, shift: int) -> jax.Array:
+    """The region of each patch of an image that was moved, int32 [windows, patches of a window].
+
+    Within a window, the patches of one region were neighbours before. Those of another one came from the other side.
+    """
+    from_other_side = jnp.arange(side) >= side - shift
+    region_yx = 2 * from_other_side[:, None].astype(jnp.int32) + from_other_side
+    return rearrange(region_yx, "(h y) (w x) -> (h w) (y x)", y=size, x=size)

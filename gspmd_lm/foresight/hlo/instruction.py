@@ -142,11 +142,11 @@ class Instruction:
     def copies(self) -> str:
         """The opcode, one of _COPIES, of the copy beside compute that it begins; '' if it begins none.
 
-        XLA:GPU wraps such a copy into an asynchronous fusion.
+        XLA:GPU wraps such a copy into an asynchronous fusion. It may compute there, as scalars, where a slice begins.
         """
         if self.opcode != "fusion-start":
             return self.base if self.phase == "-start" and self.base in _COPIES else ""
-        inside = {one.opcode for one in self.inside}
+        inside = {one.opcode for one in self.inside if any(array.dimensions for array in one.shape.arrays)}
         copies = [opcode for opcode in _COPIES if opcode in inside]
         return copies[0] if copies and inside <= {*_COPIES, "parameter", "constant", "bitcast"} else ""
 

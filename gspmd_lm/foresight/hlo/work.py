@@ -44,6 +44,7 @@ _SIZE = re.compile(r"'?([^'=,\s]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',:\s]+)'?(?::\((\d+)\)(\d+))?")
 _FIELD = re.compile(r"(\w+)=([\d_x\-]+)")
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
+_LIBRARIES = ("__cublas$", "__cudnn$")  # the last result of such a call is the memory that it works in
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier")
 _CARRIED = (*COLLECTIVES, "custom-call")  # in fusions, asynchronous collectives keep these between their steps
@@ -126,7 +127,9 @@ def moved_bytes(instruction: Instruction) -> collections.Counter[str]:
     else:
         for operand in operands:
             _add(traffic, operand.shape.arrays, None)
-        _add(traffic, instruction.shape.arrays, None)
+        results = instruction.shape.arrays
+        scratch = instruction.custom_call_target.startswith(_LIBRARIES) and len(results) > 1
+        _add(traffic, results[:-1] if scratch else results, None)
     return traffic
 
 
