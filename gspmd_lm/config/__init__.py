@@ -21,6 +21,7 @@ from gspmd_lm.config.encoder import Encoder as Encoder
 from gspmd_lm.config.images import Images as Images
 from gspmd_lm.config.images import Patches as Patches
 from gspmd_lm.config.lora import Lora as Lora
+from gspmd_lm.config.masks import Masks as Masks
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
@@ -122,7 +123,8 @@ class Config:
     # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
     # is made from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and
     # which text to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA).
-    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced"] = "causal"
+    # masks: which pixels of an image are of the object that a prompt means, by model.masks.
+    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced", "masks"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -171,6 +173,8 @@ class Config:
             f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
             f"{self.source_seq} to as many, or above for padding":
                 model.of_vision and self.source_seq < model.of_vision.context,
+            "objective: masks needs model.masks, and model.masks needs objective: masks":
+                (objective == "masks") != bool(model.masks),
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
@@ -182,7 +186,9 @@ class Config:
             f"model.row_multiple={model.row_multiple} needs model.windows":
                 model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":
-                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive"),
+                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive", "masks"),
+            f"data.fields={list(self.data.fields)}: a record of texts has one or two":
+                len(self.data.fields) > 2 and objective != "masks",
             f"objective: {objective} needs data.fields=[source, text], without data.label":
                 objective in ("seq2seq", "contrastive") and (self.data.label or len(self.data.fields) not in (0, 2)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
@@ -210,7 +216,7 @@ class Config:
         }  # fmt: skip
         problems |= {} if not model.patches else {
             "model.patches does not go with data.label_kind: number": data.label_kind == "number",
-            "model.patches needs objective: classes": self.objective != "classes",
+            "model.patches needs objective: classes or masks": self.objective not in ("classes", "masks"),
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
                 model.relative_positions and not model.windows and (

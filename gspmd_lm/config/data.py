@@ -99,8 +99,8 @@ class Data:
         elif "" not in fields and self.packing != "documents":
             field = self.messages_field or min(fields)
             wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
-        if len(self.fields) > 2:
-            wrong.append(f"fields={list(self.fields)}: a record has one text or two")
+        if len(self.fields) > 3:
+            wrong.append(f"fields={list(self.fields)}: a record has at most three")
         if self.label and not self.fields:
             wrong.append("label needs fields too: the texts and the label of a record belong together")
         if self.fields and fields != {""}:

@@ -48,6 +48,11 @@ class Attention(nn.Module):
             self.of_heads = bias(self, "sinks", "heads", (N,), cfg)
         elif relative and not relative.shared:
             self.of_heads = use(matrix(self, "relative_bias", "ranges heads", (relative.ranges, N), cfg))
+        self.vectors = []
+        if cfg.windows and cfg.patches and cfg.windows.vectors:
+            of, distances = "whole_" * (cfg.windows.size == cfg.patches.side), 2 * cfg.windows.size - 1
+            self.vectors = [use(matrix(self, f"{of}{name}_vectors", "ranges head_dim", (distances, H), cfg))
+                            for name in ("height", "width")]  # fmt: skip
         self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
@@ -117,7 +122,8 @@ class Attention(nn.Module):
             pairs = (self.wq.weight, self.bq), (self.w_keys[0].weight, self.b_keys["k"])
             of_heads = of_ranges(batch["relative_RD"], *pairs)
         if cfg.windows:
-            out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads)
+            beyond = [self.b_keys.get(name) if cfg.qkv_bias else None for name in "kv"]
+            out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads, beyond, self.vectors)
         else:
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
         if self.wg is not None:

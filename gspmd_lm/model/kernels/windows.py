@@ -4,30 +4,46 @@ All windows of an image are in the same rows of the batch as the image. So an im
 has a part of its patches has all of a window.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads
+from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads, scores_scale
 from gspmd_lm.sharding.annotate import like, shard, split
 
 
 def attend_in_windows(
-    q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, cfg: config.ModelConfig, own_RN: jax.Array | None
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTNH: jax.Array,
+    cfg: config.ModelConfig,
+    own_RN: jax.Array | None,
+    beyond_NH: Sequence[jax.Array | None] = (None, None),
+    vectors_RH: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """softmax(scale q k) v over the patches of a window, as XLA compiles it, [B, T, N, H].
 
     The first rows are the patches of an image, row by row from the top left one. The others are padding, which gets 0.
-    own_RN: the numbers of each head of ranges of distances, if the config has any.
+    own_RN: the numbers of each head of ranges of distances, if the config has any. beyond_NH: the key and the value of
+    places of a window that lie beyond the image; None: zeros. vectors_RH: see `with_places`.
     """
     assert cfg.windows and cfg.patches
     size, shift, side, T = cfg.windows.size, cfg.windows.shift, cfg.patches.side, q_BTNH.shape[1]
-    B, across = len(q_BTNH), side // size
+    B, across = len(q_BTNH), -(-side // size)
+    missing = across * size - side
 
-    def in_windows(x_BTNH: jax.Array, spec: str) -> jax.Array:
+    def in_windows(x_BTNH: jax.Array, spec: str, beyond_NH: jax.Array | None) -> jax.Array:
         x_ByxNH = rearrange(x_BTNH[:, : side**2], "B (y x) N H -> B y x N H", x=side)
         x_ByxNH = jnp.roll(x_ByxNH, (-shift, -shift), (1, 2)) if shift else x_ByxNH
+        if missing:
+            x_ByxNH = jnp.pad(x_ByxNH, ((0, 0), (0, missing), (0, missing), (0, 0), (0, 0)))
+        if missing and beyond_NH is not None:
+            inside_y = jnp.arange(side + missing) < side
+            x_ByxNH = jnp.where((inside_y[:, None] & inside_y)[:, :, None, None], x_ByxNH, beyond_NH)
         return like(rearrange(x_ByxNH, "B (h y) (w x) N H -> (B h w) (y x) N H", y=size, x=size), spec)
 
     segments_BT = None
@@ -36,12 +52,40 @@ def attend_in_windows(
         segments_BT = like(segments_BT.reshape(-1, size**2), SEGMENTS)
     tokens = Tokens(jnp.arange(size**2)[None], segments_BT, None)
     specs = Q, *(spec.replace("kv_heads", keys_axis()) for spec in (K, V))
-    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs)
+    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs, (None, *beyond_NH))
+    if vectors_RH:
+        scale = scores_scale(cfg)
+        q, k = with_places(q, k, vectors_RH, scale)
+        cfg = dataclasses.replace(cfg, query_scale=scale)  # that of a head without its places
     out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
     out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
     out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
-    out_BTNH = rearrange(out_ByxNH, "B y x N H -> B (y x) N H")
+    out_BTNH = rearrange(out_ByxNH[:, :side, :side], "B y x N H -> B (y x) N H")
     return shard(jnp.pad(out_BTNH, ((0, 0), (0, T - side**2), (0, 0), (0, 0))), OUT)
+
+
+def with_places(
+    q_WTNH: jax.Array, k_WTNH: jax.Array, vectors_RH: Sequence[jax.Array], scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys of windows with more numbers, so that scale q k has a bias by distance that depends on queries.
+
+    vectors_RH: those of all distances from a key to a query, in height and in width. The bias is the query times the
+    vector of each of its two distances (arXiv 2112.01526). A query gets its products with the vectors of all rows and
+    columns of keys, and a key a one in the place of its row and of its column.
+    """
+    side = (len(vectors_RH[0]) + 1) // 2
+    distance_ys = jnp.arange(side)[:, None] - jnp.arange(side) + side - 1
+    q_WyxNH = rearrange(q_WTNH, "W (y x) N H -> W y x N H", x=side)
+    heights_ysH, widths_xsH = (vectors[distance_ys] for vectors in vectors_RH)
+    products = (
+        jnp.einsum("WyxNH,ysH->WyxNs", q_WyxNH, heights_ysH), jnp.einsum("WyxNH,xsH->WyxNs", q_WyxNH, widths_xsH)
+    )  # fmt: skip
+    in_height, in_width = (rearrange(x, "W y x N s -> W (y x) N s") / scale for x in products)
+    row_T, column_T = jnp.divmod(jnp.arange(side**2), side)
+    ones_T1s = jnp.concatenate([jax.nn.one_hot(place, side, dtype=k_WTNH.dtype) for place in (row_T, column_T)], -1)
+    ones_WTNs = jnp.broadcast_to(ones_T1s[:, None], (*k_WTNH.shape[:3], 2 * side))
+    q_WTNH = jnp.concatenate([q_WTNH, in_height.astype(q_WTNH.dtype), in_width.astype(q_WTNH.dtype)], -1)
+    return q_WTNH, jnp.concatenate([k_WTNH, ones_WTNs], -1)
 
 
 def regions(side: int, size: int, shift: int) -> jax.Array:
