@@ -7,13 +7,16 @@ from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Size
 
+PARTS = 4  # pixels of a mask on each side of a patch
+POINTS = 2  # of a prompt in a row of training: a point and none, or the corners of a box
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Masks:
     """A neck behind the blocks that see an image, and a decoder of masks (Segment Anything, arXiv 2304.02643).
 
     The tokens of a prompt, and one for each mask, attend to each other and to the image, and the image to them. A mask
-    has 4 x 4 numbers for each patch.
+    has 4 x 4 pixels for each patch.
     """
 
     embed: Size = 256  # the width of the image behind the neck, and of tokens

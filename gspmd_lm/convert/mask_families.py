@@ -10,7 +10,7 @@ from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCode
 from gspmd_lm.convert.image_families import ImagePatches
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm, separate_qkv
-from gspmd_lm.model.masks import MASK_CHANNELS, PARTS
+from gspmd_lm.model.masks import MASK_CHANNELS, QUARTERS
 
 _VISION, _PROMPT, _MASKS = "vision_config", "prompt_encoder_config", "mask_decoder_config"
 _EPS = 1e-6
@@ -122,11 +122,11 @@ def _neck_out(model: config.ModelConfig) -> dict[str, int]:
 
 def _parts(model: config.ModelConfig) -> dict[str, int]:
     """The sizes of convolutions over 2 x 2 parts of a patch, and over 2 x 2 pixels of each."""
-    return {"A": PARTS, "s": PARTS, "O": model.embed // 4, "k": model.embed // 8}
+    return {"A": QUARTERS, "s": QUARTERS, "O": model.embed // 4, "k": model.embed // 8}
 
 
 def _mask(model: config.ModelConfig) -> dict[str, int]:
-    return {"A": PARTS, "s": PARTS, "O": MASK_CHANNELS, "k": MASK_CHANNELS // PARTS}
+    return {"A": QUARTERS, "s": QUARTERS, "O": MASK_CHANNELS, "k": MASK_CHANNELS // QUARTERS}
 
 
 def _vectors(of: str, side: Any) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ AROUND = "around: batch seq taps stream_width"
 PROMPTS = "prompts: batch prompt embed"
 UPSCALED = "upscaled: batch seq taps stream_width"
 DRAWN = "drawn: batch masks seq pixels"
-PARTS = 4  # of a patch, two on a side; each of them has as many pixels
+QUARTERS = 4  # of a patch, and of each of them, which are pixels
 MASK_CHANNELS = 16  # numbers that a patch of a mask which is a prompt becomes
 NECK_EPS, LAST_EPS = 1e-6, 1e-5  # added to the variance in norms of the neck and of pixels, and in the last norm
 
@@ -137,12 +137,12 @@ def of_places(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
 
 def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
     """What is added to each patch for a mask that is a prompt, [B, T, D]: two convolutions and a matrix."""
-    few, many, gelu = MASK_CHANNELS // PARTS, MASK_CHANNELS, activation("gelu")
+    few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, activation("gelu")
     parts_BTAP = rearrange(mask_BTP, "B T (y v x w) -> B T (y x) (v w)", y=2, v=2, x=2)
-    w_in = use(matrix(module, "mask_in", "taps channels", (PARTS, few), cfg))
+    w_in = use(matrix(module, "mask_in", "taps channels", (QUARTERS, few), cfg))
     x = parts_BTAP @ w_in + bias(module, "mask_in_bias", "channels", (few,), cfg)
     x = gelu(Norm(cfg, "channels", name="mask_in_norm")(x))
-    w_middle = use(matrix(module, "mask_middle", "taps channels stream_width", (PARTS, few, many), cfg))
+    w_middle = use(matrix(module, "mask_middle", "taps channels stream_width", (QUARTERS, few, many), cfg))
     x = jnp.einsum("BTAK,AKO->BTO", x, w_middle) + bias(module, "mask_middle_bias", "stream_width", (many,), cfg)
     x = gelu(Norm(cfg, "stream_width", name="mask_middle_norm")(x))
     w_out = use(matrix(module, "mask_out", "stream_width embed", (many, cfg.embed), cfg))
@@ -152,12 +152,12 @@ def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> 
 def upscaled(module: nn.Module, cfg: config.ModelConfig, image_BTD: jax.Array) -> jax.Array:
     """The pixels of each patch, [B, T, 16, D / 8]: a patch becomes four parts, and each part four pixels."""
     wide, narrow, gelu = cfg.embed // 4, cfg.embed // 8, activation("gelu")
-    w_in = matrix(module, "upscale_in", "embed taps stream_width", (cfg.embed, PARTS, wide), cfg)
+    w_in = matrix(module, "upscale_in", "embed taps stream_width", (cfg.embed, QUARTERS, wide), cfg)
     with gathered(image_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
         x_BTAO = shard(project(in_BTD, w_in), UPSCALED)
     x_BTAO += bias(module, "upscale_in_bias", "stream_width", (wide,), cfg)
     x_BTAO = gelu(Norm(_with_eps(cfg, NECK_EPS), "stream_width", name="upscale_norm")(x_BTAO))
-    w_out = use(matrix(module, "upscale_out", "stream_width taps channels", (wide, PARTS, narrow), cfg))
+    w_out = use(matrix(module, "upscale_out", "stream_width taps channels", (wide, QUARTERS, narrow), cfg))
     x = jnp.einsum("BTAO,OEK->BTAEK", x_BTAO, w_out) + bias(module, "upscale_out_bias", "channels", (narrow,), cfg)
     return rearrange(gelu(x), "B T (y x) (v w) K -> B T (y v x w) K", y=2, v=2)
 

@@ -202,6 +202,8 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
     whole, unsplit = "and no device has all of a row", f"do not split seq over {', '.join(over)}"
     if "linear" in model.kind_of_each_layer:
         problems.append(Problem(f"model.linear_attention: a state goes from token to token, {whole}", place, unsplit))
+    if model.masks:
+        problems.append(Problem(f"model.masks: its neck reads patches around each patch, {whole}", place, unsplit))
     if model.windows:
         problems.append(Problem(f"model.windows: patches of a window are not neighbours, {whole}", place, unsplit))
     num_shards = rules.num_shards(over)

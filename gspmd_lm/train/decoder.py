@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model import lora
 from gspmd_lm.model.kernels.context import zigzag_sharded
@@ -19,7 +20,7 @@ from gspmd_lm.model.sounds import FRAMES
 from gspmd_lm.model.task import Batch, Input, Task
 from gspmd_lm.model.transformer import SOURCE, decode_routed, init
 from gspmd_lm.sharding.axes import DECODER
-from gspmd_lm.train import classes, contrastive, optimizer, replaced
+from gspmd_lm.train import classes, contrastive, masks, optimizer, replaced
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
 initial = jax.jit(init, static_argnums=0)
@@ -67,6 +68,8 @@ def _predicted(config: Config) -> dict[str, Any]:
     if config.objective == "contrastive":
         sums, count, evaluate = contrastive.sums, contrastive.pairs, contrastive.evaluate
         means, scores = contrastive.means, contrastive.scores
+    if config.objective == "masks":
+        sums, count, evaluate, means, scores = masks.sums, masks.objects, masks.evaluate, masks.means, masks.scores
     if config.objective == "replaced":
         sums, evaluate, means, scores = replaced.sums, replaced.evaluate, replaced.means, replaced.scores
     return {
@@ -79,9 +82,11 @@ def _predicted(config: Config) -> dict[str, Any]:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The arrays of a batch, int32 but for patches, frames, and labels that are numbers, which are float32.
+    """The arrays of a batch, int32 but for patches, points, frames, and labels that are numbers, which are float32.
 
-    patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
+    patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. If it draws masks, points
+    [B, P, 2] and point_kinds [B, P], see `masks.Masker`, and object [B, T, 16]: 1 for pixels of the object, 0 for
+    others, and -1 for pixels that are not of the image. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none; with objective: replaced, whether another token stands
     there. labels [B], in their place if the objective is classes: the class of the row's text, -1 for none, or its
@@ -91,6 +96,12 @@ def inputs(config: Config) -> Mapping[str, Input]:
     data, classes = config.data, config.objective == "classes"
     if patches := config.model.patches:
         arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
+        if config.model.masks:
+            prompt = data.batch, POINTS
+            arrays["points"] = Input((*prompt, 2), "float32", "prompts: batch prompt channels")
+            arrays["point_kinds"] = Input(prompt, "int32", "prompts: batch prompt")
+            arrays["object"] = Input((data.batch, data.seq, PARTS**2), "int32", "drawn: batch seq pixels")
+            return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
         return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
     vision = config.model.vision
     names = ["tokens", "positions"] if classes or vision else ["tokens", "targets", "positions"]
