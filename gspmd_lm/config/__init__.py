@@ -191,6 +191,8 @@ class Config:
                 len(self.data.fields) > 2 and objective != "masks",
             f"objective: {objective} needs data.fields=[source, text], without data.label":
                 objective in ("seq2seq", "contrastive") and (self.data.label or len(self.data.fields) not in (0, 2)),
+            "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
+                objective == "masks" and (self.data.label or len(self.data.fields) not in (0, 2, 3)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":

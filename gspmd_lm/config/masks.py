@@ -35,15 +35,16 @@ class Masks:
 
     def of(self, model: Any) -> Any:
         """The settings of the decoder as those of a stack of blocks, from those of the stack that sees the image."""
-        own = {"masks": None, "patches": None, "windows": None, "layer_pattern": (), "positions": "none", "context": 1,
-               "vocab": 1, "activation": "relu", "norm_eps": 1e-6, "layers": self.layers, "embed": self.embed,
-               "heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp, "dropout": 0.0, "classes": self.count,
-               "head_dim": self.embed // self.narrowing // self.heads}  # fmt: skip
+        own = {"masks": None, "patches": None, "windows": None, "layer_pattern": (), "positions": "none",
+               "mask": "full", "context": 1, "vocab": 1, "activation": "relu", "mlp_kind": "plain", "norm_eps": 1e-6,
+               "dropout": 0.0, "layers": self.layers, "embed": self.embed, "heads": self.heads, "kv_heads": self.heads,
+               "head_dim": self.embed // self.narrowing // self.heads, "mlp": self.mlp, "classes": self.count,
+               "query_scale": 0.0, "attention_softcap": 0.0}  # fmt: skip
         return dataclasses.replace(model, **own)
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with masks."""
-        keys = ("encoder", "vision", "classes", "experts", "shared_layers", "lora", "qk_norm", "padded_heads",
+        keys = ("encoder", "vision", "experts", "shared_layers", "lora", "qk_norm", "padded_heads",
                 "attention_sinks", "relative_vectors", "matmul_dtype")  # fmt: skip
         patches, narrow = model.patches, self.embed / self.narrowing / self.heads
         problems = {

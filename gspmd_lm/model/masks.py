@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -186,7 +185,7 @@ class Side(NamedTuple):
 
     def named(self, spec: str) -> str:
         """The spec of an array of such rows, from that of an image's."""
-        return re.sub(r"\b(kv_)?seq\b", "prompt", spec) if self.specs[0] == PROMPTS else spec
+        return spec.replace("kv_seq", "seq").replace("seq", "prompt") if self.specs[0] == PROMPTS else spec
 
 
 class TwoWay(nn.Module):
@@ -229,10 +228,9 @@ class Crossing(nn.Module):
         q = heads("q", queries, queries.x + queries.places, Q)
         k = heads("k", keys, keys.x + keys.places, K)
         v = heads("v", keys, keys.x, V)
-        every, real = jnp.ones(q.shape[:2], jnp.int32), keys.is_real
-        shown = (Tokens(jnp.arange(x.shape[1])[None], real if real is None else of, None)
-                 for x, of in ((q, every), (k, real)))  # fmt: skip
-        out = shard(masked(q, k, v, *shown, of_heads(cfg, None), cfg), queries.named(OUT))
+        is_real, every = keys.is_real, None if keys.is_real is None else jnp.ones(q.shape[:2], jnp.int32)
+        asking, asked = (Tokens(jnp.arange(x.shape[1])[None], of, None) for x, of in ((q, every), (k, is_real)))
+        out = shard(masked(q, k, v, asking, asked, of_heads(cfg, None), cfg), queries.named(OUT))
         wo = matrix(self, "wo", "heads head_dim embed", (*sizes[1:], sizes[0]), cfg)
         return reduced(unreduced_matmul(out, wo) + bias(self, "bo", "embed", sizes[:1], cfg), *queries.specs)
 

@@ -145,7 +145,7 @@ def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
     }))  # fmt: skip
     found = pretrained.open_folder(folder, []).config.data.images
     assert dataclasses.asdict(found) == {
-        "resize": 14, "keep_ratio": False, "resample": "bicubic", "mean": (0.485, 0.456, 0.406),
+        "resize": 14, "keep_ratio": False, "pad": False, "resample": "bicubic", "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
     }  # fmt: skip
     path.write_text(json.dumps({"size": {"longest_edge": 14}, "resample": 1}))

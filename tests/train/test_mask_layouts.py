@@ -111,7 +111,7 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
     ("changes", "words"),
     [
         ({"objective": "classes"}, "objective: masks needs model.masks, and model.masks needs objective"),
-        ({"classes": 3}, "masks does not go with classes"),
+        ({"classes": 3}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
         ({"masks": None}, "objective: masks needs model.masks"),
         ({"masks": Masks(embed=36)}, "masks.embed=36 must be a multiple of 8"),
         ({"masks": Masks(embed=32, heads=6)}, "masks.embed=32 / narrowing=2 does not divide over heads=6"),
