@@ -31,6 +31,7 @@ from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.windows import Windows as Windows
+from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError

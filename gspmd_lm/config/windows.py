@@ -74,6 +74,11 @@ class Windows:
         return [message for message, is_wrong in problems.items() if is_wrong]
 
 
+def is_whole(model: Any) -> bool:
+    """Whether a layer has windows, of which one is all of an image."""
+    return bool(model.windows) and model.windows.size == model.patches.side
+
+
 def padded_rows(rows: int, multiple: int) -> int:
     """The rows of an image with padding, which makes them a multiple of a number."""
     return -(-rows // multiple) * multiple

@@ -49,8 +49,8 @@ class Attention(nn.Module):
         elif relative and not relative.shared:
             self.of_heads = use(matrix(self, "relative_bias", "ranges heads", (relative.ranges, N), cfg))
         self.vectors = []
-        if cfg.windows and cfg.patches and cfg.windows.vectors:
-            of, distances = "whole_" * (cfg.windows.size == cfg.patches.side), 2 * cfg.windows.size - 1
+        if cfg.windows and cfg.windows.vectors:
+            of, distances = "whole_" * config.is_whole(cfg), 2 * cfg.windows.size - 1
             self.vectors = [use(matrix(self, f"{of}{name}_vectors", "ranges head_dim", (distances, H), cfg))
                             for name in ("height", "width")]  # fmt: skip
         self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None

@@ -98,7 +98,7 @@ def test_what_is_beside_the_image_changes_no_mask(small):
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("cp8", r"model\.masks: its neck reads patches around each patch, and no device has all of a row"),
+        ("cp8", r"model\.masks: its neck reads all around a patch, and no device has all of a row"),
         ("pp2_fsdp2_tp2", r"which model\.windows does not go with(.|\n)*rules\.pipeline=null"),
     ],
 )

@@ -12,7 +12,19 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads, scores_scale
+from gspmd_lm.model.kernels.attention import (
+    OUT,
+    SEGMENTS,
+    K,
+    Q,
+    Tokens,
+    V,
+    attend,
+    keys_axis,
+    masked,
+    of_heads,
+    scores_scale,
+)
 from gspmd_lm.sharding.annotate import like, shard, split
 
 
@@ -25,7 +37,7 @@ def attend_in_windows(
     beyond_NH: Sequence[jax.Array | None] = (None, None),
     vectors_RH: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """softmax(scale q k) v over the patches of a window, as XLA compiles it, [B, T, N, H].
+    """softmax(scale q k) v over the patches of a window, [B, T, N, H]. XLA computes it, unless it is all of an image.
 
     The first rows are the patches of an image, row by row from the top left one. The others are padding, which gets 0.
     own_RN: the numbers of each head of ranges of distances, if the config has any. beyond_NH: the key and the value of
@@ -53,11 +65,16 @@ def attend_in_windows(
     tokens = Tokens(jnp.arange(size**2)[None], segments_BT, None)
     specs = Q, *(spec.replace("kv_heads", keys_axis()) for spec in (K, V))
     q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs, (None, *beyond_NH))
+    shards = split("q", "batch").num_shards
     if vectors_RH:
         scale = scores_scale(cfg)
-        q, k = with_places(q, k, vectors_RH, scale)
+        places_rS = like(jnp.broadcast_to(jnp.arange(size), (shards, size)), SEGMENTS)
+        q, k = with_places(q, k, vectors_RH, places_rS, scale)
         cfg = dataclasses.replace(cfg, query_scale=scale)  # that of a head without its places
-    out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
+    if size == side:
+        out = attend(q, k, v, None, cfg, own_RN=own_RN)
+    else:
+        out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, shards)
     out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
     out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
     out_BTNH = rearrange(out_ByxNH[:, :side, :side], "B y x N H -> B (y x) N H")
@@ -65,26 +82,26 @@ def attend_in_windows(
 
 
 def with_places(
-    q_WTNH: jax.Array, k_WTNH: jax.Array, vectors_RH: Sequence[jax.Array], scale: float
+    q_WTNH: jax.Array, k_WTNH: jax.Array, vectors_RH: Sequence[jax.Array], places_rS: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Queries and keys of windows with more numbers, so that scale q k has a bias by distance that depends on queries.
 
     vectors_RH: those of all distances from a key to a query, in height and in width. The bias is the query times the
     vector of each of its two distances (arXiv 2112.01526). A query gets its products with the vectors of all rows and
-    columns of keys, and a key a one in the place of its row and of its column.
+    columns of keys, and a key a one in the place of its row and of its column. So fused kernels, too, compute the bias.
+    places_rS: the places on a side of a window, once for each shard of the batch, each of which adds up its own
+    gradients of vectors.
     """
-    side = (len(vectors_RH[0]) + 1) // 2
-    distance_ys = jnp.arange(side)[:, None] - jnp.arange(side) + side - 1
-    q_WyxNH = rearrange(q_WTNH, "W (y x) N H -> W y x N H", x=side)
-    heights_ysH, widths_xsH = (vectors[distance_ys] for vectors in vectors_RH)
-    products = (
-        jnp.einsum("WyxNH,ysH->WyxNs", q_WyxNH, heights_ysH), jnp.einsum("WyxNH,xsH->WyxNs", q_WyxNH, widths_xsH)
-    )  # fmt: skip
-    in_height, in_width = (rearrange(x, "W y x N s -> W (y x) N s") / scale for x in products)
-    row_T, column_T = jnp.divmod(jnp.arange(side**2), side)
-    ones_T1s = jnp.concatenate([jax.nn.one_hot(place, side, dtype=k_WTNH.dtype) for place in (row_T, column_T)], -1)
-    ones_WTNs = jnp.broadcast_to(ones_T1s[:, None], (*k_WTNH.shape[:3], 2 * side))
-    q_WTNH = jnp.concatenate([q_WTNH, in_height.astype(q_WTNH.dtype), in_width.astype(q_WTNH.dtype)], -1)
+    shards, side = places_rS.shape
+    distance_rys = places_rS[:, :, None] - places_rS[:, None] + side - 1
+    heights_rysH, widths_rxsH = (vectors[distance_rys] for vectors in vectors_RH)
+    q_rWyxNH = rearrange(q_WTNH, "(r W) (y x) N H -> r W y x N H", r=shards, x=side)
+    in_height = jnp.einsum("rWyxNH,rysH->rWyxNs", q_rWyxNH, heights_rysH)
+    in_width = jnp.einsum("rWyxNH,rxsH->rWyxNs", q_rWyxNH, widths_rxsH)
+    products = (rearrange(x / scale, "r W y x N s -> (r W) (y x) N s") for x in (in_height, in_width))
+    q_WTNH = jnp.concatenate([q_WTNH, *(x.astype(q_WTNH.dtype) for x in products)], -1)
+    ones = [jax.nn.one_hot(place, side, dtype=k_WTNH.dtype) for place in jnp.divmod(jnp.arange(side**2), side)]
+    ones_WTNs = jnp.broadcast_to(jnp.concatenate(ones, -1)[:, None], (*k_WTNH.shape[:3], 2 * side))
     return q_WTNH, jnp.concatenate([k_WTNH, ones_WTNs], -1)
 
 
