@@ -68,7 +68,8 @@ def attend_in_windows(
     shards = split("q", "batch").num_shards
     if vectors_RH:
         scale = scores_scale(cfg)
-        places_rS = like(jnp.broadcast_to(jnp.arange(size), (shards, size)), SEGMENTS)
+        places_rS = jnp.broadcast_to(jnp.arange(size), (shards, size))
+        places_rS = like(places_rS, SEGMENTS) if shards > 1 else places_rS
         q, k = with_places(q, k, vectors_RH, places_rS, scale)
         cfg = dataclasses.replace(cfg, query_scale=scale)  # that of a head without its places
     if size == side:
