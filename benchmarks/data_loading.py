@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.data import cache, loader, packing, sources, tokenizer, trained
@@ -36,18 +35,18 @@ def main() -> None:
         print(f"open a cache that exists: {time.perf_counter() - start:.2f} s")
         for packed, (batch, seq) in product((True, False), ((32, 256), (32, 2048), (8, 8192))):
             rows = packing.documents(stream, seq, end) if packed else packing.text(stream, seq)
-            feed = loader.Loader(rows, batch, 0, True, 0, "", "")
+            feed = loader.Loader(rows, batch, 0, True, "", "")
             name = f"{'documents' if packed else 'stream'} packing, batch {batch}, seq {seq}"
             print(f"read {name}: {_read_rate(feed):.0f} M tokens/s, to the device {_device_rate(feed):.0f}")
 
 
 def _read_rate(feed: loader.Loader, for_s: float = 1.0) -> float:
     """Million tokens per second that one thread reads."""
-    start, step = time.perf_counter(), 0
+    start, step, tokens = time.perf_counter(), 0, 0
     while time.perf_counter() - start < for_s:
-        feed.rows_at(step, slice(None))
+        tokens += feed.rows_at(step, slice(None))["tokens"].size
         step += 1
-    return step * feed.batch * feed.rows.seq / (time.perf_counter() - start) / 1e6
+    return tokens / (time.perf_counter() - start) / 1e6
 
 
 def _device_rate(feed: loader.Loader, for_s: float = 1.0) -> float:
@@ -56,11 +55,10 @@ def _device_rate(feed: loader.Loader, for_s: float = 1.0) -> float:
     names = (*packing.FIELDS, "row")
     batches = feed.batches(0, dict.fromkeys(names, sharding))
     jax.block_until_ready(next(batches))
-    start, done = time.perf_counter(), 0
+    start, tokens = time.perf_counter(), 0
     while time.perf_counter() - start < for_s:
-        jax.block_until_ready(next(batches)[1])
-        done += 1
-    rate = done * np.prod([feed.batch, feed.rows.seq]) / (time.perf_counter() - start) / 1e6
+        tokens += jax.block_until_ready(next(batches)[1])["tokens"].size
+    rate = tokens / (time.perf_counter() - start) / 1e6
     batches.close()
     return rate
 

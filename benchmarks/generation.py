@@ -57,7 +57,8 @@ def ours(name: str, prompts: np.ndarray, new: int) -> Run:
     cfg = configs.from_dict({"name": name, "model": MODELS[name], "train": {"steps": 1}}, "benchmark")
     rules, rows = rules_file.load("single"), prompts.tolist()
     built, _ = generate.programs_for(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
-    start = jax.jit(lambda: nn.unbox(init(cfg.model, jax.random.key(0))), out_shardings=built.param_shardings)
+    shardings = jax.tree.map(lambda like: like.sharding, built.abstract_params)
+    start = jax.jit(lambda: nn.unbox(init(cfg.model, jax.random.key(0))), out_shardings=shardings)
     generator = generate.Generator(built, start(), Bytes())
 
     def run() -> Times:

@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import numpy as np
 
 from benchmarks import layouts, measure, op_times
 from gspmd_lm import config
-from gspmd_lm.foresight import compile, explain, hlo
+from gspmd_lm.foresight import compile, explain, hlo, known_errors
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
@@ -51,6 +52,11 @@ class Case(NamedTuple):
 
 
 _FOUR_LAYERS = ("model.layers=4",)
+DEEPSEEK = ("model.layers=2", "model.dense_layers=1", "model.experts=16", "model.expert_groups=4",
+            "model.groups_per_token=2", "model.vocab=32768")  # fmt: skip
+LINEAR = ("model.layer_pattern=[linear, linear, linear, full]",
+          "model.linear_attention={key_heads: 16, value_heads: 32, head_dim: 128}")  # fmt: skip
+WINDOWS = ("model.layer_pattern=[sliding, full]", "model.sliding_window=1024", "model.attention_sinks=true")
 CASES = {
     "gpt2_124m": Case("gpt2_124m", rows=(8, 16, 32), remats=("none", "block")),
     "llama_1b": Case("llama3_8b", layouts.LLAMA_1B, (4, 8, 16), ("none", "block")),
@@ -62,10 +68,15 @@ CASES = {
     "qwen3_235b_a22b, 1 layer": Case(
         "qwen3_235b_a22b", ("model.layers=1", "data.seq=4096", "model.context=4096"), (4,)
     ),
+    "deepseek_v3, 16 experts, 2 layers": Case("deepseek_v3", DEEPSEEK),
+    "llama_8b, 3 of 4 layers linear": Case("llama3_8b", (*_FOUR_LAYERS, *LINEAR)),
+    "llama_8b, 4 layers, windows and sinks": Case("llama3_8b", (*_FOUR_LAYERS, *WINDOWS)),
+    "vit_22b, 2 layers": Case("vit_22b", ("model.layers=2", "model.classes=1000"), (64,)),
+    "t5_11b, 2 + 2 layers": Case("t5_11b", ("model.layers=2",), (16,)),
 }
 STEPS = 10
 KINDS = ("matmul", "attention", "other", "host copy")
-COLUMNS = {"case": "model", "rows": "rows", "remat": "remat", "predicted_ms": "predicted, ms",
+COLUMNS = {"device": "on", "case": "model", "rows": "rows", "remat": "remat", "predicted_ms": "predicted, ms",
            "measured_ms": "measured, ms", "error": "error", **{kind: f"{kind}, ms" for kind in KINDS},
            "mhz": "MHz", "watts": "W", "compiled_gb": "memory compiled, GB", "measured_gb": "measured, GB",
            "memory_error": "error of memory"}  # fmt: skip
@@ -214,6 +225,7 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
     predicted_ms = predicted and predicted.step_time_s * 1e3
     row = {
         "device": device.device_kind,
+        "kind": str(known_errors.kind_of(here, built.rules, cfg.model.experts)) if here.chip else "",
         "case": case,
         "rows": rows,
         "remat": remat if isinstance(remat, str) else json.dumps(remat),
@@ -230,7 +242,7 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
 
 def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str) -> dict[str, Any]:
     """What the device did, beside what was predicted."""
-    batch = ready.place(measure.random_batch(ready.step.config, jax.random.key(0)))
+    batch = ready.place(_random(ready.step))
     now, _ = jax.block_until_ready(ready.train(ready.start(), batch))
 
     def run() -> Any:
@@ -264,6 +276,23 @@ def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, t
     return row | shown | {"matmuls": op_times.matmuls(hlo.parse(text), kernels)}
 
 
+def _random(built: step.Step) -> dict[str, jax.Array]:
+    """A batch of random numbers, whole texts where it has texts."""
+    keys = dict(zip(built.abstract_batch, jax.random.split(jax.random.key(0), len(built.abstract_batch)), strict=True))
+
+    def values(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if name == "row" or name.endswith("positions"):
+            return jnp.broadcast_to(jnp.arange(shape[-1], dtype=dtype), shape)
+        if name.endswith("segment_ids"):
+            return jnp.ones(shape, dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jax.random.normal(keys[name], shape, dtype)
+        below = built.config.model.vocab or built.config.model.classes
+        return jax.random.randint(keys[name], shape, 0, below, dtype)
+
+    return {name: values(name, like.shape, like.dtype) for name, like in built.abstract_batch.items()}
+
+
 def _kernels() -> int:
     device = jax.devices()[0]
     capability = (
@@ -276,6 +305,13 @@ def _kernels() -> int:
     print(f"{device.device_kind}, jax {jax.__version__}" if found else f"{device.device_kind}: XLA's attention alone")
     print(measure.markdown(found, KERNEL_COLUMNS) if found else "")
     return int(not all(row["right"] for row in found))
+
+
+def _is_other(found: list[dict[str, Any]]) -> Callable[[dict[str, Any]], bool]:
+    """Whether a row is of another program or device than all of `found`."""
+    keys = ("device", "case", "rows", "remat")
+    taken = {tuple(row[key] for key in keys) for row in found}
+    return lambda row: tuple(row[key] for key in keys) not in taken
 
 
 def main() -> None:
@@ -302,7 +338,7 @@ def main() -> None:
             found.append(json.loads(answer.splitlines()[-1]))
             print({key: value for key, value in found[-1].items() if key != "matmuls"}, flush=True)
             if arguments.write:
-                measure.write("on_device", found)
+                measure.write("on_device", [*filter(_is_other(found), measure.read("on_device")), *found])
     print(found[0]["device"])
     print(measure.markdown(found, COLUMNS))
 

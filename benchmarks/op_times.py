@@ -21,6 +21,7 @@ from gspmd_lm.foresight.hlo import Computation, Instruction
 from gspmd_lm.units import bits
 
 STEPS = 3
+FACTS = "rows_columns", "contracted", "bits", "result", "added"  # of a matmul, by which its time is predicted
 _CUBLAS, _ATTENTION, _GROUPED = ("nvjet", "gemm", "cutlass"), ("cudnn",), ("grouped",)
 _HOST_COPIES = ("MemcpyD2H", "MemcpyH2D")
 
@@ -69,31 +70,29 @@ def by_kind(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def matmuls(module: hlo.Module, kernels: list[Kernel]) -> list[dict[str, Any]]:
-    """Each matmul of a program that cuBLAS computes, with its shapes and its mean time.
+    """The matmuls of a program that cuBLAS computes: the FACTS of equal ones, how often they run, and their mean time.
 
     Raises ValueError if the profiler saw another number of them than the program has.
     """
     calls, runs = list(_in_order(module.entry)), [kernel for kernel in kernels if kernel.kind == "matmul"]
     if len(runs) != STEPS * len(calls):
         raise ValueError(f"{len(runs)} kernels of cuBLAS in {STEPS} steps of a program of {len(calls)} matmuls")
-    seconds: dict[Instruction, list[float]] = {}
+    seconds: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
     for at, kernel in enumerate(runs):
-        seconds.setdefault(calls[at % len(calls)], []).append(kernel.taken_s)
-    return [_row(call, taken) for call, taken in seconds.items()]
+        seconds[_facts(calls[at % len(calls)])].append(kernel.taken_s)
+    return [
+        dict(zip(FACTS, facts, strict=True))
+        | {"times": len(taken_s) // STEPS, "us": round(statistics.mean(taken_s) * 1e6, 1)}
+        for facts, taken_s in seconds.items()
+    ]
 
 
-def _row(call: Instruction, taken_s: list[float]) -> dict[str, Any]:
+def _facts(call: Instruction) -> tuple[Any, ...]:
+    """The FACTS of a matmul."""
     result, *factors = (one.shape.arrays[0] for one in (call, *call.operands[:2]))
     added = any(array.elements == result.elements for one in call.operands[2:] for array in one.shape.arrays)
-    return {
-        "rows_columns": list(result.dimensions),
-        "contracted": round(call.flops / 2 / result.elements),
-        "bits": max(bits(factor.dtype) for factor in factors),
-        "result": result.dtype,
-        "added": added,
-        "times": len(taken_s) // STEPS,
-        "us": round(statistics.mean(taken_s) * 1e6, 1),
-    }
+    contracted = round(call.flops / 2 / result.elements)
+    return result.dimensions, contracted, max(bits(factor.dtype) for factor in factors), result.dtype, added
 
 
 def _in_order(computation: Computation) -> Iterator[Instruction]:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from contextlib import closing
 
     from gspmd_lm.foresight.report import Report
-    from gspmd_lm.infer.loaded import Model
-    from gspmd_lm.infer.of_task import TaskModel
+    from gspmd_lm.infer.loaded import Model, TaskModel
     from gspmd_lm.model.task import Task
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained

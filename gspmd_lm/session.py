@@ -32,8 +32,8 @@ from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
 from gspmd_lm.infer import eight_bits
-from gspmd_lm.infer.of_task import TaskModel
-from gspmd_lm.infer.samples import SampleGenerator
+from gspmd_lm.infer.generate import SampleGenerator
+from gspmd_lm.infer.loaded import TaskModel
 from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup

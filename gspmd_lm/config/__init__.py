@@ -9,24 +9,24 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.attention import AttentionTemperature as AttentionTemperature
-from gspmd_lm.config.attention import Convolution as Convolution
-from gspmd_lm.config.attention import LatentAttention as LatentAttention
-from gspmd_lm.config.attention import LinearAttention as LinearAttention
-from gspmd_lm.config.attention import RelativePositions as RelativePositions
-from gspmd_lm.config.attention import RelativeVectors as RelativeVectors
-from gspmd_lm.config.attention import RopeScaling as RopeScaling
 from gspmd_lm.config.data import Data
-from gspmd_lm.config.encoder import Encoder as Encoder
 from gspmd_lm.config.images import Images as Images
 from gspmd_lm.config.images import Patches as Patches
-from gspmd_lm.config.lora import Lora as Lora
+from gspmd_lm.config.layers import AttentionTemperature as AttentionTemperature
+from gspmd_lm.config.layers import Convolution as Convolution
+from gspmd_lm.config.layers import LatentAttention as LatentAttention
+from gspmd_lm.config.layers import LinearAttention as LinearAttention
+from gspmd_lm.config.layers import Lora as Lora
+from gspmd_lm.config.layers import RelativePositions as RelativePositions
+from gspmd_lm.config.layers import RelativeVectors as RelativeVectors
+from gspmd_lm.config.layers import RopeScaling as RopeScaling
 from gspmd_lm.config.masks import Masks as Masks
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.sounds import Frames as Frames
-from gspmd_lm.config.towers import Vision as Vision
+from gspmd_lm.config.stacks import Encoder as Encoder
+from gspmd_lm.config.stacks import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName

@@ -6,22 +6,21 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config import experts
-from gspmd_lm.config.attention import (
+from gspmd_lm.config.images import Patches
+from gspmd_lm.config.layers import (
     AttentionTemperature,
     Convolution,
     LatentAttention,
     LinearAttention,
+    Lora,
     RelativePositions,
     RelativeVectors,
     RopeScaling,
+    problems_of_experts,
 )
-from gspmd_lm.config.encoder import Encoder
-from gspmd_lm.config.images import Patches
-from gspmd_lm.config.lora import Lora
 from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.sounds import Frames
-from gspmd_lm.config.towers import Vision
+from gspmd_lm.config.stacks import Encoder, Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, LayerKind, NotNegative, Positive, Size, StackName
 from gspmd_lm.config.windows import Windows
 
@@ -214,7 +213,7 @@ class ModelConfig:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
-        wrong += self._wrong_streams() + experts.problems(self, _EXPERTS) + self._wrong_masks()
+        wrong += self._wrong_streams() + problems_of_experts(self, _EXPERTS) + self._wrong_masks()
         parts = ["latent_attention", "encoder", "vision", "masks", "relative_vectors", "windows", "convolution"]
         wrong += [line for name in parts if (part := getattr(self, name)) for line in part.problems(self)]
         if wrong:

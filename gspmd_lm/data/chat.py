@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -289,11 +289,11 @@ def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
     config_path, alone = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
     settings = tokenizer.read_object(config_path)
     tokens = {name: tokenizer.text_of_token(value) for name, value in settings.items() if name.endswith("_token")}
-    special = {name: text for name, text in tokens.items() if _is_text(text)}
+    special = {name: text for name, text in tokens.items() if isinstance(text, str)}
     texts: dict[str, tuple[str, str]] = {}  # name -> text, place
     named = settings.get("chat_template") or []
     for entry in named if isinstance(named, list) else [{"name": "default", "template": named}]:
-        if not isinstance(entry, dict) or not _is_text(entry.get("name")) or not _is_text(entry.get("template")):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
             raise InputError(
                 f"{config_path}: chat_template is neither text nor a list of objects with name and template\n"
                 "  fix   correct it, or write the template to a chat_template.jinja beside it"
@@ -313,10 +313,6 @@ def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
     used = {name: texts[name] for name in ("default", "tool_use") if name in texts}
     templates = {name: Template(text, place, special) for name, (text, place) in used.items()}
     return templates, {"special": special} | {name: text for name, (text, _) in used.items()}
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str)
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

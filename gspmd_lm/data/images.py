@@ -1,4 +1,4 @@
-"""Images with labels: those of folders, each named after its class, and those in tables, cut into patches."""
+"""Images, cut into patches: with labels, in folders named after classes or in tables, or with texts, in tables."""
 
 import contextlib
 import dataclasses
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
-from gspmd_lm.data import corpus, formats, labelled, media
+from gspmd_lm.data import corpus, formats, labelled, media, trained
 from gspmd_lm.data.remote import Progress
+from gspmd_lm.data.tokenizer import load_tokenizer
 from gspmd_lm.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -42,10 +44,6 @@ class ImageRows:
     seq: int
 
     def __len__(self) -> int:
-        return len(self.images)
-
-    @property
-    def targets(self) -> int:
         return len(self.images)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -243,3 +241,91 @@ def needs_pillow() -> None:
         raise InputError(
             "images are decoded by Pillow, which is not installed\n  fix   pip install 'gspmd_lm[vision]'"
         ) from error
+
+
+# Images with texts
+
+
+class Caption(NamedTuple):
+    """An image that is not decoded yet, and the tokens of its text."""
+
+    encoded: media.Encoded
+    text: np.ndarray  # int32, with the special tokens of the tokenizer's template
+    cut: bool  # whether tokens of the text were left out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CaptionRows:
+    """Rows with one text and its image in each. The image is decoded when it is read."""
+
+    captions: Sequence[Caption]
+    patches: Patches
+    prepared: Images
+    seq: int
+    source_seq: int
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `ImageRows`.
+
+        segment_ids: 1, and 0 for padding. An index of -1 gives a row of padding. Raises an InputError that names an
+        image that cannot be decoded.
+        """
+        patches = np.zeros((len(indices), self.source_seq, self.patches.pixels), np.float32)
+        names = ("tokens", "segment_ids", "positions")
+        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in names}
+
+        def put(i: int, caption: Caption) -> None:
+            found = cut(pixels(caption.encoded, self.patches, self.prepared), self.patches)
+            patches[i, self.patches.first : self.patches.rows] = found
+            length = len(caption.text)
+            fields["tokens"][i, :length] = caption.text
+            fields["segment_ids"][i, :length] = 1
+            fields["positions"][i, :length] = np.arange(length)
+
+        media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
+        return fields | {"patches": patches}
+
+
+def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
+    """The images and texts of `data.source` and of `data.held_out`, a share of which is chosen by content.
+
+    Raises an InputError that names the place of what is no image, or has no text.
+    """
+    needs_pillow()
+    data, vision, notes = config.data, config.model.vision, corpus.FileNotes()
+    assert vision
+    tokens = load_tokenizer(data.tokenizer)
+    trained.check_vocabulary(config, tokens.vocab_size)
+    made = labelled.cutting(tokens, "seq", data.seq)
+    every = list(_captions(config, made, data.sources, "data.source", notes, progress))
+    named = list(_captions(config, made, data.held_out_sources, "data.held_out", notes, progress))
+    split = train, held_out = media.apart(data, every, named, "images")
+    settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
+    sizes = {"seq": data.seq, "source_seq": config.source_seq}
+    rows = functools.partial(CaptionRows, patches=vision.patches, prepared=data.images, **sizes)
+    cut = sum(caption.cut for caption in (*train, *held_out))
+    lines = [
+        f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
+        media.left_out(data, every, train, "images"), str(notes),
+    ]  # fmt: skip
+    return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
+
+
+def _captions(
+    config: Config, made: tokenizers.Tokenizer, sources: Sequence[config_data.Source], place: str,
+    notes: corpus.FileNotes, progress: Progress | None,
+) -> Iterator[Caption]:  # fmt: skip
+    """The records of tables, in their order. The headers of their images are read."""
+    found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
+    for table, where, record in found:
+        name, text_name = config.data.fields
+        where, held, path = media.content_of(table, where, record, name, "image")
+        check(where, held)
+        text, _ = labelled.valid(labelled.text_of(record, text_name, where))
+        encoding = made.encode(text)
+        yield Caption(
+            media.Encoded.of(where, held, path), np.asarray(encoding.ids, np.int32), bool(encoding.overflowing)
+        )

@@ -15,9 +15,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, labelled, media, packing, pairs, sources, tokenizer, trained
-from gspmd_lm.data.masks import Masks
-from gspmd_lm.data.opened import opened
+from gspmd_lm.data import cache, chat, labelled, media, objects, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.MediaRows
@@ -41,13 +39,12 @@ class Loader:
     batch: int
     seed: int
     repeat: bool
-    tokens_per_epoch: int  # targets in all rows
     description: str  # for the user: a line, and more lines about files that were skipped
     fingerprint: str  # equal only for equal rows; it must be equal in every process
     shares: tuple[int, ...] = ()  # how many of BLOCK rows each part of packing.Joined gets
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
     classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
-    masks: Masks | None = None  # they are put among the tokens of rows
+    masks: packing.Masks | None = None  # they are put among the tokens of rows
 
     @property
     def epochs_per_step(self) -> float:
@@ -141,7 +138,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
-    if found := opened(config, progress):
+    if found := objects.open_media(config, progress):
         return _of_media(config, found)
     _check_objective(config)
     count = sources.random_rows(data.source)
@@ -151,25 +148,24 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     all_masks = None
     if masked and isinstance(tokens, tokenizer.Tokenizer):
         mask = tokens.mask if config.objective == "masked" else None
-        all_masks = Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
+        all_masks = packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
     cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
     origin = f"{source.description}{replaced}"
 
-    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int, int]:
-        """The rows of a split, how many targets they have, and how many conversations or labelled texts were cut."""
-        targets, cut = len(split.stream) - split.ends, 0
+    def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int]:
+        """The rows of a split, and how many of its conversations, labelled texts or pairs were cut."""
+        cut = 0
         if isinstance(tokens, chat.Chat):
             rows, cut = packing.conversations(split.stream, data.seq)
         elif isinstance(tokens, labelled.Labelled):
             rows = labelled.rows(split.stream, data.seq, numbers=data.label_kind == "number")
-            targets, cut = len(rows), rows.cut
+            cut = rows.cut
         elif isinstance(tokens, pairs.Pairs):
             rows = pairs.rows(split.stream, config)
             cut = rows.cut
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
-            targets = len(rows) * data.seq
         else:
             rows = packing.documents(split.stream, data.seq, tokens.end)
         # Records and held-out documents may fill less than a row. A text for training may not.
@@ -181,7 +177,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
                 f"{place}: {len(split.stream):,} tokens for {use} are less than one row, "
                 f"data.seq + 1 = {data.seq + 1:,}\n  fix   lower data.seq, or add text{other}"
             )
-        return rows, targets, cut
+        return rows, cut
 
     def loader_of(use: str, splits: Sequence[cache.CachedSplit], parts: Sequence[sources.SourcePart]) -> Loader:
         training = use == "training"
@@ -189,9 +185,9 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         key = "data.source" if training or not source.held_out else "data.held_out"
         counted = [rows_of(split, training, f"{key}: {part.name}") for split, part in zip(splits, parts, strict=True)]
         shares = _shares(parts) if len(parts) > 1 else ()
-        rows = packing.Joined([rows for rows, _, _ in counted]) if shares else counted[0][0]
-        targets, cut = sum(one[1] for one in counted), sum(one[2] for one in counted)
-        size = sum(len(split.stream) for split in splits)
+        rows = packing.Joined([rows for rows, _ in counted]) if shares else counted[0][0]
+        cut, size = sum(one[1] for one in counted), sum(len(split.stream) for split in splits)
+        targets = size - sum(split.ends for split in splits)
         about, more = f"{len(rows):,} rows, ", []
         if isinstance(tokens, chat.Chat):
             about += f"{size:,} tokens, {targets:,} of them the assistant's"
@@ -206,7 +202,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
         else:
             about += f"{size:,} tokens" + f", {data.masked_share:.4g} of them {config.objective}" * masked
         lines = [f"{use}: {about} ({origin})", *more]
-        for part, share, (part_rows, _, _) in zip(parts, shares, counted, strict=False):
+        for part, share, (part_rows, _) in zip(parts, shares, counted, strict=False):
             times = config.train.steps * data.batch * share / BLOCK / len(part_rows)
             lines.append(
                 f"{part.name}: {100 * share / BLOCK:.4g}% of what is read; each of its {len(part_rows):,} rows "
@@ -221,7 +217,6 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
             batch=data.batch,
             seed=seed,
             repeat=training,
-            tokens_per_epoch=targets,
             description="\n".join(lines),
             fingerprint=f"{cached.folder.name}-{data.packing}-{data.seq}-{use}"
             + (f"-{shares}" if shares else "")
@@ -248,7 +243,6 @@ def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | Non
             batch=config.data.batch,
             seed=seed,
             repeat=use == "training",
-            tokens_per_epoch=rows.targets,
             description="\n".join(filter(None, lines)),
             fingerprint=f"{found.fingerprint}-{use}",
             classes=found.classes,
@@ -354,12 +348,11 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             batch=data.batch,
             seed=seed,
             repeat=training,
-            tokens_per_epoch=count * data.seq,
             description=f"{use}: {count:,} rows of {data.seq + 1:,} random tokens below {vocab:,}",
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}"
             + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
-            masks=Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
+            masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

@@ -24,14 +24,6 @@ class MediaRows(Protocol):
 
     def __len__(self) -> int: ...
 
-    @property
-    def seq(self) -> int: ...
-
-    @property
-    def targets(self) -> int:
-        """Labels or tokens to predict in all rows."""
-        ...
-
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of rows. An index of -1 gives a row that no score counts."""
         ...

@@ -12,7 +12,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.config.masks import PARTS, POINTS
-from gspmd_lm.data import corpus, images, media
+from gspmd_lm.data import corpus, images, media, sounds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
@@ -115,6 +115,20 @@ def drawn(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
         return float(x.min()), float(y.min()), float(x.max()), float(y.max())
     chosen = np.random.default_rng(list(seed)).integers(len(x))
     return float(x[chosen]), float(y[chosen])
+
+
+def open_media(config: Config, progress: Progress | None = None) -> media.Opened | None:
+    """Images with labels, with texts or with masks, or sounds with texts; None for a model of texts alone. Raises
+    InputError where the source does not hold them.
+    """
+    model = config.model
+    if model.masks:
+        return open_objects(config, progress)
+    if model.patches:
+        return images.open_images(config, progress)
+    if model.vision:
+        return images.open_captions(config, progress)
+    return sounds.open_sounds(config, progress) if model.frames else None
 
 
 def open_objects(config: Config, progress: Progress | None = None) -> media.Opened:

@@ -1,7 +1,7 @@
-"""Rows of a fixed length, cut from one long array of tokens."""
+"""Rows of a fixed length, cut from one long array of tokens, and masks among their tokens."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,14 +83,10 @@ class Rows:
 class Joined:
     """The rows of several parts, one after another."""
 
-    parts: Sequence[Any]  # each has len(), seq and read(), as Rows does
+    parts: Sequence[Any]  # each has len() and read(), as Rows does
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
-
-    @property
-    def seq(self) -> int:
-        return self.parts[0].seq
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """As `read` of the parts."""
@@ -139,3 +135,39 @@ def random(rows: int, seq: int, vocab: int, seed: Sequence[int]) -> Rows:
     """Rows of independent tokens, drawn uniformly from [0, vocab)."""
     tokens = np.random.default_rng(seed).integers(0, vocab, rows * (seq + 1), np.uint32)
     return Rows(tokens, seq, seq + 1, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """The masks of BERT (arXiv 1810.04805): of the chosen tokens, 80% are masked, 10% are drawn, 10% stay. Or tokens in
+    place of others, without a mask: all chosen ones are drawn.
+
+    They are a function of `seed` and of the row's number in the sequence of all epochs. So they differ in each epoch,
+    and are the same after a restart and in each process.
+    """
+
+    mask: int | None  # the id of the mask token; None: a model tells which tokens stand in place of others
+    vocab: int  # another token is drawn from [0, vocab)
+    special: tuple[int, ...]  # ids that are never chosen; neither is padding
+    share: float  # of the other tokens, about so many are chosen
+    seed: int
+
+    def put(self, arrays: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays with masks among `tokens`, and as `targets` the true ids of the chosen tokens, and -1 elsewhere.
+        Without a mask, `targets` are 1 where another token stands, 0 where the true one does, and -1 for padding.
+
+        All `token_types` are 0. numbers: of the rows, int64 [rows].
+        """
+        tokens = arrays["tokens"]
+        drawn = np.empty((len(numbers), 3, tokens.shape[1]))  # in [0, 1): whether it is chosen, how, another token
+        for i, number in enumerate(numbers):
+            drawn[i] = np.random.Generator(np.random.Philox(key=[self.seed, number])).random(drawn.shape[1:])
+        chosen = (drawn[:, 0] < self.share) & (arrays["segment_ids"] > 0) & ~np.isin(tokens, self.special)
+        another = (drawn[:, 2] * self.vocab).astype(np.int32)
+        if self.mask is None:
+            read = np.where(chosen, another, tokens)
+            targets = np.where(arrays["segment_ids"] > 0, read != tokens, np.int32(-1)).astype(np.int32)
+            return {**arrays, "tokens": read, "targets": targets, "token_types": np.zeros_like(tokens)}
+        shown = np.where(drawn[:, 1] < 0.8, np.int32(self.mask), np.where(drawn[:, 1] < 0.9, another, tokens))
+        masked = {"tokens": np.where(chosen, shown, tokens), "targets": np.where(chosen, tokens, np.int32(-1))}
+        return {**arrays, **masked, "token_types": np.zeros_like(tokens)}

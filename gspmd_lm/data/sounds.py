@@ -7,7 +7,7 @@ import io
 import wave
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,10 +43,6 @@ class SoundRows:
 
     def __len__(self) -> int:
         return len(self.sounds)
-
-    @property
-    def targets(self) -> int:
-        return sum(len(sound.text) for sound in self.sounds)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """What `pairs.PairRows` gives of pairs, with float32 source_frames [len(indices), source_seq, WINDOW, bands] in
@@ -105,27 +101,22 @@ def _found(
     progress: Progress | None,
 ) -> Iterator[Sound]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
-    found = media.records(config.data, sources, place, (".wav",), "sounds", notes, progress)
-    for table, where, record in found:
-        yield _sound(config, tokens, table, where, record)
-
-
-def _sound(config: Config, tokens: Tokenizer, table: Path, where: str, record: dict[str, Any]) -> Sound:
-    """The sound and the text of a record. Raises an InputError that names its place."""
-    name, text_name = config.data.fields
-    where, held, path = media.content_of(table, where, record, name, "sound")
-    samples(where, held, sizes(config.model)[0])
-    text, _ = labelled.valid(labelled.text_of(record, text_name, where))
-    assert config.model.encoder
-    ids = np.asarray([*config.model.encoder.first_tokens, *tokens.encode(text.encode()), tokens.end], np.int32)
-    if len(ids) > config.data.seq:
-        longer = f"set data.seq to {len(ids):,}" if len(ids) <= config.model.context else "cut the sound and its text"
-        raise InputError(
-            f"{where}: {text_name}: {len(ids):,} tokens, first and last ones included, are more than "
-            f"data.seq={config.data.seq:,} (model.context={config.model.context:,})\n"
-            f"  fix   {longer}, or leave the record out"
-        )
-    return Sound(media.Encoded.of(where, held, path), ids)
+    data, model = config.data, config.model
+    assert model.encoder
+    for table, where, record in media.records(data, sources, place, (".wav",), "sounds", notes, progress):
+        name, text_name = data.fields
+        where, held, path = media.content_of(table, where, record, name, "sound")
+        samples(where, held, sizes(model)[0])
+        text, _ = labelled.valid(labelled.text_of(record, text_name, where))
+        ids = np.asarray([*model.encoder.first_tokens, *tokens.encode(text.encode()), tokens.end], np.int32)
+        if len(ids) > data.seq:
+            longer = f"set data.seq to {len(ids):,}" if len(ids) <= model.context else "cut the sound and its text"
+            raise InputError(
+                f"{where}: {text_name}: {len(ids):,} tokens, first and last ones included, are more than "
+                f"data.seq={data.seq:,} (model.context={model.context:,})\n"
+                f"  fix   {longer}, or leave the record out"
+            )
+        yield Sound(media.Encoded.of(where, held, path), ids)
 
 
 def of_file(name: str, model: ModelConfig) -> np.ndarray:

@@ -13,10 +13,10 @@ from gspmd_lm.config import data as config_data
 from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import sum_of
 
 # (a record, its place such as file:line, the field of the conversation) -> a document
 OfRecord = Callable[[dict[str, Any], str, str], bytes]
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,8 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
         name = ", ".join(one.path for one in group)
         if not files and group:
             place = "data.held_out" if group == data.held_out_sources else "data.source"
-            raise InputError(f"{place}: {name}: nothing to read\n  {_indented(notes)}\n  fix   name other files")
+            skipped = str(notes).replace("\n", "\n  ")
+            raise InputError(f"{place}: {name}: nothing to read\n  {skipped}\n  fix   name other files")
         parts.append(SourcePart(name, files, group[0].weight if group else None))
     held_out_part = parts.pop()
     total = hashlib.sha256()
@@ -211,18 +212,14 @@ def _hash(
 
     def digest(one: tuple[Path, str]) -> tuple[SourceFile, str]:
         path, field = one
-        hashed, size_bytes = hashlib.sha256(), 0
         try:
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    hashed.update(block)
-                    size_bytes += len(block)
+            size_bytes, sha256 = sum_of(path)
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
             ) from error
         odd = formats.oddity(path) if size_bytes else "empty"
-        return SourceFile(path, field, size_bytes, hashed.hexdigest()), odd
+        return SourceFile(path, field, size_bytes, sha256), odd
 
     total_bytes, done_bytes = sum(path.stat().st_size for path, _ in files), 0
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -235,7 +232,3 @@ def _hash(
             elif odd:
                 notes.skipped(odd, file.path)
             yield None if odd in ("empty", formats.BINARY) else file
-
-
-def _indented(notes: corpus.FileNotes) -> str:
-    return str(notes).replace("\n", "\n  ")

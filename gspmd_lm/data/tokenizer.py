@@ -47,14 +47,6 @@ class Bytes:
         """The int32 ids of a text to continue."""
         return self.encode(text.encode("utf-8", "replace"))
 
-    def encode_source(self, text: str) -> np.ndarray:
-        """The int32 ids of a text that an encoder reads, as `template` makes them."""
-        return np.asarray(self._of_sources.encode(text).ids, np.int32)
-
-    @functools.cached_property
-    def _of_sources(self) -> tokenizers.Tokenizer:
-        return self.template()
-
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The bytes of the ids. End tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
@@ -96,7 +88,7 @@ class HuggingFace:
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = tuple(self.special.values())
         self.path = path
-        self.end = self._find_end()
+        self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
         if framed:
@@ -158,14 +150,6 @@ class HuggingFace:
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def encode_source(self, text: str) -> np.ndarray:
-        """The int32 ids of a text that an encoder reads, as `template` makes them."""
-        return np.asarray(self._of_sources.encode(text).ids, np.int32)
-
-    @functools.cached_property
-    def _of_sources(self) -> tokenizers.Tokenizer:
-        return self.template()
-
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = True) -> bytes:
         """The text of the ids as UTF-8, with special tokens spelled out or left out.
 
@@ -197,9 +181,6 @@ class HuggingFace:
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
-    def _find_end(self) -> int:
-        return self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
-
     def _find_frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that the file's template puts before a text, and after it."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
@@ -221,6 +202,16 @@ class HuggingFace:
 
 
 Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+
+
+def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The int32 ids of a text that an encoder reads, as `template` makes them."""
+    return np.asarray(_template(tokenizer).encode(text).ids, np.int32)
+
+
+@functools.lru_cache(maxsize=1)
+def _template(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    return tokenizer.template()
 
 
 def _byte_names() -> list[str]:

@@ -11,6 +11,7 @@ from gspmd_lm.foresight.hlo import Module
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.report import Finding, Report
 from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.timing import attention
 from gspmd_lm.foresight.timing.op_time import CALL
 from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
 from gspmd_lm.hardware.chips import Processor
@@ -51,6 +52,7 @@ def warnings(
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
     findings = [
         *_too_large(memory),
+        *_workspace(memory, module),
         *_unpriced(predicted),
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
@@ -82,6 +84,18 @@ def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
         *_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
     ]
     return tuple(findings)
+
+
+def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:
+    """What cuDNN takes when it runs, of which a compiler without a card does not know."""
+    most = max(map(attention.workspace_bytes, module.kernels), default=0) if module else 0
+    if memory.fits and memory.limit_bytes is not None and memory.peak_bytes + most > memory.limit_bytes:
+        yield Finding(
+            "workspace",
+            f"cuDNN takes up to {human_bytes(most)} more while it computes gradients of attention: "
+            f"{human_bytes(memory.limit_bytes - memory.peak_bytes)} are free",
+            "a smaller data.batch or data.seq, or train.microbatches",
+        )
 
 
 def _not_donated(memory: Memory) -> Iterator[Finding]:

@@ -279,7 +279,7 @@ _H100 = Chip(
     nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
     # Of several GPUs. One alone, which the limit of 700 W slows down too, reaches MATMUL_SHARE. Fitted to two published
     # steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on h200:32x8, for both chips.
-    matmul_slowdown=1.19,
+    matmul_slowdown=1.16,
     gpu=_HOPPER,
 )
 
@@ -336,14 +336,8 @@ _GPUS = (
         network_bytes_per_s=400e9 / 8,  # DGX B200: one 400 Gbit/s port per GPU
         usd_per_hour=5.50,  # nebius: us-central1
         nvlink_bytes_per_s=900e9,  # sheet: 1800 GB/s both ways
-        gpu=Gpu(
-            description="NVIDIA B200",
-            core_count=148,  # xla, as the rest
-            fpus_per_core=128,
-            shared_memory_per_core=233_472,
-            shared_memory_per_block_optin=232_448,
-            l2_cache_bytes=132_644_864,
-            compute_capability=(10, 0),
+        gpu=dataclasses.replace(  # the rest as of Hopper: xla
+            _HOPPER, description="NVIDIA B200", core_count=148, l2_cache_bytes=132_644_864, compute_capability=(10, 0)
         ),
     ),
 )

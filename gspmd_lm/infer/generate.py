@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.data import sounds
-from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops
@@ -107,7 +107,7 @@ def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray
     """What gives of a prompt what the model reads: its tokens, or the frames of the wav file that it names."""
     if config.model.frames:
         return functools.partial(sounds.of_file, model=config.model)
-    return tokenizer.encode_source if config.model.encoder else tokenizer.encode_prompt
+    return functools.partial(encode_source, tokenizer) if config.model.encoder else tokenizer.encode_prompt
 
 
 def given_tokens(config: Config) -> int:
@@ -297,3 +297,46 @@ class _Completion:
         self._text += chunk
         self.result = Result(self._text, self._tokens, reason, self._gap)
         return TextChunk(self.number, chunk, self.result)
+
+
+class SampleGenerator:
+    """Writes texts with a model in training, after the prompts of train.samples.
+
+    They depend on the weights alone, up to rounding: not on the layout, nor on earlier texts.
+    """
+
+    def __init__(self, config: Config, rules: Rules, devices: Sequence[Any], platform: str):
+        """Nothing is compiled. Raises InputError for prompts, a tokenizer or rules that do not fit."""
+        assert config.train.samples
+        self.asked = config.train.samples
+        self.tokens = load_tokenizer(config.data.tokenizer)
+        self.prompts = [self.tokens.encode_prompt(prompt).tolist() for prompt in self.asked.prompts]
+        try:
+            self.programs, _ = programs_for(
+                config, rules, devices, platform, self.prompts, new_tokens=self.asked.tokens, batch=len(self.prompts),
+                tokenizer=self.tokens, places=[f"train.samples.prompts {n}" for n in range(1, len(self.prompts) + 1)],
+            )  # fmt: skip
+        except InputError as error:
+            raise InputError(f"train.samples: {error}\n  fix   drop train.samples, or as above") from error
+
+    @functools.cached_property
+    def cast(self) -> Any:
+        """A function that gives the weights of training in the dtypes of generation, where they are."""
+        wanted = self.programs.abstract_params
+        shardings = jax.tree.map(lambda like: like.sharding, wanted)
+
+        def cast(params: Any) -> Any:
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), params, wanted)
+
+        return jax.jit(cast, out_shardings=shardings)
+
+    def compile(self) -> None:
+        """Compiles the programs, which otherwise the first call does."""
+        _ = self.programs.compiled
+
+    def __call__(self, params: Any) -> list[tuple[str, str]]:
+        """Each prompt with the text that the weights of training write after it."""
+        writing = Generator(self.programs, self.cast(params), self.tokens)
+        sampling = Sampling(temperature=self.asked.temperature)
+        results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
+        return [(prompt, result.text) for prompt, result in zip(self.asked.prompts, results, strict=True)]

@@ -1,18 +1,30 @@
-"""A model with its weights on this program's devices, which continues texts."""
+"""Models with their weights on this program's devices: a decoder that continues texts, and a model of one's own."""
 
+import functools
 import html
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.data.batches import Batches, checked
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.lines import ids_of
-from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
+from gspmd_lm.model.program import TaskProgram
 from gspmd_lm.runtime import compile_cache
+from gspmd_lm.sharding import placement, shapes
 from gspmd_lm.sharding.rules import Rules
 
 ROWS = 8  # prompts that are continued at a time
+Batch = Mapping[str, Any]
 
 
 class Continuation(str):
@@ -110,7 +122,6 @@ class Model:
     def _ready(self, ids: Sequence[Sequence[int]], new_tokens: int) -> generation.Generator:
         """Programs that are large enough for these prompts, with the weights: those of the last call if they are."""
         last = self._generator
-        generation.check_prompts(self.config, ids, new_tokens, [f"prompt {n}" for n in range(1, len(ids) + 1)])
         if last is not None:
             sizes = last.programs.sizes
             written = new_tokens + generation.given_tokens(self.config)
@@ -127,3 +138,106 @@ class Model:
 
     def __repr__(self) -> str:
         return f"{self.config.name} of {self._name} under {self.rules.path}"
+
+
+class TaskModel:
+    """A model of one's own with its weights. `task` says what it computes, and `rules` where its weights live."""
+
+    def __init__(self, built: TaskProgram, params: Any):
+        """`params`: the weights, placed as they rest under the rules of `built`."""
+        self.task, self.rules, self.params = built.task, built.rules, params
+        self._built, self._compiled = built, dict[Any, Any]()
+
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The scores over batches of numpy arrays, as training logs them: `eval_loss` and others.
+
+        Raises InputError for arrays that are not those of the task's inputs.
+        """
+        task = self.task
+        rows = Batches(batches.__getitem__, task.batch(task.rows), "evaluation", len(batches))
+        shardings = {name: like.sharding for name, like in self._built.batch_of(task.rows).items()}
+        totals: dict[str, Any] = {}
+        for _, batch in rows.batches(0, shardings):
+            lower = functools.partial(jax.jit(self._built.evaluate).lower, self.params, batch)
+            program = self._program("evaluation", batch, lower)
+            for name, total in jax.device_get(program(self.params, batch)).items():
+                totals[name] = totals.get(name, 0.0) + np.float64(total)
+        return task.scored(totals)
+
+    def generate(
+        self,
+        batch: Batch,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """The tokens that the task's `generation` writes for each row of a batch, up to its token `end`.
+
+        The sampling options are those of `load(...).generate`. A new number of rows or of tokens is compiled.
+
+        Args:
+            batch: numpy arrays, those of the task's inputs that `begin` reads; any number of rows.
+            max_new_tokens: where to stop at the latest.
+
+        Raises:
+            InputError: the task has no `generation`, or an option, the batch or the rules do not fit it.
+        """
+        settings = Sampling(temperature, top_k, top_p, min_p, seed).settings
+        if self.task.generation is None:
+            raise InputError(
+                f"generate: task {self.task.name} does not say how it generates\n"
+                "  fix   Task(..., generation=gspmd_lm.Generation(begin, extend))"
+            )
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for 1 or more")
+        padded, rows = self._padded(batch)
+        likes = self._built.batch_of(len(next(iter(padded.values()))))
+        arrays = {name: generation.to_devices(x, likes[name].sharding) for name, x in padded.items()}
+        lower = functools.partial(self._lower_tokens, max_new_tokens, arrays, settings)
+        program = self._program(f"generating {max_new_tokens:,} tokens of each row", arrays, lower)
+        tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows].tolist(), self.task.generation.end
+        return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT]
+
+    def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
+        """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""
+        rows = max((len(array) for array in batch.values() if np.ndim(array)), default=0)
+        if not rows:
+            raise InputError("generate: the batch has no rows\n  fix   give the task's inputs that begin() reads")
+        inputs = {name: like for name, like in self.task.batch(rows).items() if name in batch}
+        arrays = checked(batch, inputs, "generate: batch")
+        splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
+        more = -rows % math.lcm(*map(self.rules.num_shards, splits))
+        return {name: np.concatenate([array, np.repeat(array[-1:], more, 0)]) for name, array in arrays.items()}, rows
+
+    def _tokens(self, length: int, params: Any, batch: Batch, settings: SamplingSettings) -> jax.Array:
+        """`length` tokens for each row, int32 [B, length]."""
+        built, task = self._built, self.task
+        with built.traced():
+            logits_BV, state = task.begun(params, batch)
+            number_B = jnp.arange(len(logits_BV), dtype=jnp.int32)
+
+            def turn(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
+                logits_BV, state = carry
+                whole_BV = jax.lax.with_sharding_constraint(logits_BV, built.whole)
+                tokens_B = choose(whole_BV, settings, number_B, jnp.broadcast_to(position, number_B.shape)).tokens_B
+                return task.extended(params, state, tokens_B), tokens_B
+
+            _, tokens_TB = jax.lax.scan(turn, (logits_BV, state), jnp.arange(length, dtype=jnp.int32))
+        return tokens_TB.T
+
+    def _lower_tokens(self, length: int, batch: Batch, settings: SamplingSettings) -> jax.stages.Lowered:
+        """The program of `_tokens`. Raises InputError where the rules do not fit what generation places."""
+        arrays = self._built.arrays
+        recorded = placement.record(self.rules, self.task.first_tokens, arrays.params, dict(batch))
+        shapes.checked(arrays, self.rules, [recorded])
+        return jax.jit(functools.partial(self._tokens, length)).lower(self.params, batch, settings)
+
+    def _program(self, what: str, batch: Batch, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        """The program that `lower` gives, compiled; the same for batches of the same shapes."""
+        key = what, *((name, x.shape) for name, x in batch.items())
+        if key not in self._compiled:
+            self._compiled[key] = self._built.compile(lower(), what, "fewer rows, or rules that split more")
+        return self._compiled[key]

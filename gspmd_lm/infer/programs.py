@@ -186,11 +186,6 @@ class GenerationPrograms(Forward):
             return self.abstract_params
         return abstract_weights(parameters(self.model), self.placement, self.model)
 
-    @property
-    def param_shardings(self) -> Any:
-        """The shardings of the weights at rest."""
-        return jax.tree.map(lambda like: like.sharding, self.abstract_params)
-
     @functools.cached_property
     def abstract_prompts(self) -> Prompts:
         """The shapes and shardings of a batch of prompts."""

@@ -1,11 +1,12 @@
-"""The model of images: patches in, scores of classes out. ViT: arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254."""
+"""Models of images: patches in, scores of classes out. ViT: arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.ends import before_blocks, scored
+from gspmd_lm.model.ends import before_blocks, scored, token_keys
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
@@ -13,6 +14,7 @@ from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project
 
 PATCHES = "patches: batch seq pixels"
+MERGED = "merged: batch seq stream_width"
 FIRST_ROWS = ("class_row", "distillation_row")
 
 
@@ -77,3 +79,49 @@ def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) 
         x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
     x_BTD = like(x_BTD, RESIDUAL)
     return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
+
+
+class LevelsClassifier(nn.Module):
+    """Levels of blocks from the patches of images to the scores of their classes. From level to level, four patches
+    become one (Swin, arXiv 2103.14030).
+    """
+
+    cfg: config.ModelConfig
+
+    @nn.compact
+    def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
+        """[B, classes], float32. `batch`: see `ImageClassifier`; no learned row stands before the patches."""
+        first, *rest = of_levels = config.levels(self.cfg)
+        x_BTD, keys_BT = before_blocks(first, patched(self, first, batch["patches"]), batch, dropout_key)
+        x_BTD = Level(first, name="level_0")(x_BTD, keys_BT)
+        for number, cfg in enumerate(rest, 1):
+            if keys_BT is not None and dropout_key is not None:
+                places_BT = jnp.tile(jnp.arange(config.padded_rows(cfg.context, cfg.row_multiple)), (len(x_BTD), 1))
+                keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
+            x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
+        last = of_levels[-1]
+        return scored(self, last, mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
+
+
+class Level(Stack):
+    """Blocks of one width."""
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, keys_BT: jax.Array | None, merge: bool = False) -> jax.Array:
+        """The output of the last block, [B, T, D], after 2 x 2 patches became one each if they are to `merge`.
+
+        keys_BT: a dropout key for each of its tokens.
+        """
+        return self.blocks(_merged(self, self.cfg, x_BTD) if merge else x_BTD, {}, keys_BT)[0]
+
+
+def _merged(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The patches of a level, from those of the level before, of which two on a side make one."""
+    assert cfg.patches
+    side, rows = cfg.patches.side, config.padded_rows(cfg.context, cfg.row_multiple)
+    patches_BTD = like(x_BTD, BLOCK_INPUT)[:, : 4 * side**2]
+    merged_BTO = rearrange(patches_BTD, "B (h y w x) D -> B (h w) (x y D)", h=side, y=2, x=2)
+    merged_BTO = jnp.pad(merged_BTO, ((0, 0), (0, rows - side**2), (0, 0)))
+    merge = matrix(module, "merge", "stream_width embed", (merged_BTO.shape[-1], cfg.embed), cfg)
+    with gathered(Norm(cfg, "stream_width", name="merge_norm")(merged_BTO), MERGED, MERGED) as in_BTO:
+        return like(like(project(in_BTO, merge), BLOCK_INPUT), RESIDUAL)

@@ -9,6 +9,7 @@ happens:
 - `expert` over axes that split tokens: all-to-alls send tokens to the devices of their experts, and results back.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, outer
-from gspmd_lm.model.moe_all_to_all import route
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
+from gspmd_lm.sharding.permutes import Segments
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
@@ -134,6 +135,80 @@ def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) 
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
     inner = split_over(mlp.over + (() if all_to_all else expert.over))
     return _MoeLayout(weights, tree, batch, seq, expert, mlp, all_to_all, inner)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Which experts compute the rows of a device, and on which devices. A row is a token for one of its experts."""
+
+    k: int = dataclasses.field(metadata={"static": True})  # experts of a token
+    order_N: jax.Array  # the rows, sorted by expert
+    place_N: jax.Array  # where each of them is in that order
+    rows: int = dataclasses.field(metadata={"static": True})  # M: of the buffer of sorted rows where experts compute
+    sizes_E: jax.Array  # the rows of each expert of this device
+    to_experts: Segments | None = None  # the all-to-all of rows; None: they stay on their device
+    from_experts: Segments | None = None  # that of their results
+
+    def dispatch(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[M, D]: rows on the devices of their experts, sorted by expert.
+
+        With weights, a row is multiplied by its own before it is sent.
+        """
+        rows_ND = x_nD[self.order_N // self.k]
+        if weights_BTk is not None:
+            rows_ND = (weights_BTk.reshape(-1, 1)[self.order_N] * rows_ND).astype(rows_ND.dtype)
+        return self.to_experts.exchanged(rows_ND, self.rows, "dispatched") if self.to_experts else rows_ND[: self.rows]
+
+    def combine(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
+        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `dispatch`."""
+        y_nkD = self.returned(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
+        if weights_BTk is not None:
+            y_nkD *= weights_BTk.reshape(-1, self.k, 1)
+        return y_nkD.sum(1).astype(y_MD.dtype)
+
+    def returned(self, y_MD: jax.Array) -> jax.Array:
+        """[N, D]: rows back on the devices of their tokens, in the order of tokens."""
+        y_ND = self.from_experts.exchanged(y_MD, len(self.order_N), "dispatched") if self.from_experts else y_MD
+        return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
+
+
+def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int) -> Routing:
+    """The routing of the tokens of a device that has `experts` experts. `over` says how all experts are split.
+
+    Rows that no expert computes come last: their expert does not exist or, without an all-to-all, is on another device.
+    With an all-to-all, the buffer has room for as many rows as may arrive, since any number of tokens may choose the
+    experts of one device.
+    """
+    B, T, k = chosen_BTk.shape
+    most = B * T * min(k, experts)  # rows of one device for the experts of another
+    most = min(most, B * experts * min(T, capacity)) if capacity else most
+    flat_N, all_ = chosen_BTk.reshape(-1), experts * over.num_shards
+    if not all_to_all and over.num_shards > 1:
+        flat_N = flat_N - experts * jax.lax.axis_index(over.over)
+        flat_N = jnp.where(flat_N < 0, experts, flat_N)
+    local = all_ if all_to_all else experts
+    order_N = jnp.argsort(flat_N)
+    sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
+    routing = Routing(k, order_N, jnp.argsort(order_N), most if not all_to_all else len(flat_N), sizes)
+    if not all_to_all or over.num_shards == 1:
+        return routing
+    device = jax.lax.axis_index(over.over)
+    sizes_sE = jax.lax.all_gather(sizes, over.over)  # s: the device that sends
+    before_sE = jnp.cumsum(sizes_sE, 0) - sizes_sE  # what earlier devices send to the same expert
+    starts_sE = jnp.cumsum(sizes_sE, 1) - sizes_sE
+    totals_re = sizes_sE.sum(0).reshape(over.num_shards, experts)  # r: the device that receives
+    first_E = (jnp.cumsum(totals_re, 1) - totals_re).reshape(-1)  # where the rows of an expert begin at its device
+    targets_sE = first_E + before_sE
+
+    def mine(x_sE: jax.Array) -> jax.Array:
+        """What concerns the experts of this device, by sender."""
+        return jax.lax.dynamic_slice_in_dim(x_sE, device * experts, experts, 1).reshape(-1)
+
+    to_experts = Segments(over, starts_sE[device], sizes_sE[device], targets_sE[device], mine(sizes_sE))
+    from_experts = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[device])
+    rows, sizes_E = over.num_shards * most, totals_re[device]
+    return dataclasses.replace(routing, rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

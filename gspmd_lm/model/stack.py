@@ -21,8 +21,8 @@ from gspmd_lm.model.moe import Experts, RouterOutput
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
+from gspmd_lm.sharding.chunks import Part, after, in_turns
 from gspmd_lm.sharding.gathered_once import for_all_layers
-from gspmd_lm.sharding.in_turns import Part, after, in_turns
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 

@@ -1,5 +1,5 @@
 """The models that a config describes, of texts: token ids in, and hidden states with the output table or scores of
-classes out. That of images is in images.py."""
+classes out. Those of images are in images.py."""
 
 from typing import Any
 
@@ -13,8 +13,7 @@ from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
-from gspmd_lm.model.images import ImageClassifier
-from gspmd_lm.model.levels import LevelsClassifier
+from gspmd_lm.model.images import ImageClassifier, LevelsClassifier
 from gspmd_lm.model.masks import Masker
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.sounds import heard

@@ -1,11 +1,15 @@
-"""Requests to stop a run."""
+"""Preemption: what a run is asked to do, such as to stop, and the step after which all its processes do it."""
 
+import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from gspmd_lm.runtime import processes
 
@@ -66,3 +70,100 @@ def _action(number: int, new: Any = None) -> Any:
     old = ctypes.create_string_buffer(256)  # of which the struct takes a part
     ctypes.CDLL(None).sigaction(int(number), new, old)
     return old
+
+
+class Agreement:
+    """A context in which the processes of a run agree on the step after which all of them do something, such as stop.
+
+    Processes are not at the same step, because a process may dispatch steps before devices have computed earlier ones.
+    So when a process wants something, all of them stand still and report their steps. The thing is done after the
+    step that follows the farthest one, which none of them has come to. For a step as such, nothing is sent. A process
+    that is alone does things after the step that it is at.
+
+    A thread of each process answers, because the main thread may wait for a device, and so for another process.
+    """
+
+    def __init__(self, start: int):
+        """start: the step that this process is at."""
+        self._at = start
+        self._wanted: dict[str, None] = {}  # things that this process wants and has not announced, the first one first
+        self._agreed: list[tuple[int, str]] = []  # steps, each with what is done after it
+        self._standing = threading.Lock()  # whoever holds it keeps this process at its step
+        self._left = threading.Event()
+        self._error: Exception | None = None  # of the thread
+        self._thread: threading.Thread | None = None
+
+    def want(self, thing: str) -> None:
+        """Asks for a thing to be done soon, unless it will be. A signal handler may call it, as it never waits."""
+        if not any(at > self._at and thing == other for at, other in self._agreed):
+            self._wanted[thing] = None
+
+    def due(self, step: int) -> set[str]:
+        """The things to do after `step`. Each process asks once after every step."""
+        if not self._thread:
+            wanted, self._wanted = self._wanted, {}
+            return set(wanted)
+        with self._standing:
+            if self._error:
+                raise self._error
+            self._at = step
+            return {thing for at, thing in self._agreed if at == step}
+
+    def __enter__(self) -> "Agreement":
+        if processes.several():
+            name = processes.next_key("agreement")
+            self._thread = threading.Thread(target=self._answer, args=(name,), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if not self._thread:
+            return
+        if kind is None:
+            processes.compare({})  # one that has not asked about its last step may want something: it needs an answer
+        self._left.set()
+        self._thread.join()
+
+    def _answer(self, name: str) -> None:
+        """Agrees on one thing after the other, until the context is left."""
+        try:
+            for number in itertools.count():
+                thing = self._next(f"{name}/{number}/thing")
+                with self._standing:
+                    farthest = self._farthest(f"{name}/{number}") if thing else None
+                    if thing is None or farthest is None:
+                        return
+                    self._agreed.append((farthest + 1, thing))
+                    self._wanted.pop(thing, None)
+                if jax.process_index() == 0 and number:
+                    processes.client().key_value_delete(f"{name}/{number - 1}")  # all processes have come to `number`
+        except Exception as error:
+            self._error = error  # the main thread raises it
+
+    def _next(self, key: str) -> str | None:
+        """The thing that some process wants first; None when the context is left."""
+        while not self._left.is_set():
+            for thing in list(self._wanted)[:1]:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
+                    processes.client().key_value_set(key, thing)
+            if stored := processes.stored(key):
+                return stored
+        return None
+
+    def _farthest(self, key: str) -> int | None:
+        """The step of the process that is farthest; None when the context is left."""
+        processes.client().key_value_set(f"{key}/{jax.process_index()}", str(self._at))
+        if jax.process_index() == 0:
+            steps = [self._stored_step(f"{key}/{process}") for process in range(jax.process_count())]
+            known = [step for step in steps if step is not None]
+            if len(known) < len(steps):
+                return None
+            processes.client().key_value_set(f"{key}/farthest", str(max(known)))
+        return self._stored_step(f"{key}/farthest")
+
+    def _stored_step(self, key: str) -> int | None:
+        """The step under a key, as soon as it is there; None when the context is left."""
+        while not self._left.is_set():
+            if step := processes.stored(key):
+                return int(step)
+        return None

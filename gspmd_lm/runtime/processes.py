@@ -47,7 +47,7 @@ def count() -> int:
     return int(distributed.global_state.num_processes or 1)
 
 
-def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
+def from_first(value: Any) -> Any:
     """The JSON value that the first process passed, on every process. The values of the others are ignored.
 
     Like `compare`, it waits without a limit. A collective on the CPU would give up after 30 seconds.
@@ -56,7 +56,7 @@ def from_first(value: Any, say: Callable[[str], None] = lambda _: None) -> Any:
         return value
     key = next_key("first")
     if jax.process_index():
-        return json.loads(_value(key, 0, say))
+        return json.loads(_value(key, 0))
     client().key_value_set(key, json.dumps(value))
     return value
 
@@ -97,7 +97,7 @@ def next_key(what: str) -> str:
     return f"gspmd_lm/{what}/{_calls}"
 
 
-def _value(key: str, process: int, say: Callable[[str], None]) -> str:
+def _value(key: str, process: int, say: Callable[[str], None] = lambda _: None) -> str:
     """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
     next_report_s = time.monotonic() + 30
     while (value := stored(key)) is None:
@@ -190,7 +190,7 @@ class _Watch:
             client().key_value_set("gspmd_lm/watch", json.dumps([listener.getsockname()[1], secret, me]))
             threading.Thread(target=self._accept, args=(listener, secret), daemon=True).start()
             return
-        listening = json.loads(_value("gspmd_lm/watch", 0, lambda _: None))
+        listening = json.loads(_value("gspmd_lm/watch", 0))
         if listening is None:
             raise OSError("process 0 cannot listen at a port")
         port, secret, first = listening

@@ -221,7 +221,7 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
         return
     _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
     # It takes SIGTERM, also where nobody asks for it, and agrees on a step that may be past: Orbax asks it about steps
-    # that it has saved, which sets it back. agreement.py takes its place.
+    # that it has saved, which sets it back. preemption.py takes its place.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

@@ -41,16 +41,8 @@ AXES = {
 # Axes along which matrices stand side by side; they are the first ones.
 STACKED = ("layers", "expert", "streams", "masks")
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
-HIDDEN = {
-    "heads",
-    "kv_heads",
-    "mlp",
-    "rank",
-    "layer_embed",
-    "q_rank",
-    "kv_rank",
-    "rope_dim",
-}  # the far side of a matrix inside a block
+# The far side of a matrix inside a block.
+HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed", "q_rank", "kv_rank", "rope_dim"}
 
 # Every array that a rules file may name: weights by the end of their path, activations by their name in `shard`.
 WEIGHTS = {

@@ -32,20 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import (
-    Adapted,
-    Spec,
-    Split,
-    Weight,
-    like,
-    parse,
-    placement,
-    remat,
-    shard,
-    split,
-    use,
-)
-from gspmd_lm.sharding.cut_einsum import cut_einsum, equation_of, letters_of
+from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, like, parse, placement, remat, shard, split, use
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
@@ -53,8 +40,11 @@ from gspmd_lm.sharding.partial_sums import (
     TokenSharding,
     Unreduced,
     copied,
+    cut_einsum,
+    equation_of,
     gradient,
     gradient_slot,
+    letters_of,
     reduced,
     tokens_of,
     unreduced,

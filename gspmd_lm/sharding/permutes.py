@@ -1,11 +1,16 @@
-"""What devices send to each other, each to one."""
+"""What devices send to each other: an array to one other device, the layers of a pipeline, and slices of rows."""
 
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.sharding.annotate import Split
+from gspmd_lm.sharding.annotate import Spec, Split, per_device, platform
+from gspmd_lm.sharding.op_names import scope
 
 
 def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
@@ -18,3 +23,102 @@ def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
     sizes = [jax.lax.axis_size(name) for name in over.over]
     counted = np.argsort(np.arange(over.num_shards).reshape(sizes).transpose(along).ravel()).tolist()
     return jax.lax.ppermute(x, in_mesh, [(counted[source], counted[target]) for source, target in to.items()])
+
+
+# The layers of a pipeline
+
+
+def layers_of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
+
+    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
+    stage lie apart in that order, and stages exchange them before the first turn.
+    """
+    if repeats == 1:
+        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
+    return _in_stage_order(over, repeats, weight, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _in_stage_order(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
+    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+
+
+_in_stage_order.defvjp(
+    lambda *args: (_in_stage_order(*args), None),
+    lambda over, repeats, weight, _, dw: (
+        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
+    ),
+)
+
+
+def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
+    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
+    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
+    layers, *axes = weight.axes
+    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
+
+    def of_a_device(w: jax.Array) -> jax.Array:
+        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
+        stage, moved = jax.lax.axis_index(over.over), parts
+        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
+            way = {part // repeats: part % S for part in round_}
+            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
+            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
+            source, target = (computed, resting) if back else (resting, computed)
+            way = {to: from_ for from_, to in way.items()} if back else way
+            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(source)[stage], keepdims=False)
+            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(target)[stage], 0)
+        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
+
+    spec = [computes, rests] if back else [rests, computes]
+    with scope(weight.table, weight.array):
+        return per_device(lambda w: (of_a_device(w),), spec[:1], spec[1:])(w)[0]
+
+
+def _rounds(stages: int, repeats: int) -> list[list[int]]:
+    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
+    # A stage sends parts that follow each other, for which the quotient is the same. Of the parts p that a stage gets,
+    # p % R repeats after R / gcd(S, R) of them, and the quotient has then grown by one.
+    number = [(part + part // math.lcm(stages, repeats)) % repeats for part in range(stages * repeats)]
+    return [[part for part, at in enumerate(number) if at == round_] for round_ in range(repeats)]
+
+
+# Slices of rows, of other sizes for each device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Slices of rows that a device sends and receives: arguments of `jax.lax.ragged_all_to_all`."""
+
+    over: Split = dataclasses.field(metadata={"static": True})
+    starts: jax.Array  # of the slices that are sent
+    sent: jax.Array  # their sizes
+    targets: jax.Array  # where they begin at their receivers
+    received: jax.Array  # the sizes of what arrives
+
+    def exchanged(self, rows_ND: jax.Array, size: int, array: str) -> jax.Array:
+        """[size, D]: what arrives; zeros where nothing does. array: the name of what is sent."""
+        into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
+        with scope("rules", array):
+            exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
+            segments = self.starts, self.sent, self.targets, self.received
+            return exchange(rows_ND, into, *segments, axis_name=self.over.over)
+
+
+def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` for the CPU, where XLA has none (jax issue 34755): every device receives all rows."""
+    all_sND, starts_s, sent_s, targets_s = (
+        jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)
+    )  # fmt: skip
+    device, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
+    first, size, at = (
+        jax.lax.dynamic_slice_in_dim(x, device * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)
+    )
+    offset_gM = jnp.arange(len(into_MD)) - at  # g: the slices that arrive here
+    arrives_gM = (offset_gM >= 0) & (offset_gM < size)
+    source_gM = jnp.arange(len(at))[:, None] // each * rows_ND.shape[0] + first + offset_gM
+    source_M = jnp.where(arrives_gM, source_gM, 0).sum(0)
+    rows_MD = all_sND.reshape(-1, rows_ND.shape[1])[source_M]
+    return jnp.where(arrives_gM.any(0)[:, None], rows_MD, into_MD)

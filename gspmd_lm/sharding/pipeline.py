@@ -14,7 +14,6 @@ before, and the last stage gets a finished row in its place.
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -23,22 +22,13 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding.annotate import (
-    Placement,
-    Spec,
-    Split,
-    Stages,
-    per_device,
-    placed_by,
-    placement,
-    remat,
-    split,
-)
+from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
 from gspmd_lm.sharding.gathered_once import gathered_once, is_box
 from gspmd_lm.sharding.of_flax import Box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import tokens_of
-from gspmd_lm.sharding.permutes import permuted
+from gspmd_lm.sharding.permutes import layers_of_stages, permuted
+from gspmd_lm.sharding.placement import Named
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
 TOKENS = Spec("tokens", ("batch", "seq"))
@@ -82,7 +72,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         tokens = tokens_of(x_BTD, "BTD").sum
 
     def of_stages(box: Box) -> Box:
-        w = _of_stages(over, R, Spec(box.path, box.axes), box.value)
+        w = layers_of_stages(over, R, Spec(box.path, box.axes), box.value)
         is_matrix = len(box.axes) > 2
         return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, w, over) if once and is_matrix else w)
 
@@ -190,10 +180,7 @@ def sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
         return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
 
 
-sent.defvjp(
-    lambda over, step, x: (sent(over, step, x), None),
-    lambda over, step, _, dx: (sent(over, -step, dx),),
-)
+sent.defvjp(lambda over, step, x: (sent(over, step, x), None), lambda over, step, _, dx: (sent(over, -step, dx),))
 
 
 def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +203,15 @@ def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-# A stage that runs alone
+def _added_up_in_float32(box: Box) -> Box:
+    """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
+    if not isinstance(box.value, tuple):
+        return box
+    w, in_use, slot = box.value
+    return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
+
+
+# Another schedule: a stage computes one microbatch forward and another one backward in each turn
 
 
 @dataclasses.dataclass
@@ -252,68 +247,88 @@ class OneStage:
 _one_stage: ContextVar[OneStage | None] = ContextVar("one_stage", default=None)
 
 
-# Weights
+def one_forward_one_backward(
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]], named: tuple[Any, Any], weights: tuple[Any, Any], batch: Any
+) -> tuple[Any, Any]:
+    """The gradients of the sum of all losses, and the sums of what else `loss` gives.
 
+    A stage computes one microbatch forward and another one backward in each turn, known as 1F1B. In turn t, stage s
+    computes microbatch t - s, as in `in_stages`. Then it computes microbatch t - 2 (S - 1) + s once more, and its
+    derivative, with the gradient that the next stage has sent. The last stage has both at once: a microbatch goes back
+    as soon as it has come through. So a stage holds the inputs of 2 S - 3 microbatches, and what the derivative of one
+    of them needs, however many there are (arXiv 1806.03377, 2006.09503).
 
-def _added_up_in_float32(box: Box) -> Box:
-    """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
-    if not isinstance(box.value, tuple):
-        return box
-    w, in_use, slot = box.value
-    return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
+    All stages run one program, so each computes the loss, and all else that stands before and after the layers. Only
+    that of the first and of the last stage counts.
 
-
-def _of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
-    """[S, R, k, ...]: the layers of each stage, of a weight of all layers, [L, ...].
-
-    A weight rests in the order of its layers, as under other rules and in checkpoints. With repeats, the layers of a
-    stage lie apart in that order, and stages exchange them before the first turn.
+    loss: (trained, frozen, microbatch) -> the loss, and a tree to add up, by a model that calls `in_stages` once.
+    weights: the trained ones, of which gradients are computed, and the frozen ones. named: the same, as trees of Named.
+    batch: a tree of [M, ...].
     """
-    if repeats == 1:
-        return w.reshape(over.num_shards, 1, -1, *w.shape[1:])
-    return _in_stage_order(over, repeats, weight, w)
+    place = placement()
+    assert place and place.stages
+    over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
+    stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
+    each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
+    def is_cut(leaf: Named) -> bool:
+        return leaf.path.partition(".")[0] == place.vocabulary.stages
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _in_stage_order(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
-    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+    def apart(leaf: Named, w: jax.Array) -> jax.Array:
+        """[S, ...]: the layers of each stage, or a copy for each stage."""
+        w_S = w.reshape(S, -1, *w.shape[1:]) if is_cut(leaf) else jnp.broadcast_to(w, (S, *w.shape))
+        return each(functools.partial(placed, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
 
+    def together(leaf: Named, dw_S: jax.Array, w: jax.Array) -> jax.Array:
+        if not is_cut(leaf):
+            with scope("of", leaf.path):
+                dw_S = place.total(dw_S, over, Spec(leaf.path, leaf.axes, "optimizer"))
+        return dw_S.reshape(w.shape).astype(w.dtype)
 
-_in_stage_order.defvjp(
-    lambda *args: (_in_stage_order(*args), None),
-    lambda over, repeats, weight, _, dw: (
-        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
-    ),
-)
+    def of_leaves(function: Callable[..., jax.Array], named: Any, *trees: Any) -> Any:
+        return jax.tree.map(function, named, *trees, is_leaf=lambda leaf: isinstance(leaf, Named))
 
+    @each
+    def computed(trained: Any, given: Any, frozen: Any, number: jax.Array, microbatch: jax.Array):
+        own = jax.tree.map(lambda x: x[jnp.clip(microbatch, 0, M - 1)], batch)
+        with OneStage(number, S, given).alone() as stage:
+            of_loss, more = loss(trained, frozen, own)
+        return (stage.passed, of_loss), more
 
-def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
-    """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
-    S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
-    layers, *axes = weight.axes
-    rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
+    def of_stages(chosen_S: jax.Array, tree: Any) -> Any:
+        """A tree of [S, ...] of the chosen stages; zeros of the others."""
+        return jax.vmap(lambda chosen, tree: jax.tree.map(lambda x: jnp.where(chosen, x, 0), tree))(chosen_S, tree)
 
-    def of_a_device(w: jax.Array) -> jax.Array:
-        parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
-        stage, moved = jax.lax.axis_index(over.over), parts
-        for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
-            way = {part // repeats: part % S for part in round_}
-            resting = [part % repeats for part in sorted(round_, key=lambda part: part // repeats)]
-            computed = [part // S for part in sorted(round_, key=lambda part: part % S)]
-            source, target = (computed, resting) if back else (resting, computed)
-            way = {to: from_ for from_, to in way.items()} if back else way
-            part = jax.lax.dynamic_index_in_dim(parts, jnp.array(source)[stage], keepdims=False)
-            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(target)[stage], 0)
-        return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
+    def to_neighbour(step: int, given: Any) -> Any:
+        return sent(over, step, given[0]), *jax.tree.map(lambda x: jnp.roll(x, step, 0), given[1:])
 
-    spec = [computes, rests] if back else [rests, computes]
-    with scope(weight.table, weight.array):
-        return per_device(lambda w: (of_a_device(w),), spec[:1], spec[1:])(w)[0]
+    def turn(carried: Any, t: jax.Array):
+        given, back, held, gradients, total = carried
+        first_S, second_S = t - stage_S, t - 2 * (S - 1) + stage_S  # the microbatches that stages compute, one by one
+        held = jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, t % depth, 1), held, given)
+        with jax.named_scope("jvp"):  # as autodiff calls operations of the forward pass
+            (passed, _), _ = computed(trained, given, frozen, stage_S, first_S)
+            passed = to_neighbour(1, passed)
 
+        begun_S = (second_S + stage_S) % depth  # the turn in which a stage was given its second microbatch
+        given = jax.tree.map(lambda x: jax.vmap(lambda x, turn: x[turn])(x, begun_S), held)
+        run = lambda trained, given: computed(trained, given, frozen, stage_S, second_S)  # noqa: E731
+        (_, of_loss), derivative, more = jax.vjp(run, trained, given, has_aux=True)
+        last_S = stage_S == S - 1
+        ends_S = last_S & (second_S >= 0) & (second_S < M)
+        of_weights, back = derivative((of_stages(~last_S, back), ends_S.astype(of_loss.dtype)))
+        with jax.named_scope("transpose"):
+            back = to_neighbour(-1, back)
+        gradients, total = jax.tree.map(jnp.add, (gradients, total), (of_weights, of_stages(ends_S, more)))
+        return (passed, back, held, gradients, total), None
 
-def _rounds(stages: int, repeats: int) -> list[list[int]]:
-    """The parts that stages exchange, in rounds: in each of them, a stage sends one part and gets one."""
-    # A stage sends parts that follow each other, for which the quotient is the same. Of the parts p that a stage gets,
-    # p % R repeats after R / gcd(S, R) of them, and the quotient has then grown by one.
-    number = [(part + part // math.lcm(stages, repeats)) % repeats for part in range(stages * repeats)]
-    return [[part for part, at in enumerate(number) if at == round_] for round_ in range(repeats)]
+    with placed_by(place.of_a_stage):
+        trained, frozen = (of_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
+        (passed, _), more = jax.eval_shape(computed, trained, None, frozen, stage_S, stage_S)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (passed, passed, more))
+        held = jax.tree.map(lambda x: jnp.zeros((S, depth, *x.shape[1:]), x.dtype), passed)
+        held = placed_of_stages(over, held[0]), *held[1:]
+        sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
+        begun = *zeros[:2], held, sums, zeros[2]
+        (*_, gradients, total), _ = jax.lax.scan(turn, begun, jnp.arange(M + 2 * (S - 1)))
+    return of_leaves(together, named[0], gradients, weights[0]), jax.tree.map(lambda x: x.sum(0), total)

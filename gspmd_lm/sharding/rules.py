@@ -20,10 +20,7 @@ TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
 CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-)  # of a pipeline: all microbatches forward and then back, or each back as soon as it can be
+SCHEDULES = ("gpipe", "1f1b")  # of a pipeline: microbatches go back after all of them, or as soon as each can
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
 # platform, see `kernels.attention.unsupported`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}

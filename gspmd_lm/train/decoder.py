@@ -1,4 +1,4 @@
-"""A config as a task: the functions that the step is made of. What is predicted, `config.objective`, is asked here."""
+"""A config as a task: the functions that the step is made of, and the arrays of a batch."""
 
 import functools
 from collections.abc import Mapping
@@ -6,21 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model import lora
-from gspmd_lm.model.kernels.context import zigzag_sharded
-from gspmd_lm.model.loss import Sums, losses
+from gspmd_lm.model.loss import Sums
 from gspmd_lm.model.moe import balanced
 from gspmd_lm.model.sounds import FRAMES
-from gspmd_lm.model.task import Batch, Input, Task
-from gspmd_lm.model.transformer import SOURCE, decode_routed, init
+from gspmd_lm.model.task import Input, Task
+from gspmd_lm.model.transformer import SOURCE, init
 from gspmd_lm.sharding.axes import DECODER
-from gspmd_lm.train import classes, contrastive, masks, optimizer, replaced
+from gspmd_lm.train import objectives, optimizer
 
 # (model, key) -> boxed parameters. A run asks for their shapes and then for their values; jax traces them once.
 initial = jax.jit(init, static_argnums=0)
@@ -33,7 +31,7 @@ def task(config: Config | Task) -> Task:
     """
     if isinstance(config, Task):
         return config
-    model, data = config.model, config.data
+    model, data, objective = config.model, config.data, objectives.of(config)
     decoder = Task(
         name=config.name,
         vocabulary=DECODER,
@@ -49,36 +47,14 @@ def task(config: Config | Task) -> Task:
         float32=("logits",),
         tokens=data.batch * (data.seq + config.source_seq),
         train=config.train,
-        **_predicted(config),
+        sums=functools.partial(objective.sums, model),
+        count=objective.count,
+        evaluate=functools.partial(objective.evaluate, model),
+        metrics=functools.partial(_metrics, config, objective.means),
+        scores=objective.scores,
     )
     object.__setattr__(decoder, "config", config)
     return decoder
-
-
-def _predicted(config: Config) -> dict[str, Any]:
-    """The fields of a task that depend on what is predicted."""
-    model = config.model
-    sums, count, evaluate, means, scores = _sums, _targets, _evaluate, _means, _scores
-    if config.objective == "classes":
-        sums, count, evaluate = classes.sums, classes.labels, classes.evaluate
-        means, scores = classes.means, classes.scores
-        if config.data.label_kind != "class":
-            sums, count, evaluate = classes.squared, classes.numbers, classes.evaluate_numbers
-            means, scores = classes.means_of_numbers, classes.scores_of_numbers
-    if config.objective == "contrastive":
-        sums, count, evaluate = contrastive.sums, contrastive.pairs, contrastive.evaluate
-        means, scores = contrastive.means, contrastive.scores
-    if config.objective == "masks":
-        sums, count, evaluate, means, scores = masks.sums, masks.objects, masks.evaluate, masks.means, masks.scores
-    if config.objective == "replaced":
-        sums, evaluate, means, scores = replaced.sums, replaced.evaluate, replaced.means, replaced.scores
-    return {
-        "sums": functools.partial(sums, model),
-        "count": count,
-        "evaluate": functools.partial(evaluate, model),
-        "metrics": functools.partial(_metrics, config, means),
-        "scores": scores,
-    }
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
@@ -126,51 +102,8 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
     return optimizer.build_optimizer(config.optimizer, config.train.steps, named)
 
 
-def _sums(model: ModelConfig, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    batch = zigzag_sharded(dict(batch), model.mask)
-    x_BTD, table, bias, routed = decode_routed(model, params, batch, key)
-    sums = losses(x_BTD, table, bias, batch["targets"], model)
-    if routed is None:
-        return sums
-    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
-    penalty = (routed.penalty_B.mean(0) * targets_B).sum()
-    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C)
-
-
 def _moved(model: ModelConfig, frozen: Any, sums: Sums) -> Any:
     return balanced(frozen, sums.load_LC, model)
-
-
-def _targets(batch: Batch) -> jax.Array:
-    return (batch["targets"] >= 0).sum(dtype=jnp.float32)
-
-
-def _evaluate(model: ModelConfig, params: Any, batch: Batch) -> dict[str, jax.Array]:
-    sums = _sums(model, params, batch, None)
-    return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": _targets(batch)}
-
-
-def _scores(totals: Mapping[str, float]) -> dict[str, float]:
-    targets = totals["target_tokens"]
-    loss = totals["cross_entropy"] / targets
-    return {
-        "eval_loss": loss,
-        "eval_perplexity": float(np.exp(loss)),
-        "eval_accuracy": totals["correct"] / targets,
-        "eval_tokens": targets,
-    }
-
-
-def _means(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
-    means = {
-        "loss": sums.loss / targets,
-        "cross_entropy": sums.cross_entropy / targets,
-        "accuracy": sums.correct / targets,
-        "target_tokens": targets,
-    }
-    if not isinstance(sums.load_LC, tuple):
-        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
-    return means
 
 
 def _metrics(config: Config, means: Any, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:

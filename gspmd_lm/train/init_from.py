@@ -110,12 +110,8 @@ def find(config: Config) -> InitFrom:
     raise InputError(f"{place}: {what}\n  fix   {fix}")
 
 
-def _plain(config: Config) -> Config:
-    """The config without adapters."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
-
-
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights without adapters, by their paths."""
-    params: Any = flatten_dict(state.arrays(_plain(config)).params, sep=".")
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None))
+    params: Any = flatten_dict(state.arrays(plain).params, sep=".")
     return {path: one.shape for path, one in params.items()}

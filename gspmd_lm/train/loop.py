@@ -19,14 +19,13 @@ from gspmd_lm.data.loader import Loader
 from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
-from gspmd_lm.runtime.agreement import Agreement
-from gspmd_lm.runtime.preemption import StopSignal
+from gspmd_lm.runtime.preemption import Agreement, StopSignal
 from gspmd_lm.train import init_from, metrics, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
+from gspmd_lm.train.saving import Best, SkippedSteps
 from gspmd_lm.train.state import State, described
 from gspmd_lm.train.step import Step
-from gspmd_lm.train.stopping import Best, SkippedSteps
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir import checkpoint, compatible, history, trackers
 from gspmd_lm.workdir.checkpoint import Checkpoints, Chosen

@@ -55,21 +55,18 @@ def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.Grad
     """
     axes = jax.tree.map(lambda leaf: leaf.axes, named, is_leaf=_is_named)
     matrices = jax.tree.map(is_matrix, axes, is_leaf=_is_axes)
-    rule = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon}[cfg.name](cfg, axes)
+    if cfg.name == "adamw":
+        rule = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.mu_dtype)
+    elif cfg.name == "lion":
+        rule = optax.scale_by_lion(cfg.b1, cfg.b2, cfg.mu_dtype)
+    else:
+        rule = _muon(cfg, axes) if cfg.name == "muon" else _adafactor(axes)
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         rule,
         optax.add_decayed_weights(cfg.weight_decay, matrices) if cfg.weight_decay else optax.identity(),
         optax.scale_by_learning_rate(schedule(cfg, steps)),
     )
-
-
-def _adam(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    return optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps, mu_dtype=cfg.mu_dtype)
-
-
-def _lion(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
-    return optax.scale_by_lion(cfg.b1, cfg.b2, cfg.mu_dtype)
 
 
 def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
@@ -91,7 +88,7 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
     return optax.chain(muon, optax.scale(-1.0))  # it was scaled by a learning rate of 1, which negates
 
 
-def _adafactor(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+def _adafactor(axes: Any) -> optax.GradientTransformation:
     """Adafactor (arXiv 1804.04235), which factors each layer's matrix as [left, right] (see `sides`).
 
     optax factors the two largest dimensions of an array, so it is given one layer's matrix at a time.

@@ -1,6 +1,9 @@
-"""When a run is saved by time."""
+"""When a run is saved, and what ends it early."""
 
+import collections
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +12,13 @@ import jax
 
 from gspmd_lm.config import Train
 from gspmd_lm.units import human_bytes
+from gspmd_lm.workdir.checkpoint import Checkpoints
 
 SHARE = 0.05  # the share of the time for which a run may stand still to save by time
 
 
 class Clock:
-    """Says when a run is to be saved: some minutes after its last checkpoint was written.
+    """Says when a run is to be saved by time: some minutes after its last checkpoint was written.
 
     More time passes where saving takes long. The run then stands still for SHARE of the time at most, and checkpoints
     are written for half of the time at most.
@@ -49,3 +53,65 @@ def line(train: Train, state: Any) -> str:
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     times = f"{', '.join(when)} and at the end" if when else "at the end"
     return f"saves {times}; {human_bytes(size)} each, {train.keep_checkpoints} kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest held-out loss. Each checkpoint holds it, so that a resumed run goes on from it."""
+
+    step: int | None = None
+    loss: float | None = None
+    since: int = 0  # how many evaluations later were not better
+    evaluated: int | None = None  # the step of the last evaluation that counted
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> "Best":
+        """What a checkpoint holds; nothing is best yet if it holds nothing."""
+        return cls(**extra.get("best", {}))
+
+    def after(self, step: int, loss: float) -> "Best":
+        """The best after an evaluation of `step`. A loss that is not finite is not better."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            return Best(step, loss, 0, step)
+        return dataclasses.replace(self, since=self.since + 1, evaluated=step)
+
+    def ends(self, patience: int) -> bool:
+        """Whether a run with this patience ends here; 0 never ends it."""
+        return 0 < patience <= self.since
+
+
+class SkippedSteps:
+    """The number of consecutive steps that were not finite, and were skipped, read while later steps run.
+
+    The result of a step is read IN_FLIGHT steps later, so that the device never waits for the read. Every process reads
+    the result of the same step, so that all processes stop at the same step.
+    """
+
+    IN_FLIGHT = 2
+
+    def __init__(self, checkpoints: Checkpoints, most: int):
+        self.checkpoints, self.most = checkpoints, most
+        self.unread: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        self.skipped = 0  # in a row, up to the step last read
+        self.failed: tuple[int, int] | None = None  # the step by which too many were skipped, and how many
+
+    def add(self, step: int, skipped_in_a_row: jax.Array) -> None:
+        """Adds the result of `step`, which was just dispatched."""
+        skipped_in_a_row.copy_to_host_async()
+        self.unread.append((step, skipped_in_a_row))
+        while len(self.unread) > self.IN_FLIGHT:
+            self._read()
+
+    def skipped_before(self, step: int) -> int:
+        """The number of skipped steps in a row, the last one being `step`. Waits for their results."""
+        while self.unread and self.unread[0][0] <= step:
+            self._read()
+        return self.skipped
+
+    def _read(self) -> None:
+        step, skipped = self.unread.popleft()
+        self.skipped = int(skipped)
+        if not self.skipped:
+            self.checkpoints.confirm(step)
+        elif self.skipped >= self.most and not self.failed:
+            self.failed = step, self.skipped

@@ -17,7 +17,7 @@ from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays
+from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 
 
@@ -49,11 +49,6 @@ def arrays(config: Config | Task) -> Arrays:
     state = jax.eval_shape(transform.init, weights.trained)
     named = optimizer.named_state(state, weights.named_trained, weights.trained)
     return dataclasses.replace(weights, named_optimizer=named, optimizer=state, transform=transform)
-
-
-def activations(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Activations:
-    """The activations that the model names in one microbatch under `rules`."""
-    return recorded(config, arrays, microbatches, rules).arrays
 
 
 def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:

@@ -17,8 +17,8 @@ from gspmd_lm.model.supported import Pass
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Spec, Split
-from gspmd_lm.sharding.one_forward_one_backward import one_forward_one_backward
 from gspmd_lm.sharding.op_names import LOSS, scope
+from gspmd_lm.sharding.pipeline import one_forward_one_backward
 from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays

@@ -5,8 +5,9 @@ The newest healthy checkpoint is never rotated away. A checkpoint that no finite
 asked for.
 """
 
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,9 +22,8 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
 from gspmd_lm.workdir import compatible, layout, orbax_folder
-from gspmd_lm.workdir.health import Health
 
-_TRASH = "deleted"  # Orbax moves a step here in one rename, so that a kill cannot leave half a step behind
+VERDICT = "verdict.json"  # in the folder of a step: whether it is healthy
 _ITEMS = ("state", "run")  # in the folder of a step: Orbax's arrays, and a JSON file with architecture and extra
 
 _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format: a committed folder is named by its step
@@ -98,8 +98,8 @@ class Checkpoints:
         self._undamaged = -1  # the step that last agreed with its manifest
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
-        self._health = Health(self.directory)
-        self._kept_too = _Steps()
+        self._health = _Health(self.directory)
+        self._kept_too = orbax_folder.Steps()
         logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
 
     def steps(self) -> list[int]:
@@ -153,7 +153,7 @@ class Checkpoints:
             manager.delete(old)
         self._kept_too.steps = {self.newest_healthy(), keep}
         self._at = step
-        self._health.watch(step)
+        self._health.unknown.add(step)
         self._saved = [name for name, _ in compatible.named(state)]
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         try:
@@ -250,7 +250,7 @@ class Checkpoints:
         state = orbax_folder.read_arrays(chosen.folder / "state", abstract_state)
         self._at = chosen.step
         if not from_first(self._health.is_healthy(chosen.step)):
-            self._health.watch(chosen.step)
+            self._health.unknown.add(chosen.step)
         return state
 
     def restore_weights(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any] | None:
@@ -273,10 +273,8 @@ class Checkpoints:
         return sorted(folder.step for folder in _NAMES.find_all(self.directory))
 
     def _without_unhealthy(self, steps: Sequence[int]) -> list[int]:
-        unhealthy: list[int] = []
-        if jax.process_index() == 0:
-            unhealthy = [step for step in steps if self._health.is_healthy(step) is False]
-        unhealthy = from_first(unhealthy)
+        is_main = jax.process_index() == 0
+        unhealthy = from_first([step for step in steps if is_main and self._health.is_healthy(step) is False])
         if unhealthy:
             listed = _listed(unhealthy[::-1])
             self._report(f"checkpoint {listed} in {self.directory}: not used, because no finite step followed")
@@ -293,22 +291,9 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(self._keep), self._kept_too]
-        if self._keep_every:
-            kept.append(policies.EveryNSteps(self._keep_every))
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
-            todelete_subdir=_TRASH,
-            cleanup_tmp_directories=True,  # a killed run leaves half-written steps
-            lightweight_initialize=True,  # a damaged old step must not prevent new ones
-            async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._before_commit,
-                create_directories_asynchronously=False,  # a failure there would block the exit for 20 minutes
-            ),
+        manager = orbax_folder.manager(
+            self.directory, self._keep, self._keep_every, self._kept_too, self._before_commit
         )
-        handlers = {"state": orbax_folder.writer(), "run": ocp.JsonCheckpointHandler()}
-        manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         self._opened_for_saving = True
         return manager
 
@@ -326,7 +311,7 @@ class Checkpoints:
         files.seal(folder, _ITEMS)
 
     def _empty_trash(self) -> None:
-        trash = self.directory / _TRASH
+        trash = self.directory / orbax_folder.TRASH
         if jax.process_index() == 0 and trash.exists():
             trash.rmtree()
 
@@ -360,14 +345,40 @@ class Checkpoints:
         return folder, run
 
 
-class _Steps:
-    """A preservation policy for Orbax that keeps given steps."""
+class _Health:
+    """Which steps in a directory are healthy: as written on disk, not written yet, or still to be seen here."""
 
-    def __init__(self) -> None:
-        self.steps: set[int | None] = set()
+    def __init__(self, directory: epath.Path):
+        self.directory = directory
+        self.unknown: set[int] = set()  # steps saved or restored here that no finite step has followed yet
+        self.unwritten: dict[int, bool] = {}
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        return [checkpoint.step in self.steps for checkpoint in checkpoints]
+    def confirm(self, finite_step: int) -> None:
+        """Notes that `finite_step` was finite, so that the steps before it are healthy."""
+        healthy = {step for step in self.unknown if step < finite_step}
+        self.unknown -= healthy
+        self.unwritten |= dict.fromkeys(healthy, True)
+
+    def reject(self) -> None:
+        """Notes that no finite step followed the step that was saved or restored last."""
+        self.unwritten |= dict.fromkeys(self.unknown, False)
+        self.unknown.clear()
+
+    def is_healthy(self, step: int) -> bool | None:
+        """Whether a finite step followed `step`; None if that is not known or the verdict is damaged."""
+        if step in self.unwritten:
+            return self.unwritten[step]
+        try:
+            return bool(json_object((self.directory / str(step) / VERDICT).read_bytes(), VERDICT)["good"])
+        except (OSError, InputError, KeyError):
+            return None
+
+    def write(self, committed: Collection[int]) -> None:
+        """Writes the verdicts on `committed` steps, the ones whose folders exist."""
+        for step, healthy in self.unwritten.items() if jax.process_index() == 0 else ():
+            if step in committed:  # its folder was not rotated away
+                files.replace(self.directory / str(step) / VERDICT, json.dumps({"good": healthy}))
+        self.unwritten.clear()
 
 
 def _listed(steps: Sequence[int]) -> str:

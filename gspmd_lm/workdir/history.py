@@ -127,7 +127,7 @@ def read_runs(folders: Sequence[str]) -> list[RunHistory]:
     """
     workdirs: dict[str, epath.Path] = {}
     for folder in folders:
-        path = epath.Path(folder) if files.is_remote(folder) else epath.Path(folder).expanduser()
+        path = layout.path_of(folder)
         workdirs_here = _workdirs(path)
         if not workdirs_here:
             what = f"no {layout.METRICS} in it" if path.exists() else "there is no such folder"

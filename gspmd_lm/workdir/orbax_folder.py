@@ -1,9 +1,9 @@
-"""Folders in which Orbax keeps arrays: whether one can be used, what it holds, and its arrays."""
+"""Folders in which Orbax keeps arrays: whether one can be used, what it holds, its arrays, and their manager."""
 
 import copy
 import glob
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +17,7 @@ from gspmd_lm import files
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import compatible
 
+TRASH = "deleted"  # a step is moved here in one rename, so that a kill cannot leave half a step behind
 _LEAST_SLICE_BYTES = 2**20  # that a device writes of an array that others hold as well
 
 
@@ -78,7 +79,42 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: restored[compatible.name_of(path)], wanted)
 
 
-def writer() -> ocp.PyTreeCheckpointHandler:
+class Steps:
+    """A preservation policy for Orbax that keeps given steps."""
+
+    def __init__(self) -> None:
+        self.steps: set[int | None] = set()
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        return [checkpoint.step in self.steps for checkpoint in checkpoints]
+
+
+def manager(
+    directory: epath.Path, keep: int, keep_every: int, kept_too: Steps, before_commit: Callable[[], None]
+) -> ocp.CheckpointManager:
+    """Orbax's manager of the folders of steps. keep, keep_every: see `Checkpoints`; `kept_too` stay as well.
+
+    `before_commit` is called on the first process, in the background thread, before the folder of a step counts.
+    """
+    policies = ocp.checkpoint_managers
+    kept: list[Any] = [policies.LatestN(keep), kept_too]
+    if keep_every:
+        kept.append(policies.EveryNSteps(keep_every))
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        todelete_subdir=TRASH,
+        cleanup_tmp_directories=True,  # a killed run leaves half-written steps
+        lightweight_initialize=True,  # a damaged old step must not prevent new ones
+        async_options=ocp.AsyncOptions(
+            post_finalization_callback=before_commit,
+            create_directories_asynchronously=False,  # a failure there would block the exit for 20 minutes
+        ),
+    )
+    handlers = {"state": _writer(), "run": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def _writer() -> ocp.PyTreeCheckpointHandler:
     """Orbax's writer of arrays, without compression. One device writes an array that several devices hold and is small.
 
     Compressing random mantissas takes as much CPU time as all other parts of saving, and holds every array twice. It

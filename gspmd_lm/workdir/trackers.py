@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
@@ -17,16 +17,6 @@ from gspmd_lm.files import json_object
 
 NAMES = "trackers.json"  # in the workdir: what a tracker calls the run, so that a resumed run goes on there
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-
-
-class Tracker(Protocol):
-    """A destination for scalars and texts."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def text(self, step: int, name: str, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_installed(trackers: Sequence[str]) -> None:
@@ -60,7 +50,7 @@ def import_tracker(tracker: str) -> Any:
             del sys.modules["torch"]
 
 
-def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, Any]) -> list[Tracker]:
+def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, Any]) -> "list[_TensorBoard | _Online]":
     """The trackers of a run that is at `start_step`. A run that was tracked before goes on under its old name.
 
     TensorBoard then hides the points of later steps. The others keep the points that they have.
@@ -71,7 +61,7 @@ def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, 
     if not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{path}: not an object of texts\n  fix   {fix}")
     known = dict(names)
-    started: list[Tracker] = []
+    started: list[_TensorBoard | _Online] = []
     for tracker in train.trackers:
         if tracker == "tensorboard":
             started.append(_TensorBoard(str(workdir / "tensorboard"), start_step + 1))

@@ -26,7 +26,7 @@ def forked(arguments, folder, log, lag_s=0.0):
 
 def _command(arguments, folder, log, lag_s):
     from gspmd_lm import cli
-    from gspmd_lm.runtime.agreement import Agreement
+    from gspmd_lm.runtime.preemption import Agreement
 
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

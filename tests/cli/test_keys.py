@@ -11,12 +11,11 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.attention import Convolution, RelativeVectors
-from gspmd_lm.config.encoder import Encoder
 from gspmd_lm.config.images import Patches
+from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.sounds import Frames
-from gspmd_lm.config.towers import Vision
+from gspmd_lm.config.stacks import Encoder, Vision
 from gspmd_lm.config.windows import Windows
 from gspmd_lm.errors import InputError
 

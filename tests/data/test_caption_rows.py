@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 def test_a_row_has_the_patches_of_an_image_and_its_text(folder):
     train, held_out = loader.open_loaders(config_of(folder))
-    assert held_out is None and len(train.rows) == 9 and train.tokens_per_epoch == 9
+    assert held_out is None and len(train.rows) == 9
     assert "9 images with texts" in train.description and "skipped" not in train.description
     found = train.rows.read([1, -1])
     whole = (np.asarray(drawn(1), np.float32) / 255 - 0.5) / 0.5

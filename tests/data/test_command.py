@@ -91,7 +91,7 @@ def test_a_tokenizer_alone(run, folder, monkeypatch):
     assert code == 0 and "384" in said
     sets = [*SMALL, "data.source=my texts", "data.tokenizer=yours.json", "model.vocab=0"]
     config = api.load_config("tiny", sets)
-    assert loader.open_loaders(config)[0].tokens_per_epoch and config.model.vocab == 300
+    assert len(loader.open_loaders(config)[0].rows) and config.model.vocab == 300
     assert chat.stop_ids("yours.json") == (tokenizer.load_tokenizer("yours.json").end,)
     assert parsed == [str(folder / "yours.json")]  # once for the size, the data and the end of a text
     (folder / "yours.json").write_text((folder / "yours.json").read_text().replace("<|endoftext|>", "</s>"))

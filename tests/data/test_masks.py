@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from gspmd_lm import config
-from gspmd_lm.data import loader, masks, packing, tokenizer, trained
+from gspmd_lm.data import loader, packing, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 400, "context": 256,
@@ -156,6 +156,6 @@ def test_the_config_beside_names_the_mask(folder):
 
 def test_padding_is_never_chosen():
     rows = packing.documents(np.arange(5, 16, dtype=np.uint16), 32, 99)
-    put = masks.Masks(4, 300, (99,), 0.9, 0).put(rows.read([0, -1]), np.arange(2))
+    put = packing.Masks(4, 300, (99,), 0.9, 0).put(rows.read([0, -1]), np.arange(2))
     assert (put["targets"][0, :10] >= 0).sum() > 5 and (put["targets"][0, 10:] == -1).all()
     assert (put["targets"][1] == -1).all() and (put["tokens"][1] == 0).all()

@@ -1,6 +1,7 @@
 """Each warning on a layout that has the fault and on one that has not."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from sample import LLAMA, PREDICTION
@@ -57,6 +58,16 @@ def only(warnings, code):
 
 def test_a_good_layout_has_none():
     assert warned() == ()
+
+
+def test_memory_that_cudnn_takes_besides_may_not_be_there(monkeypatch):
+    calls = SimpleNamespace(kernels=["forward", "backward"], instructions=())
+    for most, many in ((3 * GB, 0), (4 * GB, 1)):
+        monkeypatch.setattr(advice.attention, "workspace_bytes", {"forward": 0, "backward": most}.__getitem__)
+        found = [warning.message for warning in warned(module=calls) if warning.code == "workspace"]
+        assert (
+            found == ["cuDNN takes up to 4.0 GB more while it computes gradients of attention: 3.0 GB are free"] * many
+        )
 
 
 def test_more_communication_than_is_needed():

@@ -14,8 +14,7 @@ from gspmd_lm.foresight.bounds import necessary_flops, of_training
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.model import moe_all_to_all
-from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding import permutes, rules_file
 from gspmd_lm.sharding.rules import Remat, Row, check
 from gspmd_lm.train import state
 
@@ -357,7 +356,7 @@ def test_tokens_travel_to_their_experts_and_back(built, read, monkeypatch):
 
     This is traced as for a TPU. On CPUs, every device is sent all rows.
     """
-    monkeypatch.setattr(moe_all_to_all, "platform", lambda: "tpu")
+    monkeypatch.setattr(permutes, "platform", lambda: "tpu")
     config = configs.load("mixtral_8x7b", ["data.batch=8", "model.layers=2"])
     arrays = state.arrays(config)
 

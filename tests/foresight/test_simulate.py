@@ -262,9 +262,10 @@ WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] 
   ROOT %written = f32[32,8,8]{2,1,0:S(5)} dynamic-update-slice(%old, %turned, %at, %at, %at)
 }
 
-%get (from: s32[], all: f32[32,8,8]) -> f32[1,8,8] {
+%get (step: s32[], all: f32[32,8,8]) -> f32[1,8,8] {
   %all = f32[32,8,8]{2,1,0:S(5)} parameter(0)
-  %from = s32[] parameter(1)
+  %step = s32[] parameter(1)
+  %from = s32[] negate(%step)
   %one = f32[1,8,8]{2,1,0:S(5)} dynamic-slice(%all, %from, %from, %from), dynamic_slice_sizes={1,8,8}
   ROOT %brought = f32[1,8,8]{2,1,0} copy(%one)
 }
@@ -273,7 +274,7 @@ WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_slices_to_and_from_the_host_count_their_part_alone(wrapped):
-    """Also where a fusion that copies alone begins them, as on GPUs."""
+    """Also where a fusion begins them that copies, and works out from where, as on GPUs."""
     stack = "f32[32,8,8]{2,1,0:S(5)}"
     body = f"""  %zero = s32[] constant(0)
   %stack = {stack} parameter(9)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.runtime.agreement import Agreement
+from gspmd_lm.runtime.preemption import Agreement
 from tests.train.runs import TRAIN, rows_of, state_of
 
 WILD = {"learning_rate": 1.0e30, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}

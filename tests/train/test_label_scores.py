@@ -10,7 +10,7 @@ from etils import epath
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import metrics
-from gspmd_lm.train.label_scores import class_scores, class_sums, number_scores, number_sums
+from gspmd_lm.train.objectives import class_scores, class_sums, number_scores, number_sums
 from gspmd_lm.workdir import history
 
 CUTS = (0, 37, 44, 100)  # three uneven batches

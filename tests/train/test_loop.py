@@ -19,11 +19,10 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.runtime import compiler
-from gspmd_lm.runtime.agreement import Agreement
+from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.train.loop import Run
 from gspmd_lm.train.programs import TrainPrograms
-from gspmd_lm.train.saving import Clock
-from gspmd_lm.train.stopping import SkippedSteps
+from gspmd_lm.train.saving import Clock, SkippedSteps
 from gspmd_lm.workdir.checkpoint import Checkpoints
 from tests.train.runs import CPU, TRAIN, losses_of, rows_of, state_of
 

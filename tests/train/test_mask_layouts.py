@@ -8,7 +8,7 @@ from gspmd_lm.config import Masks, Patches, RelativePositions, Windows
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.masks import Drawn, draw
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import masks, progress, state
+from gspmd_lm.train import objectives, progress, state
 from tests.courses import agree, weights
 
 # 6 x 6 patches: windows of 4 reach beyond them. Two layers, of which the second sees the whole image.
@@ -59,7 +59,7 @@ def drawn_before():
 
 def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before, monkeypatch):
     drawn, pixels = drawn_before
-    monkeypatch.setattr(masks, "draw", lambda *_: drawn)
+    monkeypatch.setattr(objectives, "draw", lambda *_: drawn)
     losses, quality = np.zeros((2, 4)), np.zeros((2, 4))
     for row in range(2):
         is_object = pixels[row, :4].astype(bool)
@@ -71,9 +71,9 @@ def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before, monke
             losses[row, mask], found = 20 * focal + dice, share > 0.5
             quality[row, mask] = (found & is_object).sum() / (found | is_object).sum()
     want = losses[:, 0] + losses[:, 1:].min(1) + ((drawn.iou_BM[:2] - quality) ** 2).mean(1)
-    found = masks.evaluate(None, None, {"object": jax.numpy.asarray(pixels)})  # type: ignore[arg-type]
+    found = objectives.MASKS.evaluate(None, None, {"object": jax.numpy.asarray(pixels)})  # type: ignore[arg-type]
     np.testing.assert_allclose(found["loss"], want.sum(), rtol=1e-5)
-    scores = masks.scores({name: float(value) for name, value in found.items()})
+    scores = objectives.MASKS.scores({name: float(value) for name, value in found.items()})
     np.testing.assert_allclose(scores["eval_iou"], quality[:, 0].mean(), rtol=1e-6)
     assert progress.scored(scores) == "2 objects were scored"
 

@@ -16,7 +16,7 @@ from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.infer import programs, score
 from gspmd_lm.model.supported import pipeline_problems
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding import pipeline, rules_file
+from gspmd_lm.sharding import permutes, pipeline, rules_file
 from gspmd_lm.sharding.annotate import Split, Weight
 from gspmd_lm.sharding.partial_sums import Sum, gradient_slot
 from gspmd_lm.sharding.placement import MeshPlacement
@@ -327,7 +327,7 @@ def test_the_trace_says_what_is_sent(first, small, built, read):
 
 @pytest.mark.parametrize(("stages", "repeats"), [(2, 2), (4, 3), (6, 4), (3, 7)])
 def test_each_round_gives_each_stage_a_part(stages, repeats):
-    rounds = pipeline._rounds(stages, repeats)
+    rounds = permutes._rounds(stages, repeats)
     assert sorted(part for round_ in rounds for part in round_) == list(range(stages * repeats))
     for round_ in rounds:
         assert {part // repeats for part in round_} == {part % stages for part in round_} == set(range(stages))

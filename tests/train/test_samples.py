@@ -9,7 +9,7 @@ from gspmd_lm.config import Samples
 from gspmd_lm.data import tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate
-from gspmd_lm.infer.samples import SampleGenerator
+from gspmd_lm.infer.generate import SampleGenerator
 from gspmd_lm.infer.sampling import Sampling
 from tests.courses import begun
 

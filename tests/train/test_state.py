@@ -78,7 +78,7 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(
     def losses(layout, tokens):
         """Losses of three steps; the second and the third tell of the gradients. A chunk has `tokens` of each row."""
         one = built(config, layout)
-        assert state.activations(config, one.arrays, 1, one.rules)["logits"][1] == (32, tokens, 64)
+        assert state.recorded(config, one.arrays, 1, one.rules).arrays["logits"][1] == (32, tokens, 64)
         return course(config, layout, 3).losses
 
     wanted = losses("single", 2)

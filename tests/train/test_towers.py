@@ -9,9 +9,9 @@ import pytest
 from gspmd_lm.config import Encoder, Images, Lora, Patches, Vision
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.towers import compare
-from gspmd_lm.plan.pipelines import layers
+from gspmd_lm.plan.variants import layers
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import contrastive, decoder, progress
+from gspmd_lm.train import decoder, objectives, progress
 from tests.courses import agree, weights
 
 CLIP = {
@@ -69,9 +69,9 @@ def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model
 
 def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_not_in_it(model):
     params, batch = weights(model), batch_of([4, 0, 10, 7])
-    run = jax.jit(lambda batch: (compare(model, params, batch), contrastive.evaluate(model, params, batch)))
+    run = jax.jit(lambda batch: (compare(model, params, batch), objectives.PAIRS.evaluate(model, params, batch)))
     (text, image, scale), found = run(batch)
-    assert progress.scored(contrastive.scores(found)) == "3 pairs were scored"
+    assert progress.scored(objectives.PAIRS.scores(found)) == "3 pairs were scored"
     real = [0, 2, 3]
     scores = np.asarray(scale * text[np.array(real)] @ image[np.array(real)].T, np.float64)
     both = [np.log(np.exp(one).sum(1)) - np.diag(one) for one in (scores, scores.T)]

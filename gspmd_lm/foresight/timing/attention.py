@@ -24,7 +24,10 @@ CUDNN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDNN_FULL = (497, 574, 617, 609, 600, 595)
 CUDNN_CAUSAL = (315, 410, 484, 518, 529, 539)
 CUDNN_BACKWARD = (305, 408, 465, 499, 518, 516)
-CUDNN_SMALL = (0.67, 0.85)  # heads of 64 over heads of 128, forward and backward; the same figures
+# The rate of other heads over that of heads of 128, forward and backward. 64: the same figures. 192: the attention of
+# DeepSeek-V3 to 4,096 tokens on one H100 and one H200 (benchmarks/results/on_device.json).
+CUDNN_HEADS = {64: (0.67, 0.85), 128: (1.0, 1.0), 192: (1.21, 0.69)}
+CUDNN_TILE = 128  # queries and keys are computed in tiles of so many
 _CUDNN_PEAK = 989  # H100's
 
 # How often splash attention moves bytes through memory beside its kernels, forward and backward. Counted in compiled
@@ -105,6 +108,31 @@ def kernel_s(call: Instruction, chip: Chip) -> float | None:
     return splash_s(splash, chip) if splash else None
 
 
+def summed_bytes(call: Instruction) -> float:
+    """The bytes that a backward pass of cuDNN moves after its kernel, where query heads share keys and values.
+
+    The kernel writes gradients of keys and values for each query head, and two others add these up.
+    """
+    if call.custom_call_target != "__cudnn$fmhaSoftmaxBackward":
+        return 0.0
+    queries, keys = (operand.shape.arrays[0].bytes for operand in call.operands[:2])
+    return 2.0 * (queries + keys) if keys < queries else 0.0
+
+
+def workspace_bytes(call: Instruction) -> int:
+    """The memory in which a backward pass of cuDNN works, where the compiler did not ask cuDNN; else 0.
+
+    It holds float32 gradients and sums of all queries for each document, and gradients of keys and values for each
+    query head that shares them. So much did cuDNN 9.19 ask for in the programs of benchmarks/results/on_device.json.
+    """
+    if call.custom_call_target != "__cudnn$fmhaSoftmaxBackward" or call.shape.arrays[-1].bytes:
+        return 0
+    config, (q, k) = call.config["cudnn_fmha_backend_config"], (one.shape.arrays[0] for one in call.operands[:2])
+    rows, heads, queries, _ = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+    of_query = q.dimensions[-1] * (2 if k.bytes < q.bytes else 1) + 1
+    return 4 * rows * int(config.get("max_seg_per_batch", 1)) * heads * queries * of_query
+
+
 def cudnn_s(
     operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True, window: int = 0
 ) -> float:
@@ -116,7 +144,8 @@ def cudnn_s(
     at, lengths = np.log2(min(window or length, length)), np.log2(CUDNN_LENGTHS)
     full, masked, back = (float(np.interp(at, lengths, row)) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD))
     rate = (back if backward else full) * (masked / full if causal else 1.0)
-    rate *= CUDNN_SMALL[backward] if size <= 64 else 1.0
+    rate *= CUDNN_HEADS[next((known for known in CUDNN_HEADS if size <= known), max(CUDNN_HEADS))][backward]
+    operations *= (math.ceil(length / CUDNN_TILE) * CUDNN_TILE / length) ** 2
     return chip.matmul_slowdown * operations / (rate / _CUDNN_PEAK * chip.peak_bf16_flops_per_s)
 
 

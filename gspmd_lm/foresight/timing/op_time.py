@@ -15,12 +15,12 @@ from gspmd_lm.units import bits
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
 # published steps they were fitted.
 #
-# The share of HBM bandwidth that operations reach. TPU: fitted to v6e steps. GPU: a device copy on one H200 moved 4.3
-# of 4.8 TB/s, and long operations of train steps 2.9 to 3.1 of 3.35 on one H100.
-HBM_SHARE = {"tpu": 0.86, "gpu": 0.90}
-# The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of seven train steps on
-# one H100, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
-MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.78}
+# The share of HBM bandwidth that operations reach, of a platform or of one chip. TPU: fitted to v6e steps. GPU: long
+# operations of train steps moved 2.9 to 3.1 of 3.35 TB/s on one H100, and 4.1 of 4.8 in the median on one H200.
+HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
+# The share of the peak that matmuls without an estimate of the compiler reach. GPU: the matmuls of train steps on one
+# H100 or H200, without what GPU_TILES and GPU_TILE_BYTES take of it there (benchmarks/results/on_device.json).
+MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
@@ -29,13 +29,18 @@ GROUPED_SHARE = 0.64
 GPU_TILES = tuple(rows * columns for rows, columns in (
     (128, 128), (192, 96), (128, 160), (176, 128), (128, 192), (128, 256), (192, 192), (320, 128)))  # fmt: skip
 GPU_TILE_BYTES = 100
+# A result in float32, and what is added to it, is stored while the next tile is computed, but takes so many times as
+# long as its bytes: cuBLAS's kernels for logits and gradients of their weights, in those steps.
+WIDE_STORE_SLOWDOWN = 1.9
+# A softmax with a mask, as Triton compiles it, reaches so much of a GPU's bandwidth: four fusions of T5's two steps.
+MASKED_SOFTMAX_SHARE = 0.41
 # A transposition of 8-bit numbers reaches so much less of a GPU's bandwidth: five fusions of those steps.
 NARROW_TRANSPOSE_SLOWDOWN = 1.9
 # Of operands of 8 bits, an estimate of the compiler counts unless it is so many times as long as the share of the peak
 # says. libtpu 0.0.42.1 estimates 64.6 M cycles on tpu7x for a product of E4M3 that takes 2.5 M in bfloat16, 26 times.
 MISJUDGED = 8
-# Seconds between two kernels of a GPU.
-LAUNCH_S = {"tpu": 0.0, "gpu": 3e-6}
+# What a kernel of a GPU takes besides its bytes: 1.7 us for the shortest, and 0.7 us to the next one in the mean.
+LAUNCH_S = {"tpu": 0.0, "gpu": 2.4e-6}
 # On-chip memory of a TPU is about 22 times as fast as HBM. Source: scaling-book, chapter on rooflines.
 ON_CHIP_SPEED = 22
 
@@ -117,7 +122,7 @@ def kernels_of(instruction: Instruction) -> list[Instruction]:
 def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
     """The time of a kernel: of attention by its name, of another by its FLOPs and bytes; None if they are unknown."""
     if seconds := attention.kernel_s(call, chip):
-        return OpTime(seconds, "attention")
+        return OpTime(seconds + attention.summed_bytes(call) / hbm_bytes_per_s(chip), "attention")
     if call.custom_call_target in _MOVING_KERNELS or call.op_name.rpartition("/")[2] in _MOVING_KERNELS:
         return NO_TIME  # its bytes are counted by `_moving`
     if (work := kernel_work(call)) is None:
@@ -175,8 +180,7 @@ def _arrays(call: Instruction) -> list[Array]:
 def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpTime:
     inside = (instruction, *instruction.inside)
     matmul = next(i for i in inside if i.opcode != "fusion" and i.flops)
-    computing_s = _flops_s(matmul, chip, operations) + _stored_s(matmul, chip)
-    seconds = max(computing_s, _memory_s(instruction, chip))
+    seconds = max(_flops_s(matmul, chip, operations), _stored_s(matmul, chip), _memory_s(instruction, chip))
     if instruction.estimated_cycles is not None:
         estimated_s = instruction.estimated_cycles / chip.clock_hz
         peak = max(_peak(matmul, chip), chip.peak_bf16_flops_per_s)
@@ -206,17 +210,14 @@ def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
 
 
 def _stored_s(matmul: Instruction, chip: Chip) -> float:
-    """The seconds in which a matmul of a GPU stores a result wider than its factors, and reads what is added to it.
-
-    cuBLAS's kernels compute nothing meanwhile. A result of 16 bits is stored beside the next tile. On one H100,
-    this makes the matmuls of float32 logits and of their gradients as long as measured, within 10%.
-    """
+    """The seconds in which a matmul of a GPU stores a result wider than its factors, and reads what is added to it."""
     result = matmul.shape.arrays[0]
     factors, added = matmul.operands[:2], matmul.operands[2:]
     if not chip.gpu or bits(result.dtype) <= max(bits(factor.shape.arrays[0].dtype) for factor in factors):
         return 0.0
     alike = [array for operand in added for array in operand.shape.arrays if array.elements == result.elements]
-    return sum(array.padded_bytes for array in (result, *alike)) / hbm_bytes_per_s(chip)
+    stored_bytes = sum(array.padded_bytes for array in (result, *alike))
+    return WIDE_STORE_SLOWDOWN * stored_bytes / hbm_bytes_per_s(chip)
 
 
 def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
@@ -271,8 +272,11 @@ def _only_scalars(instruction: Instruction) -> bool:
 
 
 def _memory_s(instruction: Instruction, chip: Chip) -> float:
-    moved = instruction.moved_bytes
-    slowdown = NARROW_TRANSPOSE_SLOWDOWN if chip.gpu and _transposes_narrow(instruction) else 1.0
+    moved, slowdown = instruction.moved_bytes, 1.0
+    if chip.gpu and _transposes_narrow(instruction):
+        slowdown = NARROW_TRANSPOSE_SLOWDOWN
+    elif chip.gpu and _masked_softmax(instruction):
+        slowdown = 1 / MASKED_SOFTMAX_SHARE
     return slowdown * (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
 
 
@@ -282,6 +286,12 @@ def _transposes_narrow(instruction: Instruction) -> bool:
     return narrow and any(one.opcode == "transpose" for one in (instruction, *instruction.inside))
 
 
+def _masked_softmax(instruction: Instruction) -> bool:
+    """Whether an instruction is a fusion of Triton that masks scores and makes weights of them."""
+    inside = {one.opcode for one in instruction.inside}
+    return inside >= {"compare", "exponential", "reduce"} and "triton" in instruction.raw
+
+
 def hbm_bytes_per_s(chip: Chip) -> float:
     """The bandwidth of HBM that operations reach."""
-    return HBM_SHARE[chip.platform] * chip.hbm_bytes_per_s
+    return HBM_SHARE.get(chip.name, HBM_SHARE[chip.platform]) * chip.hbm_bytes_per_s

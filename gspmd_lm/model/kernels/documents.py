@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 from gspmd_lm.sharding.op_names import scope
 
-AT_ONCE = 32  # documents in one call for each row; a call holds softmax sums of the length of a row for each document
+# The documents of a row that one call computes: one for so many tokens. Backward, a call holds float32 gradients of all
+# queries of a row for each document. More calls only join more results.
+TOKENS_OF_ONE = 512
+FEWEST, MOST = 2, 32
 
 
 class Ranges(NamedTuple):
@@ -72,7 +75,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
     """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, CallRanges):
         return add(results, packed)
-    at_once, tokens = _at_once(*packed.of_BT.shape), packed.of_BT.size
+    at_once = _at_once(*packed.of_BT.shape)
 
     def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         first, results = state
@@ -81,13 +84,12 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
         return first + at_once, add(results, CallRanges(ranges, ranges))
 
-    assert len(packed.begins) == tokens + at_once + 1
     with scope("turns", "1"):
         return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
 
 
 def _at_once(B: int, T: int) -> int:
-    return B * max(2, min(AT_ONCE, T))
+    return B * min(max(FEWEST, T // TOKENS_OF_ONE), MOST)
 
 
 def _counted(B: int, T: int) -> jax.Array:

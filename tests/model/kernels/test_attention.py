@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels import attention, windows
+from gspmd_lm.model import attention as windows
+from gspmd_lm.model.kernels import attention
 
 B, T, N, K, H = 2, 128, 4, 2, 128
 

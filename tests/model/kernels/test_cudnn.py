@@ -121,7 +121,7 @@ def packed_rows():
 )
 def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, monkeypatch):
     """The rows have 12 documents: more than two calls take, or fewer than one. width: of a value; keys have 8."""
-    monkeypatch.setattr(documents, "AT_ONCE", at_once)
+    monkeypatch.setattr(documents, "FEWEST", at_once)
     (q, k, v), weigh, _ = arrays(3, 24, 8)
     qkv, weigh = (q, k, v[..., :width]), weigh[..., :width]
     segments, cfg = packed_rows() if packed else None, settings(8, **changes)
@@ -162,6 +162,19 @@ def test_replicas_are_computed_one_after_the_other(replicas, calls):
     apart = jax.jit(jax.vmap(gradients))(*parts)
     for a, b in zip(apart, together, strict=True):
         np.testing.assert_allclose(a.reshape(b.shape), b, atol=2e-6)
+
+
+@pytest.mark.parametrize(("length", "of_a_row"), [(24, 2), (1024, 2), (8192, 16), (2**15, 32)])
+def test_longer_rows_have_more_documents_in_a_call(length, of_a_row):
+    """A backward pass holds float32 gradients of all queries of a row for each, so images have room for few."""
+    segments = jax.ShapeDtypeStruct((3, length), jnp.int32)
+    found = jax.eval_shape(
+        lambda ids: documents.each(
+            documents.runs(ids), lambda _, part: part.keys.lengths, jnp.zeros(3 * of_a_row, int)
+        ),
+        segments,
+    )
+    assert found.shape == (3 * of_a_row,)
 
 
 def test_a_window_is_jaxs_own_of_one_key_less():

@@ -1,4 +1,4 @@
-"""The section `model.encoder` of a config: the stack of blocks that reads a source before a decoder writes."""
+"""The sections `model.encoder` and `model.vision` of a config: stacks of blocks beside those of the model."""
 
 import dataclasses
 from typing import Annotated, Any, ClassVar, Self, cast
@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Self, cast
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.types import STRICT, Count
+from gspmd_lm.config.images import Patches
+from gspmd_lm.config.types import STRICT, Count, Size
 
 Token = Annotated[int, pydantic.Field(ge=0)]
 
@@ -87,3 +88,44 @@ class Encoder(OtherStack):
                for name, ids in self.tokens.items() if ids},
         }  # fmt: skip
         return [f"encoder does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Vision(OtherStack):
+    """A stack of blocks that sees an image, whose text the stack of the model reads (CLIP, arXiv 2103.00020).
+
+    It is like that of texts but for its mask, which is full, a norm before the first block, and the sizes here; 0 means
+    the text's. A text is read at its last token, and an image at its first row. A matrix brings each to a common space.
+    """
+
+    SIZES: ClassVar = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
+
+    patches: Patches
+    projection: Size  # numbers of the common space
+    layers: Count = 0  # how many blocks
+    embed: Count = 0  # the width of the residual stream
+    heads: Count = 0  # query heads
+    kv_heads: Count = 0  # key and value heads
+    head_dim: Count = 0  # the size of one head
+    mlp: Count = 0  # the hidden width of the feed-forward network
+    temperature: float = 2.6592  # what cosines are multiplied by begins as the exponential of it
+
+    def of(self, model: Any) -> Any:
+        """The settings of the stack that sees images, from those of the model."""
+        own = {"vision": None, "mask": "full", "layer_pattern": (), "vocab": 0, "padded_vocab": 0, "position_offset": 0,
+               "embedding_norm": True, "context": self.patches.rows, "patches": self.patches}  # fmt: skip
+        return dataclasses.replace(model, **own, **self.sizes)
+
+    def problems(self, model: Any) -> list[str]:
+        """What of a model does not go with images beside texts."""
+        keys = ("embedding_width", "encoder", "patches", "classes", "relative_positions", "layer_pattern",
+                "head_transform", "unembedding_bias", "tied_embeddings", "layer_scale", "shared_layers")  # fmt: skip
+        problems = {
+            **self.in_no_other_stack(model, "vision"),
+            **{key: getattr(model, key) for key in keys},
+            f"positions: {model.positions}": model.positions != "learned",
+            "mask: full": model.mask == "full",
+            "lora: adapters would leave the projections as they are": model.lora,
+            "patches.distillation and patches.pool: mean": (self.patches.first, self.patches.pool) != (1, "first"),
+        }  # fmt: skip
+        return [f"vision does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
