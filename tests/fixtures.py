@@ -139,7 +139,7 @@ def batch_of():
             inputs, is_box = built_step.task.inputs, rng.integers(0, 2, (data.batch, 1))
             arrays["points"] = rng.random(inputs["points"].shape, np.float32)
             arrays["point_kinds"] = np.where(is_box, [[2, 3]], [[1, -1]]).astype(np.int32)
-            arrays["object"] = rng.integers(0, 2, inputs["object"].shape, dtype=np.int32)
+            arrays["object"] = rng.integers(0, 2, inputs["object"].shape).astype(np.float32)
             arrays["object"][:, model.patches.side**2 - 2 :] = -1
             arrays["object"][-1] = -1
         wanted = built_step.abstract_batch

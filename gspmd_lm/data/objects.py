@@ -53,7 +53,7 @@ class ObjectRows:
         rows, of_patch = len(indices), PARTS**2
         arrays = {
             "patches": np.zeros((rows, self.seq, self.patches.pixels), np.float32),
-            "object": np.full((rows, self.seq, of_patch), -1, np.int32),
+            "object": np.full((rows, self.seq, of_patch), -1, np.float32),
             "points": np.zeros((rows, POINTS, 2), np.float32),
             "point_kinds": np.full((rows, POINTS), _NONE, np.int32),
         }  # fmt: skip
