@@ -74,9 +74,10 @@ class ImagePatches:
     part: str = ""  # of config.json, with a dot behind it
     size: int = 16  # of a patch, where no field says it
     class_row: bool = True
+    image: int = 224  # pixels on a side of an image, where no field says it
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        sides = (f"{self.part}image_size", 224), (f"{self.part}patch_size", self.size)
+        sides = (f"{self.part}image_size", self.image), (f"{self.part}patch_size", self.size)
         image, size = (self._side(reader, *side) for side in sides)
         channels = reader.whole([f"{self.part}num_channels"], 3, 1)
         if image % size:

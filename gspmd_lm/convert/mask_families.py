@@ -21,7 +21,7 @@ class WholeLayers:
     """SAM's windows, and the layers in which a patch attends to the whole image."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        side, size = values["patches"]["image"] // values["patches"]["size"], reader.get([f"{_VISION}.window_size"], 14)
+        size = reader.get([f"{_VISION}.window_size"], 14)
         numbers = reader.get([f"{_VISION}.global_attn_indexes"], [2, 5, 8, 11])
         if type(size) is not int or not 0 <= size < 2**16:
             reader.refuse(f"{_VISION}.window_size", size, "must be a whole number")
@@ -30,18 +30,17 @@ class WholeLayers:
         else:
             kinds = ["whole" if number in numbers else "full" for number in range(values["layers"])]
             if size == 0:
-                kinds = ["full"]
+                kinds, size = ["full"], config.Patches(**values["patches"]).side
             # The shortest pattern that these layers repeat.
             turn = next(n for n in range(1, len(kinds) + 1) if kinds == [kinds[i % n] for i in range(len(kinds))])
             values["layer_pattern"] = kinds[:turn] if "whole" in kinds else []
-            vectors = reader.flag([f"{_VISION}.use_rel_pos"], True)
-            values["windows"] = {"size": size or side, "vectors": vectors}
+            values["windows"] = {"size": size, "vectors": reader.flag([f"{_VISION}.use_rel_pos"], True)}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not model.windows or not model.patches:
             return {}
         whole = [number for number, kind in enumerate(model.kind_of_each_layer) if kind == "whole"]
-        size = 0 if model.windows.size == model.patches.side and not whole else model.windows.size
+        size = 0 if config.is_whole(model) and not whole else model.windows.size
         fields = {"window_size": size, "global_attn_indexes": whole, "use_rel_pos": model.windows.vectors}
         return {f"{_VISION}.{name}": value for name, value in fields.items()}
 
@@ -69,7 +68,7 @@ class MaskParts:
     )  # fmt: skip
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], least, 1) for name, ours, least in self.settings}
+        values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], usual, 1) for name, ours, usual in self.settings}
         wanted = self._repeated(values["masks"]["embed"], config.Patches(**values["patches"]))
         for name, value in wanted.items():
             if (found := reader.get([name], value)) != value:
@@ -101,8 +100,8 @@ _CODECS: tuple[FieldCodec, ...] = (
     Renamed(f"{_VISION}.num_attention_heads", "heads", 12), Constant("kv_heads", heads),
     Constant("head_dim", head_dim), MlpWidth(), Renamed(f"{_VISION}.layer_norm_eps", "norm_eps", _EPS),
     Activation(f"{_VISION}.hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), *PLAIN_LAYERNORM,
-    Constant("final_norm", False), ImagePatches("none", f"{_VISION}.", class_row=False), WholeLayers(),
-    Constant("mask", "full"), Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
+    Constant("final_norm", False), ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
+    WholeLayers(),    Constant("mask", "full"), Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
     Flag(f"{_VISION}.qkv_bias", ("qkv_bias",), True), Constant("attention_out_bias", True),
     Constant("mlp_bias", True), MaskParts(),
     *(_fixed(f"{part}.layer_norm_eps", _EPS) for part in (_PROMPT, _MASKS)), _fixed(f"{_PROMPT}.hidden_act", "gelu"),

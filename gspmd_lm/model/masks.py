@@ -1,6 +1,7 @@
 """The model that cuts objects out of images: patches and a prompt in, masks out (SAM, arXiv 2304.02643)."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ class Masker(Stack):
         assert self.cfg.masks
         of_masks = self.cfg.masks.of(self.cfg)
         x_BTD = necked(self, self.cfg, of_masks, seen(self, batch, dropout_key))
-        return Decoder(of_masks, self.cfg, name="masks")(x_BTD, batch)
+        return MaskDecoder(of_masks, self.cfg, name="masks")(x_BTD, batch)
 
 
 def necked(module: nn.Module, cfg: config.ModelConfig, of_masks: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
@@ -77,7 +78,7 @@ def necked(module: nn.Module, cfg: config.ModelConfig, of_masks: config.ModelCon
     return shard(Norm(normed, name="neck_out_norm")(y_BTD), RESIDUAL)
 
 
-class Decoder(nn.Module):
+class MaskDecoder(nn.Module):
     """Tokens of a prompt and of masks that attend to an image, and the image to them."""
 
     cfg: config.ModelConfig  # of this decoder
@@ -86,31 +87,20 @@ class Decoder(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> Drawn:
         """`x_BTD`: what the neck made of the image. `batch`: see `Masker`."""
-        cfg, masks, patches, D = self.cfg, self.of_image.masks, self.of_image.patches, self.cfg.embed
+        cfg, masks, patches, (B, T, D) = self.cfg, self.of_image.masks, self.of_image.patches, x_BTD.shape
         assert masks and patches
-        dtype, (B, T, _), side, M = jnp.dtype(cfg.compute_dtype), x_BTD.shape, patches.side, masks.count
-        start = nn.initializers.normal(1.0)
+        side, M, start = patches.side, masks.count, nn.initializers.normal(1.0)
         fourier_2O = use(weight(self, "fourier", "types stream_width", (2, D // 2), cfg, start), jnp.float32)
-
-        kinds = use(matrix(self, "point_kinds", "types embed", (4, D), cfg))
-        no_point_D = use(matrix(self, "no_point", "embed", (D,), cfg))
-        kind_BP1 = batch["point_kinds"][..., None]
-        points_BPD = of_places(batch["points"], fourier_2O).astype(dtype)
-        points_BPD += jnp.where(kind_BP1 == jnp.arange(4), 1, 0).astype(dtype) @ kinds
-        points_BPD = jnp.where(kind_BP1 < 0, no_point_D, points_BPD)
-        own = [use(matrix(self, "iou_token", "embed", (D,), cfg))[None],
-               use(matrix(self, "mask_tokens", "masks embed", (M, D), cfg))]  # fmt: skip
-        own_BOD = jnp.broadcast_to(jnp.concatenate(own), (B, 1 + M, D))
-        prompt_BPD = shard(jnp.concatenate([own_BOD, points_BPD], 1), PROMPTS)
+        prompt_BPD = shard(prompted(self, cfg, batch, fourier_2O, M), PROMPTS)
+        tokens = Side(prompt_BPD, prompt_BPD, (PROMPTS, PROMPTS))
 
         no_mask_D = use(matrix(self, "no_mask", "embed", (D,), cfg))
-        if "prompt_mask" in batch:
-            no_mask_D = of_mask(self, cfg, batch["prompt_mask"].astype(dtype))
-        middle_T2 = (jnp.stack(jnp.divmod(jnp.arange(T), side)[::-1], -1) + 0.5) / side
-        places_BTD = like(jnp.broadcast_to(of_places(middle_T2, fourier_2O).astype(dtype), x_BTD.shape), RESIDUAL)
-        is_patch_BT = jnp.broadcast_to(jnp.arange(T) < side**2, (B, T)).astype(jnp.int32)
-        image = Side(like(x_BTD + no_mask_D, RESIDUAL), places_BTD, (BLOCK_INPUT, RESIDUAL), is_patch_BT)
-        tokens = Side(prompt_BPD, prompt_BPD, (PROMPTS, PROMPTS))
+        of_prompt = of_mask(self, cfg, batch["prompt_mask"]) if "prompt_mask" in batch else no_mask_D
+        row_T, column_T = jnp.divmod(jnp.arange(T), side)
+        places_TD = of_places((jnp.stack([column_T, row_T], -1) + 0.5) / side, fourier_2O).astype(x_BTD.dtype)
+        places_BTD = like(jnp.broadcast_to(places_TD, x_BTD.shape), RESIDUAL)
+        is_patch_BT = jnp.broadcast_to(row_T < side, (B, T)).astype(jnp.int32)
+        image = Side(like(x_BTD + of_prompt, RESIDUAL), places_BTD, (BLOCK_INPUT, RESIDUAL), is_patch_BT)
 
         for number in range(cfg.layers):
             tokens, image = TwoWay(cfg, name=f"layer_{number}")(tokens, image, number == 0)
@@ -118,9 +108,24 @@ class Decoder(nn.Module):
         tokens_BPD = Norm(_with_eps(cfg, LAST_EPS), name="last_norm")(tokens_BPD)
         pixels_BTPK = upscaled(self, cfg, image.x)
         hyper_BMK = mlp(self, cfg, "hyper", tokens_BPD[:, 1 : 1 + M], "channels", pixels_BTPK.shape[-1], M)
-        masks_BMTP = shard(jnp.einsum("BMK,BTPK->BMTP", hyper_BMK, pixels_BTPK), DRAWN)
+        masks_BMTP = jnp.einsum("BMK,BTPK->BMTP", hyper_BMK, pixels_BTPK, preferred_element_type=jnp.float32)
         iou_BM = mlp(self, cfg, "iou", tokens_BPD[:, 0], "classes", M)
-        return Drawn(masks_BMTP.astype(jnp.float32), iou_BM.astype(jnp.float32))
+        return Drawn(shard(masks_BMTP, DRAWN), iou_BM.astype(jnp.float32))
+
+
+def prompted(
+    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], fourier_2O: jax.Array, masks: int
+) -> jax.Array:
+    """The tokens that attention begins with, [B, P, D]: of the quality of masks, of each mask, and of each point."""
+    D, kind_BP1 = cfg.embed, batch["point_kinds"][..., None]
+    kinds_4D = use(matrix(module, "point_kinds", "types embed", (4, D), cfg))
+    no_point_D = use(matrix(module, "no_point", "embed", (D,), cfg))
+    points_BPD = of_places(batch["points"], fourier_2O).astype(kinds_4D.dtype)
+    points_BPD += (kind_BP1 == jnp.arange(4)).astype(kinds_4D.dtype) @ kinds_4D
+    points_BPD = jnp.where(kind_BP1 < 0, no_point_D, points_BPD)
+    iou_1D = use(matrix(module, "iou_token", "embed", (D,), cfg))[None]
+    own_OD = jnp.concatenate([iou_1D, use(matrix(module, "mask_tokens", "masks embed", (masks, D), cfg))])
+    return jnp.concatenate([jnp.broadcast_to(own_OD, (len(points_BPD), *own_OD.shape)), points_BPD], 1)
 
 
 def _with_eps(cfg: config.ModelConfig, eps: float) -> config.ModelConfig:
@@ -137,7 +142,9 @@ def of_places(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
 def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
     """What is added to each patch for a mask that is a prompt, [B, T, D]: two convolutions and a matrix."""
     few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, activation("gelu")
-    parts_BTAP = rearrange(mask_BTP, "B T (y v x w) -> B T (y x) (v w)", y=2, v=2, x=2)
+    parts_BTAP = rearrange(
+        mask_BTP.astype(jnp.dtype(cfg.compute_dtype)), "B T (y v x w) -> B T (y x) (v w)", y=2, v=2, x=2
+    )
     w_in = use(matrix(module, "mask_in", "taps channels", (QUARTERS, few), cfg))
     x = parts_BTAP @ w_in + bias(module, "mask_in_bias", "channels", (few,), cfg)
     x = gelu(Norm(cfg, "channels", name="mask_in_norm")(x))
@@ -167,7 +174,7 @@ def mlp(
     """Three matrices with relu between them, from tokens [B, D], or [B, M, D] of which each has matrices of its own."""
     each, lead = ("masks ", (count,)) if count else ("", ())
     sides = ("embed", cfg.embed), ("stream_width", cfg.embed), ("embed", cfg.embed), (out_axis, out)
-    for place, (before, size), (after, to) in zip(("in", "middle", "out"), sides, sides[1:], strict=False):
+    for place, ((before, size), (after, to)) in zip(("in", "middle", "out"), itertools.pairwise(sides), strict=True):
         w = use(matrix(module, f"{name}_{place}", f"{each}{before} {after}", (*lead, size, to), cfg))
         x = jax.nn.relu(x) if place != "in" else x
         x = jnp.einsum("BMD,MDO->BMO" if count else "BD,DO->BO", x, w)
