@@ -1,7 +1,6 @@
 """The model that cuts objects out of images: patches and a prompt in, masks out (SAM, arXiv 2304.02643)."""
 
 import dataclasses
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -173,9 +172,10 @@ def mlp(
 ) -> jax.Array:
     """Three matrices with relu between them, from tokens [B, D], or [B, M, D] of which each has matrices of its own."""
     each, lead = ("masks ", (count,)) if count else ("", ())
-    sides = ("embed", cfg.embed), ("stream_width", cfg.embed), ("embed", cfg.embed), (out_axis, out)
-    for place, ((before, size), (after, to)) in zip(("in", "middle", "out"), itertools.pairwise(sides), strict=True):
-        w = use(matrix(module, f"{name}_{place}", f"{each}{before} {after}", (*lead, size, to), cfg))
+    matrices = ("in", "embed", "stream_width"), ("middle", "stream_width", "embed"), ("out", "embed", out_axis)
+    for place, before, after in matrices:
+        to = out if place == "out" else cfg.embed
+        w = use(matrix(module, f"{name}_{place}", f"{each}{before} {after}", (*lead, cfg.embed, to), cfg))
         x = jax.nn.relu(x) if place != "in" else x
         x = jnp.einsum("BMD,MDO->BMO" if count else "BD,DO->BO", x, w)
         x += bias(module, f"{name}_{place}_bias", f"{each}{after}", (*lead, to), cfg)
