@@ -224,6 +224,8 @@ class Config:
             "relative_positions.side and patches.distillation":
                 model.relative_positions and not model.windows and (
                     model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
+            "model.masks does not go with data.images.resize and keep_ratio, which cut off what may be an object: set "
+            "data.images.pad": model.masks and (data.images.keep_ratio or data.images.resize > patches.image),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,

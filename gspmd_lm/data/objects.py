@@ -67,9 +67,8 @@ class ObjectRows:
             is_box = len(prompt) == 2 * POINTS
             arrays["point_kinds"][i] = _CORNERS if is_box else (_OF_OBJECT, _NONE)
             points = np.reshape(prompt, (-1, 2))
-            width, height, left, top = images.fitted(one.size, self.patches, self.prepared)
-            # The middle of a pixel, as transformers has it.
-            seen = points * np.divide((width, height), one.size) - (left, top) + 0.5
+            size = images.fitted(one.size, self.patches, self.prepared)[:2]
+            seen = points * np.divide(size, one.size) + 0.5  # the middle of a pixel, as transformers has it
             arrays["points"][i, : len(points)] = seen / self.patches.image
 
         media.at_once(put, [(i, self.objects[index]) for i, index in enumerate(indices) if index >= 0])
@@ -83,16 +82,11 @@ class ObjectRows:
         from PIL import Image
 
         fine = dataclasses.replace(self.patches, image=PARTS * self.patches.side, size=PARTS, channels=1)
-        width, height, left, top = (
-            round(size * fine.image / self.patches.image)
-            for size in images.fitted(mask.shape[::-1], self.patches, self.prepared)
-        )
-        sized = Image.fromarray(255 * mask.astype(np.uint8)).resize(
-            (max(width, 1), max(height, 1)), Image.Resampling.BOX
-        )
-        seen = (np.asarray(sized)[top : top + fine.image, left : left + fine.image] >= 128).astype(np.int32)
-        beyond = [(0, fine.image - size) for size in seen.shape]
-        return images.cut(np.pad(seen, beyond, constant_values=-1), fine)
+        size = images.fitted(mask.shape[::-1], self.patches, self.prepared)[:2]
+        width, height = (max(round(one * fine.image / self.patches.image), 1) for one in size)
+        sized = Image.fromarray(255 * mask.astype(np.uint8)).resize((width, height), Image.Resampling.BOX)
+        beyond = (0, fine.image - height), (0, fine.image - width)
+        return images.cut(np.pad((np.asarray(sized) >= 128).astype(np.int32), beyond, constant_values=-1), fine)
 
 
 def decoded(one: ObjectImage) -> np.ndarray:
@@ -194,7 +188,7 @@ def _prompt(record: dict[str, Any], name: str, size: tuple[int, int], where: str
     if not all(0 <= x < width for x in numbers[::2]) or not all(0 <= y < height for y in numbers[1::2]):
         raise InputError(
             f"{where}: {name} {numbers} is not within the image of {width} x {height} pixels\n"
-            "  fix   give pixels of the image as it is stored, counted from 0 at its top left"
+            "  fix   give pixels of the image as it is shown, counted from 0 at its top left"
         )
     if len(numbers) == 4 and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
         raise InputError(f"{where}: {name} {numbers} has no width or height\n  fix   give [left, top, right, bottom]")

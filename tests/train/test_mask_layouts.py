@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.config import Masks, Patches, RelativePositions, Windows
+from gspmd_lm.config import Images, Masks, Patches, RelativePositions, Windows
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.masks import Drawn, draw
 from gspmd_lm.sharding import rules_file
@@ -129,6 +129,7 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
             {"relative_positions": RelativePositions(side=4, ranges=49, learned_row=False, shared=False)},
             "windows.vectors and layers of kind whole do not go with relative_positions",
         ),
+        ({"data": {**ROWS, "images": Images(resize=30)}}, "model.masks does not go with data.images.resize and keep"),
         ({"data": {**ROWS, "fields": ("a", "b", "c", "d")}}, "a record has at most three"),
     ],
 )
