@@ -18,9 +18,10 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
+# What layers may differ in.
+LayerKind = Literal["sliding", "chunked", "linear", "shifted", "whole", "reading", "full", "nope"]
 # Modules of layers in a loop.
 StackName = Literal["layers", "convolved_layers", "dense_layers", "sparse_layers", "shared_kv_layers"]
-LayerKind = Literal["sliding", "chunked", "linear", "shifted", "reading", "full", "nope"]
 
 
 class Stack(NamedTuple):

@@ -134,6 +134,8 @@ def objective_of(values: Mapping[str, Any]) -> str:
     if vision := values.get("vision"):
         queries = vision.get("queries") if isinstance(vision, dict) else vision.queries
         return "causal" if queries else "contrastive"
+    if values.get("masks"):
+        return "masks"
     if values.get("classes_of") == "tokens":
         return "replaced"
     return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
