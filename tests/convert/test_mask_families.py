@@ -156,7 +156,7 @@ def test_transformers_itself(name, tmp_path):
     want = {prompts: computed(folder, prompts) for prompts in ("points", "box", "mask")}
     if os.environ.get("GSPMD_LM_RECORD") and name == "sam":
         found = {key: array.tolist() for key, array in want["mask"].items()}
-        GOLDEN.write_text(json.dumps({name: {**case, "found": found}}, indent=1) + "\n")
+        GOLDEN.write_text(json.dumps({name: {**case, "found": found}}) + "\n")
     opened = pretrained.open_folder(folder, [ours.EXACT])
     for prompts, of_prompts in want.items():
         check(found_by(opened, prompts, padded_rows(opened.config.model.context)), of_prompts)
