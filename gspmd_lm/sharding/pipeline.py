@@ -42,7 +42,7 @@ Part = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 def parts(stack: str) -> int:
     """Into how many parts a pipeline cuts the stack of layers of that name; 1 where it does not."""
     place, one = placement(), _one_stage.get()
-    if not place or place.vocabulary.stages != stack:
+    if place.vocabulary.stages != stack:
         return 1
     stages = place.stages
     return one.of if one else stages.split.num_shards * stages.repeats if stages else 1
@@ -57,7 +57,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     if one := _one_stage.get():
         return one.computed(part, weights, x_BTD, of_rows)
     place = placement()
-    assert place and place.stages
+    assert place.stages
     over, M, R, gather, _ = place.stages
     once = gather == "step"
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
@@ -160,9 +160,7 @@ _where.defvjp(
 
 
 def placed(x: jax.Array, spec: Spec) -> jax.Array:
-    place = placement()
-    assert place
-    return place.constrain(x, spec)
+    return placement().constrain(x, spec)
 
 
 def placed_of_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
@@ -266,7 +264,7 @@ def one_forward_one_backward(
     batch: a tree of [M, ...].
     """
     place = placement()
-    assert place and place.stages
+    assert place.stages
     over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
     stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
