@@ -69,10 +69,6 @@ class Unreduced:
     parts: tuple[PartialSums, ...] = ()
     rest: tuple[jax.Array, ...] = ()
 
-    @property
-    def rank(self) -> int:
-        return self.parts[0].array.ndim - 1
-
     def __add__(self, other: "Unreduced | jax.Array") -> "Unreduced":
         other = other if isinstance(other, Unreduced) else Unreduced((), (other,))
         if not self.parts and not other.parts:
@@ -126,7 +122,8 @@ copied.defvjp(
 def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:
     """The sum, placed as `reduced_spec` says. Its gradient is gathered as `gathered_spec` says."""
     if y.parts:
-        return y.total(parse(reduced_spec, y.rank), parse(gathered_spec, y.rank))
+        rank = y.parts[0].array.ndim - 1
+        return y.total(parse(reduced_spec, rank), parse(gathered_spec, rank))
     return like(like(y.rest[0], gathered_spec), reduced_spec)
 
 

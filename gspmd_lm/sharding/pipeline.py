@@ -106,10 +106,10 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     @each
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
-        row_arrays = jax.tree.map(lambda x: placed(x[microbatch], TOKENS), of_rows)
+        row_arrays = jax.tree.map(lambda x: placement().constrain(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
         weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=is_box)
-        return part(weights, repeat * S + stage, placed(x_BTD, RESIDUAL), row_arrays)
+        return part(weights, repeat * S + stage, placement().constrain(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
     if keep == "stage":
@@ -133,7 +133,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return (sent(over, 1, state), waiting), of_layers
 
     waiting = placed_of_stages(over, x_SJBTD)
-    of_rows = jax.tree.map(lambda x: placed(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
+    of_rows = jax.tree.map(lambda x: placement().constrain(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
     spare = jax.lax.stop_gradient(waiting[:, 0])
     turns = R * M + S - 1
     (state, waiting), of_layers = jax.lax.scan(turn, (spare, waiting), jnp.arange(turns))
@@ -159,14 +159,10 @@ _where.defvjp(
 )
 
 
-def placed(x: jax.Array, spec: Spec) -> jax.Array:
-    return placement().constrain(x, spec)
-
-
 def placed_of_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
     """The rows of several microbatches in each stage, placed as those of one of them."""
     spec = RESIDUAL._replace(axes=("", *RESIDUAL.axes))
-    return jax.vmap(functools.partial(placed, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
+    return jax.vmap(functools.partial(placement().constrain, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -235,7 +231,7 @@ class OneStage:
         if self.given:
             first = x_BTD, *jax.tree.map(jnp.zeros_like, self.given[1:])
             x_BTD, *before = jax.tree.map(lambda x, y: jnp.where(self.number == 0, x, y), first, self.given)
-        x_BTD, *own = part(weights, self.number, placed(x_BTD, RESIDUAL), of_rows)
+        x_BTD, *own = part(weights, self.number, placement().constrain(x_BTD, RESIDUAL), of_rows)
         before = before or jax.tree.map(lambda x: jnp.zeros((self.of * len(x), *x.shape[1:]), x.dtype), own)
         put = lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, self.number * len(x), 0)  # noqa: E731
         self.passed = x_BTD, *jax.tree.map(put, before, own)
@@ -275,7 +271,7 @@ def one_forward_one_backward(
     def apart(leaf: Named, w: jax.Array) -> jax.Array:
         """[S, ...]: the layers of each stage, or a copy for each stage."""
         w_S = w.reshape(S, -1, *w.shape[1:]) if is_cut(leaf) else jnp.broadcast_to(w, (S, *w.shape))
-        return each(functools.partial(placed, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
+        return each(functools.partial(placement().constrain, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
 
     def together(leaf: Named, dw_S: jax.Array, w: jax.Array) -> jax.Array:
         if not is_cut(leaf):

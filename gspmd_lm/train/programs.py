@@ -66,11 +66,9 @@ class TrainPrograms:
 
     def _source(self, name: str, taken_s: float) -> str:
         """Where a program came from: a file, or the compiler and its cache."""
-        if name != "train step":
-            return f"compiled in {taken_s:.1f} s"
-        if self.executable:
+        if name == "train step" and self.executable:
             return "loaded, not compiled"
-        return f"compiled in {taken_s:.1f} s{self._cached()}"
+        return f"compiled in {taken_s:.1f} s{self._cached() if name == 'train step' else ''}"
 
     def _cached(self) -> str:
         cache = self.cache
