@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.hlo.collective_op import CollectiveOp
+from gspmd_lm.foresight.hlo.work import CollectiveOp
 from gspmd_lm.hardware import network
 from gspmd_lm.units import bits
 

@@ -39,9 +39,8 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import search
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.estimate import Estimate, Estimator
-from gspmd_lm.plan.parts import parts
 from gspmd_lm.plan.space import Space, describe
-from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.plan.traces import TraceCache, parts
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
 from gspmd_lm.train.step import build_step

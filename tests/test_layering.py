@@ -54,7 +54,6 @@ IN_FORESIGHT = {
     "any_step": "equations propagation",
     "compile": "any_step exported propagation",
     "timing": "hlo",
-    "parts": "",
     "report": "table timing bounds collectives memory",
     "advice": "table report timing bounds collectives memory hlo",
     "explain": "table advice report timing bounds collectives memory compile known_errors hlo graph exported any_step",
@@ -285,7 +284,7 @@ def test_the_first_line_of_a_file_says_what_it_is_for():
 
 # These alone write files themselves: into a folder or file that files.py puts in place when it is whole, or, the log,
 # line by line.
-WRITERS = ("convert.export", "convert.peft", "data.cache", "data.remote", "files", "foresight.compile", "workdir.log")
+WRITERS = ("convert.export", "data.cache", "data.remote", "files", "foresight.compile", "workdir.log")
 
 
 def writes(nodes):

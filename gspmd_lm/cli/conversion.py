@@ -13,7 +13,7 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, export, image_families, peft, pretrained, sidecars, sound_families
+from gspmd_lm.convert import architecture, export, image_families, pretrained, sidecars, sound_families
 from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
@@ -137,7 +137,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if begun.machine.is_main:
         inputs.check_folder("to", folder)
     if values.adapter:
-        peft.family_and_model(folder, model, like)
+        export.family_and_model(folder, model, like)
     else:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
     imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
@@ -164,7 +164,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
         params, model = merge(params), dataclasses.replace(model, lora=None)
     if values.adapter:
-        peft.write_adapter(folder, model, params, values.base, like)
+        export.write_adapter(folder, model, params, values.base, like)
     else:
         describe = functools.partial(sidecars.card, config, step=number, imported=imported)
         export.write_folder(folder, model, params, like, values.dtype, imported | written, ends, describe)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.family import PLAIN_LAYERNORM, SIZES, TIED, Family, head_dim, heads
+from gspmd_lm.convert.family import BIASES, ONE_WIDTH, PLAIN_LAYERNORM, SIZES, TIED, Family
 from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec, Fixed, MustEqual, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import QUERY_KEY_VALUE, linear, norm, separate_qkv
@@ -60,11 +60,10 @@ class PositionsAfterPadding:
 
 _CAUSAL = "sees only earlier tokens or another text, which is not supported for an encoder"
 _ENCODER: tuple[FieldCodec, ...] = (
-    *SIZES, *PLAIN_LAYERNORM, Renamed("intermediate_size", "mlp"), Constant("kv_heads", heads),
-    Constant("head_dim", head_dim), Renamed("layer_norm_eps", "norm_eps", 1e-12), Constant("mask", "full"),
-    Constant("positions", "learned"), Constant("pre_norms", False), Constant("sum_norms", True),
-    Constant("final_norm", False), Constant("embedding_norm", True), Constant("qkv_bias", True),
-    Constant("attention_out_bias", True), Constant("mlp_bias", True), Renamed("type_vocab_size", "token_types", 2),
+    *SIZES, *PLAIN_LAYERNORM, Renamed("intermediate_size", "mlp"), *ONE_WIDTH, *BIASES,
+    Renamed("layer_norm_eps", "norm_eps", 1e-12), Constant("mask", "full"), Constant("positions", "learned"),
+    Constant("pre_norms", False), Constant("sum_norms", True), Constant("final_norm", False),
+    Constant("embedding_norm", True), Renamed("type_vocab_size", "token_types", 2),
     Fixed("position_embedding_type", "absolute", "has positions within attention, which are not supported"),
     Fixed("is_decoder", False, _CAUSAL), Fixed("is_encoder_decoder", False, _CAUSAL),
 )  # fmt: skip

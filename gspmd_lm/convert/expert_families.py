@@ -1,7 +1,7 @@
 """The families with experts. Their attention is that of families without."""
 
 from gspmd_lm.convert import names
-from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, SILU, UNTIED, Family
+from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, EPS_5, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, SILU, UNTIED, Family
 from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, Renamed, Temperature
 from gspmd_lm.convert.layer_fields import (
     ChunkedLayers,
@@ -23,7 +23,6 @@ from gspmd_lm.convert.rope import Rope
 # How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 _SUM_TO_ONE = Flag("norm_topk_prob", ("normalized_weights",), False)
-_EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
 _GRANITE = (
     *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED,
     Renamed("embedding_multiplier", "embedding_scale", 1.0), QueryScale("attention_multiplier", 1, 1.0),
@@ -64,7 +63,7 @@ EXPERT_FAMILIES = (
     Family(
         "Mixtral", "mixtral", "MixtralForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
+            *LLAMA_SIZES, EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
             Renamed("num_local_experts num_experts", "experts", 8),
             Renamed("num_experts_per_tok", "experts_per_token", 2),
         ),
@@ -73,7 +72,7 @@ EXPERT_FAMILIES = (
     Family(
         "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
+            *LLAMA_SIZES, EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
             Window(None), Rope(1e6, mscales=True), ATTENTION_BIAS, Flag("lm_head_bias", ("unembedding_bias",), False),
             UNTIED, Renamed("num_local_experts num_experts", "experts", 16), Constant("experts_per_token", 2),
             Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
@@ -108,7 +107,7 @@ EXPERT_FAMILIES = (
     Family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
+            *LLAMA_SIZES, EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
             UNTIED, Flag("use_qk_norm", ("qk_norm",), False), *_deepseek_router(1, 1, 1.0),
             Renamed("n_routed_experts num_local_experts", "experts", 128),
             Renamed("num_experts_per_tok", "experts_per_token", 8),
@@ -132,7 +131,7 @@ EXPERT_FAMILIES = (
     Family(
         "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "model.",
         (
-            _EPS_5, LatentSizes(768, 192, 256), *_LATENT, *_deepseek_router(1, 1, 1.8),
+            EPS_5, LatentSizes(768, 192, 256), *_LATENT, *_deepseek_router(1, 1, 1.8),
             Renamed("n_routed_experts num_local_experts", "experts", 64),
             Renamed("num_experts_per_tok", "experts_per_token", 4),
             Renamed("moe_intermediate_size", "expert_mlp", 1536), MlpTypes(), SharedExperts(), LaterTokens(),
@@ -156,7 +155,7 @@ EXPERT_FAMILIES = (
     Family(
         "OLMoE", "olmoe", "OlmoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, Constant("qk_norm", True),
+            *LLAMA_SIZES, EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, Constant("qk_norm", True),
             Constant("qk_norm_kind", "joint"), Renamed("num_experts num_local_experts", "experts", 64),
             Renamed("num_experts_per_tok", "experts_per_token", 8), _SUM_TO_ONE,
             Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported"),
@@ -174,7 +173,7 @@ EXPERT_FAMILIES = (
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
         (
-            *LLAMA_SIZES, _EPS_5, Renamed("head_dim", "head_dim", 64), UNTIED,
+            *LLAMA_SIZES, EPS_5, Renamed("head_dim", "head_dim", 64), UNTIED,
             Rope(150000.0, default={
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
@@ -205,7 +204,7 @@ EXPERT_FAMILIES = (
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:5], Renamed("max_position_embeddings", "context", 131072), _EPS_5,
+            *LLAMA_SIZES[:5], Renamed("max_position_embeddings", "context", 131072), EPS_5,
             Renamed("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(),
             Temperature(), Flag("use_qk_norm", ("qk_norm",), True), Constant("qk_norm_kind", "unscaled"),
             Renamed("num_local_experts num_experts", "experts", 16),

@@ -83,6 +83,8 @@ def four_times(values):
     return 4 * values["embed"]
 
 
+ONE_WIDTH = (Constant("kv_heads", heads), Constant("head_dim", head_dim))  # heads share the width, each with keys
+BIASES = (Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True))
 SIZES = (
     Renamed("vocab_size", "vocab"),
     Renamed("hidden_size", "embed"),
@@ -96,8 +98,7 @@ GPT2_SIZES = (
     Renamed("n_head num_attention_heads", "heads"),
     Renamed("n_positions max_position_embeddings", "context"),
     Renamed("n_inner", "mlp", four_times),
-    Constant("kv_heads", heads),
-    Constant("head_dim", head_dim),
+    *ONE_WIDTH,
 )
 LLAMA_SIZES = (
     *SIZES,
@@ -106,6 +107,7 @@ LLAMA_SIZES = (
     Renamed("max_position_embeddings", "context"),
 )
 EPS = Renamed("rms_norm_eps", "norm_eps", 1e-6)
+EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
 HEAD_128 = Renamed("head_dim", "head_dim", 128)
 GLM_EPS = Renamed("rms_norm_eps", "norm_eps", 1.5625e-7)
 HEAD_DIM = Renamed("head_dim", "head_dim", head_dim)

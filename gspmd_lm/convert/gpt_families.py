@@ -2,8 +2,10 @@
 
 from gspmd_lm.convert import names
 from gspmd_lm.convert.family import (
+    BIASES,
     GELU_NEW,
     GPT2_SIZES,
+    ONE_WIDTH,
     PLAIN_LAYERNORM,
     SIZES,
     TANH,
@@ -30,28 +32,30 @@ from gspmd_lm.convert.layer_fields import LocalLayers
 from gspmd_lm.convert.names import INV_FREQ, MASKS
 from gspmd_lm.convert.rope import ChatRope, Rope
 
+_EPS = Renamed("layer_norm_epsilon", "norm_eps", 1e-5)
+_SCALED = Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported")
+_GPT2 = (*PLAIN_LAYERNORM, _EPS, Constant("positions", "learned"), *BIASES, TIED, _SCALED)
+_ALONE = Fixed("add_cross_attention", False, "attends to an encoder, which is not supported")
+_NORM_BEFORE = Fixed(
+    "apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"
+)
+_SUMMARY = ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")  # of other heads
+
 GPT_FAMILIES = (
     Family(
         "GPT-2", "gpt2", "GPT2LMHeadModel", "transformer.",
         (
-            *GPT2_SIZES, *PLAIN_LAYERNORM, Activation("activation_function", "gelu_new", GELU_NEW),
-            Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("positions", "learned"),
-            Constant("mlp_bias", True), Constant("qkv_bias", True), Constant("attention_out_bias", True), TIED,
-            Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
+            *GPT2_SIZES, Activation("activation_function", "gelu_new", GELU_NEW), *_GPT2,
             Fixed("scale_attn_by_inverse_layer_idx", False, "scales attention by layer, which is not supported"),
-            Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
+            _ALONE,
         ),
-        names.GPT2, MASKS,
-        (
-            "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "reorder_and_upcast_attn",
-        ),
+        names.GPT2, MASKS, ("n_ctx", *_SUMMARY, "reorder_and_upcast_attn"),
     ),
     Family(
         "OPT", "opt", "OPTForCausalLM", "model.",
         (
             *SIZES, *PLAIN_LAYERNORM, Renamed("ffn_dim", "mlp"), Renamed("max_position_embeddings", "context"),
-            Constant("kv_heads", heads), Constant("head_dim", head_dim), Constant("norm_eps", 1e-5),
+            *ONE_WIDTH, Constant("norm_eps", 1e-5),
             Activation("activation_function", "relu", GELU_NEW), Constant("positions", "learned"),
             Constant("position_offset", 2), Flag("enable_bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), True),
             TIED, DefaultsTo("word_embed_proj_dim", "embedding_width", "embed"), OptNorms(),
@@ -65,11 +69,8 @@ GPT_FAMILIES = (
             Renamed("vocab_size", "vocab"), Renamed("hidden_size n_embed", "embed"),
             Renamed("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
             Renamed("n_head num_attention_heads", "heads"), Renamed("seq_length", "context", 2048), *PLAIN_LAYERNORM,
-            Constant("mlp", four_times), Constant("kv_heads", heads), Constant("head_dim", head_dim),
-            Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("activation", "gelu_tanh"),
-            Constant("positions", "alibi"), Constant("embedding_norm", True), Constant("qkv_bias", True),
-            Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
-            Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
+            Constant("mlp", four_times), *ONE_WIDTH, _EPS, Constant("activation", "gelu_tanh"),
+            Constant("positions", "alibi"), Constant("embedding_norm", True), *BIASES, TIED, _NORM_BEFORE,
         ),
         names.BLOOM,
         irrelevant=(
@@ -84,39 +85,34 @@ GPT_FAMILIES = (
             Renamed("num_hidden_layers n_layer", "layers", most=MOST_LAYERS),
             Renamed("num_attention_heads n_head", "heads"),
             Renamed("max_position_embeddings", "context", 2048), Renamed("ffn_hidden_size", "mlp", four_times),
-            *PLAIN_LAYERNORM, Constant("head_dim", head_dim), FalconBlock(), Rope(),
-            Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Activation("activation", "gelu", GELU_NEW),
+            *PLAIN_LAYERNORM, Constant("head_dim", head_dim), FalconBlock(), Rope(), _EPS,
+            Activation("activation", "gelu", GELU_NEW),
             Flag("bias", ("qkv_bias", "attention_out_bias", "mlp_bias"), False), TIED,
-            Flag("alibi", ("positions",), False, "alibi_bf16", "rope"),
-            Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
+            Flag("alibi", ("positions",), False, "alibi_bf16", "rope"), _NORM_BEFORE,
         ),
-        names.FALCON,
-        INV_FREQ, ("ff_factor",),
+        names.FALCON, INV_FREQ, ("ff_factor",),
     ),
     Family(
         "GPT-J", "gptj", "GPTJForCausalLM", "transformer.",
         (
-            *GPT2_SIZES, *PLAIN_LAYERNORM, Activation("activation_function", "gelu_new", GELU_NEW),
-            Renamed("layer_norm_epsilon", "norm_eps", 1e-5), RotaryDim(), Constant("block", "parallel"),
-            Constant("mlp_bias", True), Constant("unembedding_bias", True), UNTIED,
-            Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
+            *GPT2_SIZES, *PLAIN_LAYERNORM, Activation("activation_function", "gelu_new", GELU_NEW), _EPS, RotaryDim(),
+            Constant("block", "parallel"), Constant("mlp_bias", True), Constant("unembedding_bias", True), UNTIED,
+            _SCALED,
         ),
-        names.GPTJ, MASKS,
-        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "rotary"),
+        names.GPTJ, MASKS, (*_SUMMARY, "rotary"),
     ),
     Family(
         "GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
         (
             *SIZES, *PLAIN_LAYERNORM, Renamed("intermediate_size", "mlp"),
-            Renamed("max_position_embeddings", "context"), Constant("kv_heads", heads), Constant("head_dim", head_dim),
+            Renamed("max_position_embeddings", "context"), *ONE_WIDTH,
             Renamed("layer_norm_eps", "norm_eps", 1e-5), Activation("hidden_act", "gelu", {"gelu_tanh": "gelu_new"}),
             Rope(theta_name="rotary_emb_base", part=0.25, part_name="rotary_pct"),
             Flag("use_parallel_residual", ("block",), True, "parallel", "sequential"),
             Constant("shared_norm", lambda values: values["block"] == "sequential"),
             Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True), Constant("mlp_bias", True), UNTIED,
         ),
-        names.NEOX,
-        (*INV_FREQ, *MASKS),
+        names.NEOX, (*INV_FREQ, *MASKS),
     ),
     Family(
         "ChatGLM 3", "chatglm", "ChatGLMModel", "transformer.",
@@ -130,7 +126,7 @@ GPT_FAMILIES = (
             Fixed("multi_query_attention", True, "orders queries, keys and values otherwise, which is not supported"),
             Fixed("interleaved_qkv", False, "orders queries, keys and values otherwise, which is not supported"),
             Fixed("add_bias_linear", False, "has biases behind attention and in the MLP, which is not supported"),
-            Fixed("apply_residual_connection_post_layernorm", False, "adds up after the norms, which is not supported"),
+            _NORM_BEFORE,
             Fixed("rmsnorm", True, "has LayerNorm, which is not supported"),
             Fixed("post_layer_norm", True, "has no norm after the last layer, which is not supported"),
             Fixed("original_rope", True, "rotates otherwise, which is not supported"),
@@ -141,18 +137,13 @@ GPT_FAMILIES = (
     Family(
         "StarCoder", "gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.",
         (
-            *(codec for codec in GPT2_SIZES if codec != Constant("kv_heads", heads)), *PLAIN_LAYERNORM,
+            *(codec for codec in GPT2_SIZES if codec != Constant("kv_heads", heads)),
             Activation("activation_function", "gelu_pytorch_tanh", TANH),
-            Flag("multi_query", ("kv_heads",), True, on=1, off=heads), Renamed("layer_norm_epsilon", "norm_eps", 1e-5),
-            Constant("positions", "learned"), Constant("mlp_bias", True), Constant("qkv_bias", True),
-            Constant("attention_out_bias", True), TIED,
-            Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported"),
-            Fixed("add_cross_attention", False, "attends to an encoder, which is not supported"),
+            Flag("multi_query", ("kv_heads",), True, on=1, off=heads), *_GPT2, _ALONE,
         ),
         names.GPT_BIGCODE, MASKS,
         (
-            "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+            "n_ctx", *_SUMMARY, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
             "num_key_value_heads", "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length",
             "pre_allocate_kv_cache", "validate_runner_input",
         ),
@@ -163,13 +154,11 @@ GPT_FAMILIES = (
             Renamed("vocab_size", "vocab"), Renamed("hidden_size", "embed"),
             Renamed("num_layers num_hidden_layers", "layers", most=MOST_LAYERS),
             Renamed("num_heads num_attention_heads", "heads"), Renamed("max_position_embeddings", "context"),
-            Renamed("intermediate_size", "mlp", four_times), Constant("kv_heads", heads),
-            Constant("head_dim", head_dim),
-            *PLAIN_LAYERNORM, Renamed("layer_norm_epsilon", "norm_eps", 1e-5), Constant("positions", "learned"),
+            Renamed("intermediate_size", "mlp", four_times), *ONE_WIDTH, *PLAIN_LAYERNORM, _EPS,
+            Constant("positions", "learned"),
             Constant("query_scale", 1.0), LocalLayers(), Activation("activation_function", "gelu_new", GELU_NEW),
             Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
         ),
-        names.GPT_NEO, MASKS,
-        ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        names.GPT_NEO, MASKS, _SUMMARY,
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Codecs of config.json fields that say what each layer is: its window, its positions, its experts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gspmd_lm import config
@@ -26,6 +26,25 @@ def _pattern(kinds: Sequence[str]) -> tuple[str, ...]:
     sizes = range(1, len(kinds) + 1)
     size = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
     return tuple(kinds[:size]) if size > 1 or kinds[0] == "nope" else ()
+
+
+def _layers(values: Values) -> int:
+    """The number of layers; 1 where it is not a whole number, which is a problem already."""
+    return values["layers"] if isinstance(values["layers"], int) else 1
+
+
+def _of_each(reader: ConfigReader, name: str, found: Any, usual: list[Any], known: Iterable[str]) -> list[Any]:
+    """What a field says of each layer, one of `known`; for another value, which is a problem, what is usual."""
+    if isinstance(found, list) and len(found) == len(usual) and set(map(str, found)) <= {*known}:
+        return found
+    reader.refuse(name, found, f"must be {len(usual)} of {', '.join(known)}")
+    return usual
+
+
+def _usually_rotated(reader: ConfigReader, values: Values) -> list[int]:
+    """The default of no_rope_layers: 0 for every no_rope_layer_interval-th layer, and 1 for the others."""
+    interval = reader.whole(["no_rope_layer_interval"], 4, 1)
+    return [int((i + 1) % interval != 0) for i in range(_layers(values))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +80,15 @@ class LayerTypes:
     full: str = "full"  # the kind of a layer without a window: nope if it has no positions either
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
         slides = self.implied(reader)
-        implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
+        implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(_layers(values))]
         if self.switch and not reader.flag([self.switch], False):
             reader.names_read.add("sliding_window")
             window = None
-            implied = ["full_attention"] * layers
+            implied = ["full_attention"] * len(implied)
         else:
             window = _window(reader, self.default)
-        kinds = reader.get(["layer_types"], implied)
-        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= BY_LAYER.keys():
-            reader.refuse("layer_types", kinds, f"must be {layers} of {', '.join(BY_LAYER)}")
-            kinds = implied
+        kinds = _of_each(reader, "layer_types", reader.get(["layer_types"], implied), implied, BY_LAYER)
         short = ["sliding" if window and BY_LAYER[kind] == "sliding" else self.full for kind in kinds]
         values["sliding_window"] = window if "sliding" in short else 0
         values["layer_pattern"] = _pattern(short)
@@ -91,12 +106,8 @@ class NoRopeLayers:
     """SmolLM3's layers without positions: those with 0 in no_rope_layers, or every no_rope_layer_interval-th."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
-        interval = reader.whole(["no_rope_layer_interval"], 4, 1)
-        rotated = reader.get(["no_rope_layers"], [int((i + 1) % interval != 0) for i in range(layers)])
-        if not isinstance(rotated, list) or len(rotated) != layers or not set(map(str, rotated)) <= {"0", "1"}:
-            reader.refuse("no_rope_layers", rotated, f"must be {layers} of 0, 1")
-            rotated = [1] * layers
+        usual = _usually_rotated(reader, values)
+        rotated = _of_each(reader, "no_rope_layers", reader.get(["no_rope_layers"], usual), usual, "01")
         reader.names_read.update(("sliding_window", "use_sliding_window"))
         if reader.raw.get("use_sliding_window") and reader.raw.get("sliding_window"):
             reader.refuse("use_sliding_window", True, "has a window in layers without positions: not supported")
@@ -115,13 +126,8 @@ class ChunkedLayers:
     """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
-        interval = reader.whole(["no_rope_layer_interval"], 4, 1)
-        usual = [int((i + 1) % interval != 0) for i in range(layers)]
-        rotated = reader.get(["no_rope_layers"], usual) or usual
-        if not isinstance(rotated, list) or len(rotated) != layers or not set(map(str, rotated)) <= {"0", "1"}:
-            reader.refuse("no_rope_layers", rotated, f"must be {layers} of 0, 1")
-            rotated = usual
+        usual = _usually_rotated(reader, values)
+        rotated = _of_each(reader, "no_rope_layers", reader.get(["no_rope_layers"], usual) or usual, usual, "01")
         theirs = {"chunked": "chunked_attention", "full": "full_attention", "nope": "full_attention"}
         chunked = ["chunked" if one else "nope" for one in rotated]
         types = reader.get(["layer_types"], [theirs[kind] for kind in chunked])
@@ -147,14 +153,10 @@ class LinearLayers:
     """Qwen3-Next's layers with linear attention: layer_types, or all but every full_attention_interval-th."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
         interval = reader.whole(["full_attention_interval"], 4, 1)
-        usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-        types = reader.get(["layer_types"], usual)
+        usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(_layers(values))]
         known = {"linear_attention": "linear", "full_attention": "full"}
-        if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= known.keys():
-            reader.refuse("layer_types", types, f"must be {layers} of {', '.join(known)}")
-            types = usual
+        types = _of_each(reader, "layer_types", reader.get(["layer_types"], usual), usual, known)
         key_dim, value_dim = (reader.number([f"linear_{name}_head_dim"], 128) for name in ("key", "value"))
         if key_dim != value_dim:
             reader.refuse("linear_key_head_dim", key_dim, f"is not linear_value_head_dim: {value_dim}")
@@ -184,7 +186,7 @@ class LocalLayers:
     """GPT-Neo's layers with a window: attention_layers, or attention_types, and window_size."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        layers = _layers(values)
         window = reader.whole(["window_size"], 256, 1)
         types = reader.get(["attention_types"], [[["global", "local"], 12]])
         try:
@@ -227,7 +229,7 @@ class MlpTypes:
     """mlp_layer_types: which layers are dense, the first ones, and which have experts."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        layers = _layers(values)
         types = reader.get(["mlp_layer_types"], _mlp_types(1, layers))
         count = types.count("dense") if isinstance(types, list) else 0
         if types != _mlp_types(count, layers):
@@ -249,7 +251,7 @@ class SparseLayers:
     """Llama 4's layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers = values["layers"] if isinstance(values["layers"], int) else 1
+        layers = _layers(values)
         step = reader.whole(["interleave_moe_layer_step"], 1, 1)
         sparse = reader.get(["moe_layers"], list(range(step - 1, layers, step)))
         if isinstance(sparse, list) and sparse and type(sparse[0]) is int:
@@ -364,7 +366,7 @@ class SparseActivation:
     """activation_sparsity_pattern: a number for each layer, one and the same for the first ones, then 0."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        layers, name = values["layers"] if isinstance(values["layers"], int) else 1, "activation_sparsity_pattern"
+        layers, name = _layers(values), "activation_sparsity_pattern"
         usual = [0.95 if i < 10 < layers else 0.0 for i in range(layers)]
         shares = reader.get([name], usual)
         count = sum(map(bool, shares)) if isinstance(shares, list) else 0

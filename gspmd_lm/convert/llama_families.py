@@ -7,8 +7,10 @@ from gspmd_lm.convert import names
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
+    BIASES,
     CAUSAL,
     EPS,
+    EPS_5,
     GELU_NEW,
     GLM_EPS,
     HEAD_128,
@@ -77,7 +79,7 @@ _COHERE = (
 )  # fmt: skip
 # OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
 _OLMO2 = (
-    Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Constant("pre_norms", False), Constant("post_norms", True),
+    EPS_5, HEAD_DIM, Constant("pre_norms", False), Constant("post_norms", True),
     Constant("qk_norm", True), Constant("qk_norm_kind", "joint"), SILU, ATTENTION_BIAS, UNTIED,
 )  # fmt: skip
 
@@ -153,7 +155,7 @@ LLAMA_FAMILIES = (
     Family(
         "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, SILU, Window(None), UNTIED,
+            *LLAMA_SIZES, EPS_5, HEAD_128, SILU, Window(None), UNTIED,
             Rope(temperature=True, default={
                 "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
                 "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
@@ -164,7 +166,7 @@ LLAMA_FAMILIES = (
     Family(
         "Phi-3", "phi3", "Phi3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_DIM, SILU, Window(None),
+            *LLAMA_SIZES, EPS_5, HEAD_DIM, SILU, Window(None),
             Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))), UNTIED,
             Fixed("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
             Fixed("interpolate_factor", 1, "stretches positions, which is not supported"),
@@ -270,7 +272,7 @@ LLAMA_FAMILIES = (
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), HEAD_128, Rope(5e5), SILU,
+            *LLAMA_SIZES, EPS_5, HEAD_128, Rope(5e5), SILU,
             Flag("use_bias", _ALL_BIASES, False), TIED,
         ),
         names.ERNIE, INV_FREQ,
@@ -278,7 +280,7 @@ LLAMA_FAMILIES = (
     Family(
         "Arcee", "arcee", "ArceeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Renamed("rms_norm_eps", "norm_eps", 1e-5), Constant("mlp_kind", "plain"), HEAD_DIM, Rope(),
+            *LLAMA_SIZES, EPS_5, Constant("mlp_kind", "plain"), HEAD_DIM, Rope(),
             Activation("hidden_act", "relu2", TANH), ATTENTION_BIAS, _MLP_BIAS, UNTIED,
         ),
         names.LLAMA, INV_FREQ,
@@ -287,9 +289,8 @@ LLAMA_FAMILIES = (
         "Phi", "phi", "PhiForCausalLM", "model.",
         (
             *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("layer_norm_eps", "norm_eps", 1e-5), HEAD_DIM, Rope(part=0.5),
-            Activation("hidden_act", "gelu_new", GELU_NEW), Constant("block", "parallel"), Constant("qkv_bias", True),
-            Constant("attention_out_bias", True), Constant("mlp_bias", True), Constant("unembedding_bias", True),
-            UNTIED, Flag("qk_layernorm", ("qk_norm",), False),
+            Activation("hidden_act", "gelu_new", GELU_NEW), Constant("block", "parallel"), *BIASES,
+            Constant("unembedding_bias", True), UNTIED, Flag("qk_layernorm", ("qk_norm",), False),
         ),
         names.PHI, INV_FREQ,
     ),

@@ -330,20 +330,22 @@ def _checked(
             copies.append(published)
         elif not row.is_no_weight(published) and published not in row.twice:
             unexpected.append(published)
-    missing = [name for name in wanted if name not in files]
-    shapes = {name: (where.shape, wanted[name]) for name, where in files.items() if where.shape != wanted[name]}
-    kinds = {name: where.dtype for name, where in files.items() if where.dtype not in safetensors.DTYPES}
-    lines = [f"  unexpected   {line}" for line in _by_layer(dict.fromkeys(unexpected, ""))]
-    lines += [f"  missing      {line}" for line in _by_layer(dict.fromkeys(missing, ""))]
-    lines += [
-        f"  misshapen    {line}"
-        for line in _by_layer({name: f" is {_times(got)}, not {_times(want)}" for name, (got, want) in shapes.items()})
-    ]
     known = ", ".join(safetensors.DTYPES)
-    lines += [
-        f"  no number    {line}"
-        for line in _by_layer({name: f" is {kind}; supported are {known}" for name, kind in kinds.items()})
-    ]
+    wrong = {
+        "unexpected": dict.fromkeys(unexpected, ""),
+        "missing": {name: "" for name in wanted if name not in files},
+        "misshapen": {
+            name: f" is {_times(where.shape)}, not {_times(wanted[name])}"
+            for name, where in files.items()
+            if where.shape != wanted[name]
+        },
+        "no number": {
+            name: f" is {where.dtype}; supported are {known}"
+            for name, where in files.items()
+            if where.dtype not in safetensors.DTYPES
+        },
+    }
+    lines = [f"  {kind:13}{line}" for kind, remarks in wrong.items() for line in _by_layer(remarks)]
     if not lines and copies:
         embedding = next(location.tensor.name for location in leaves if location.path == "embedding")
         lines = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
-from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, heads
+from gspmd_lm.convert.family import BIASES, ONE_WIDTH, PLAIN_LAYERNORM, TIED, Family, heads
 from gspmd_lm.convert.fields import ACTIVATIONS, MOST_LAYERS, Activation, Constant, Fixed, Flag, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm, separate_qkv
@@ -200,11 +200,9 @@ _BEFORE, _AFTER = "has other norms, which are not supported", "adds an array, wh
 _BART = (
     Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
     Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
-    Renamed("max_position_embeddings", "context", 1024), Constant("kv_heads", heads),
-    Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
+    Renamed("max_position_embeddings", "context", 1024), *ONE_WIDTH, *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
     Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
-    Constant("position_offset", 2), Constant("embedding_norm", True), Constant("unembedding_bias", True),
-    Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True), TIED,
+    Constant("position_offset", 2), Constant("embedding_norm", True), Constant("unembedding_bias", True), *BIASES, TIED,
     Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
     Fixed("normalize_embedding", True, _BEFORE), Fixed("add_bias_logits", False, _AFTER),
     Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),

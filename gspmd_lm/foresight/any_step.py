@@ -26,10 +26,8 @@ _WITHOUT_VALUES = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )  # fmt: skip
-_ABSENT = (
-    "compile-only",
-    "has no attribute 'local_devices'",
-)  # in what jax says where devices would hold or run something
+# In what jax says where devices would hold or run something.
+_ABSENT = ("compile-only", "has no attribute 'local_devices'")
 _NOT_THEIRS = "site-packages/", "dist-packages/", "/lib/python", "<frozen", "gspmd_lm/foresight/"
 
 

@@ -150,9 +150,7 @@ def _is_narrow(matmul: Matmul) -> bool:
 def updated_bytes(rules: Rules, arrays: Arrays) -> float:
     """The bytes of trained weights, gradients and optimizer state that one device reads and writes in an update."""
     trained, optimizer = pairs(arrays.named_trained, arrays.trained), pairs(arrays.named_optimizer, arrays.optimizer)
-    once = sum(bytes_per_device(rules, "weights", *leaf, leaf[1].dtype.itemsize) for leaf in trained)
-    once += sum(bytes_per_device(rules, "optimizer", *leaf, leaf[1].dtype.itemsize) for leaf in (*trained, *optimizer))
-    return 2 * once
+    return 2 * (held_bytes(rules, "weights", trained) + held_bytes(rules, "optimizer", [*trained, *optimizer]))
 
 
 def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: DataflowGraph) -> float:
@@ -174,6 +172,11 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
         for leaf in params
         if leaf[0].path not in looked_up
     )
+
+
+def held_bytes(rules: Rules, table: str, leaves: Iterable[tuple[Any, Any]], itemsize: int = 0) -> float:
+    """The bytes that one device holds of arrays where `table` puts them, each in its dtype if `itemsize` is 0."""
+    return sum(bytes_per_device(rules, table, *leaf, itemsize or leaf[1].dtype.itemsize) for leaf in leaves)
 
 
 def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:

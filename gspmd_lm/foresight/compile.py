@@ -301,20 +301,16 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         arrays, _ = generation.arrays_and_warnings(config, rules, target.platform, whole)
         built = generation.build_programs(config, rules, arrays, devices, whole)
         trace = built.trace_prefill if request.phase == "prefill" else built.trace_decode
-    also = rules.compiled_for if request.phase == "train" else ()
-    if isinstance(built, any_step.BuiltProgram):
-        options, facts_of_step = {**built.options}, built.facts
-    else:
-        options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
-        facts_of_step = None
-    if target.chip and target.chip.gpu:
-        options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     started = time.monotonic()
     if isinstance(built, any_step.BuiltProgram):
-        traced, lowered = built.traced, built.lowered
+        options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
-        traced = trace()
+        also = rules.compiled_for if request.phase == "train" else ()
+        options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
+        facts_of_step, traced = None, trace()
         lowered = traced.lower()
+    if target.chip and target.chip.gpu:
+        options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU
     lowered_at = time.monotonic()
     reading = any_step.read(traced, lowered, built.mesh)
     try:

@@ -89,11 +89,9 @@ def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
 
 def _asked(config: Config, phase: str) -> Pass:
     """What a program asks of attention."""
-    return (
-        state.attention_pass(config)
-        if phase == "train"
-        else generation.attention_pass(generation.whole_context(config))
-    )
+    if phase == "train":
+        return state.attention_pass(config)
+    return generation.attention_pass(generation.whole_context(config))
 
 
 def _checked(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
@@ -122,10 +120,8 @@ def report(
         recorded = state.recorded(task, arrays, rules.microbatches, rules)
     else:
         recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
-    named, graph = (
-        list(table.rows(task, rules, arrays, recorded.arrays, recorded.used)),
-        DataflowGraph.from_recorder(recorded, arrays),
-    )
+    named = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used))
+    graph = DataflowGraph.from_recorder(recorded, arrays)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if config and phase != "train":
         of_row, cache_bytes = tokens // config.data.batch, program.state_bytes["cache"]
@@ -141,6 +137,9 @@ def report(
     experts = config.model.experts if config else 0
     error = known_error(kind_of(target, rules, experts)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
+    attention = ""
+    if config and phase != "decode":
+        attention = kernel_choice(rules, config, target.processor, _asked(config, phase))
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -149,7 +148,7 @@ def report(
         rules=rules.path,
         phase=phase,
         mesh=dict(rules.mesh),
-        attention=_attention(config, rules, target, phase),
+        attention=attention,
         matmuls=narrow,
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
@@ -251,12 +250,6 @@ def _read(
 
 def _versions(program: CompiledProgram) -> dict[str, str]:
     return {**program.versions, **{name: str(value) for name, value in program.options.items()}}
-
-
-def _attention(config: Config | None, rules: Rules, target: Target, phase: str) -> str:
-    if config is None or phase == "decode":
-        return ""
-    return kernel_choice(rules, config, target.processor, _asked(config, phase))
 
 
 def _known(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:

@@ -76,12 +76,8 @@ def measure(
     shapes; what tiling adds to them is among the temporaries. A donated argument is counted once, so is the code.
     """
     beside = compiled["output_size_in_bytes"] - compiled["alias_size_in_bytes"]
-    total = (
-        compiled["argument_size_in_bytes"]
-        + beside
-        + compiled["temp_size_in_bytes"]
-        + compiled["generated_code_size_in_bytes"]
-    )
+    counted = ("argument_size_in_bytes", "temp_size_in_bytes", "generated_code_size_in_bytes")
+    total = beside + sum(compiled[name] for name in counted)
     if accepted and limit_bytes is not None:
         total = min(total, limit_bytes)
     results_bytes = beside if "arguments" in state_bytes else 0

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
@@ -48,11 +49,8 @@ def rows(
         in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0] if placed else at_rest
         yield PlacedArray(leaf.path, leaf.axes, like.shape, at_rest, in_use, held)
     for name, (axes, shape) in named.items():
-        spec = rules.resolve("rules", name, axes, shape)[0]
-        itemsize = jnp.dtype(dtypes.get(name, task.compute_dtype)).itemsize
-        yield PlacedArray(
-            name, axes, shape, None, spec, math.prod(shape) * itemsize // rules.num_shards(itertools.chain(*spec))
-        )
+        like = jax.ShapeDtypeStruct(shape, dtypes.get(name, task.compute_dtype))
+        yield PlacedArray(name, axes, shape, None, *_held(rules, "rules", Named(name, axes), like))
 
 
 def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) -> None:
@@ -69,8 +67,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         weights = row.at_rest is not None
         at_rest = "" if row.at_rest is None else split(row.axes, row.at_rest)
         path = annotate.CONSTRAINT if annotate.Spec(row.path, row.axes).is_constraint else row.path
-        table.add_row(path, " ".join(row.axes), _sizes(row.shape), at_rest, split(row.axes, row.in_use),
-                      f"{row.bytes_per_device:,}")  # fmt: skip
+        table.add_row(path, " ".join(row.axes), " x ".join(map(str, row.shape)), at_rest,
+                      split(row.axes, row.in_use), f"{row.bytes_per_device:,}")  # fmt: skip
     console.print(table)
     console.print()
     totals = {
@@ -100,10 +98,6 @@ def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
     """How an array is split, and the bytes of it on each device."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // rules.num_shards(itertools.chain(*spec))
-
-
-def _sizes(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def split(axes: tuple[str, ...], spec: Spec) -> str:

@@ -279,7 +279,7 @@ _H100 = Chip(
     nvlink_bytes_per_s=450e9,  # sheet: 900 GB/s both ways
     # Of several GPUs. One alone, which the limit of 700 W slows down too, reaches MATMUL_SHARE. Fitted to two published
     # steps, Llama-2-7B on h100:2x8 and Llama-3.1-70B on h200:32x8, for both chips.
-    matmul_slowdown=1.19,
+    matmul_slowdown=1.16,
     gpu=_HOPPER,
 )
 

@@ -2,7 +2,7 @@
 
 It follows the parts of a compiled prediction. The time of a matmul is that of its FLOPs or of its bytes, whichever is
 longer. Attention kernels take the cycles or the share of peak that `foresight/timing` gives them, and everything else
-takes its bytes. The communication volume comes from `foresight/bounds`, and its time from the network of the real mesh.
+takes its bytes. The communication volume comes from `transfers.py`, and its time from the network of the real mesh.
 What the backward pass recomputes, and what is saved for it, follow from the traced program and the remat policy.
 """
 
@@ -20,9 +20,8 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
-from gspmd_lm.plan.parts import Part, Shards, parts
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
-from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.plan.traces import Part, Shards, TraceCache, parts
 from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
@@ -102,23 +101,15 @@ class _PartCosts:
         """The bytes of arrays on one device."""
         return sum(size / self.shards.count(nodes) for size, nodes in arrays)
 
-    def kept_bytes(self, saved: SavedActivations) -> float:
-        """What a device keeps at once for the backward pass."""
-        return self.part.kept * self.local_bytes(saved.on_device)
-
     def forward_s(self, ops: Collection[AnyOp]) -> float:
         """The seconds of some ops in the forward pass, of all iterations."""
         return sum(timed.trip_count * timed.forward_s for timed in self.timed_ops if timed.op in ops)
-
-    def host_bytes(self, saved: SavedActivations) -> float:
-        return self.part.kept * sum(self.local_bytes(loop.arrays) for loop in saved.on_host)
 
 
 @dataclasses.dataclass
 class _LayoutCosts:
     """What all remat policies of one layout have in common."""
 
-    rules: Rules
     parts: list[_PartCosts]
     update_s: float
     state_bytes: float
@@ -138,6 +129,10 @@ class Estimator:
     def __init__(self, config: Config | Task, target: Target, traces: TraceCache | None = None):
         self.traces = traces or TraceCache(config)
         self.target, self.chip = target, target.chip
+        arrays = self.traces.arrays
+        self._params = pairs(arrays.named_params, arrays.params)
+        self._trained = pairs(arrays.named_trained, arrays.trained)
+        self._optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
         self._overlap = Overlap(target)
         self._layouts: dict[tuple, _LayoutCosts] = {}
 
@@ -153,7 +148,8 @@ class Estimator:
         by_kind_s, exposed, host_s, communication_s = {}, {}, 0.0, 0.0
         if self.chip:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved)
-            gathers_of_activations = layout.gathers_activations * (2 if self._recomputes(rules.remat) else 1)
+            recomputes = rules.remat.policy not in ("none", "dots")  # matmuls that read gathered activations
+            gathers_of_activations = layout.gathers_activations * (1 + recomputes)
             exposed, communication_s = self._overlap.exposed(rules, transfers, passes_s, gathers_of_activations)
             host_s = self._host_s(saved, passes_s)
         return Estimate(
@@ -183,8 +179,10 @@ class Estimator:
 
     def _memory(self, layout: _LayoutCosts, saved: _Saved) -> RematEstimate:
         """The bytes of a layout, without its seconds."""
-        device_bytes = sum(costs.kept_bytes(kept) for costs, kept in saved)
-        host_bytes = sum(costs.host_bytes(kept) for costs, kept in saved)
+        device_bytes = host_bytes = 0.0
+        for costs, kept in saved:
+            device_bytes += costs.part.kept * costs.local_bytes(kept.on_device)
+            host_bytes += costs.part.kept * sum(costs.local_bytes(loop.arrays) for loop in kept.on_host)
         return RematEstimate(0.0, device_bytes, host_bytes, layout.state_bytes + device_bytes + layout.working_bytes)
 
     # Compute
@@ -230,10 +228,6 @@ class Estimator:
             costs.transfers[key] = kind(part, self.traces.arrays).all
         return costs.transfers[key]
 
-    def _recomputes(self, remat: Remat) -> bool:
-        """Whether matmuls that read gathered activations are recomputed."""
-        return remat.policy not in ("none", "dots")
-
     def _host_s(self, saved: _Saved, passes_s: tuple[float, float]) -> float:
         """The exposed seconds of copies to the host in the forward pass, and from the host in the backward pass."""
         loops = [(costs, loop) for costs, kept in saved for loop in kept.on_host]
@@ -253,16 +247,19 @@ class Estimator:
         key += (rules.pipeline,)
         if key not in self._layouts:
             costs = [self._part(part, kernel != "xla") for part in parts(rules, self.traces)]
-            weight_bytes, gradient_bytes = self._weight_bytes(rules), self._gradient_bytes(rules)
-            sum_bytes = self._gradient_bytes(rules, FLOAT32_BYTES) if rules.microbatches > 1 else 0.0
+            weight_bytes = bounds.held_bytes(rules, "weights", self._params)
+            gradient_bytes = bounds.held_bytes(rules, "optimizer", self._trained)
+            sum_bytes = 0.0
+            if rules.microbatches > 1:
+                sum_bytes = bounds.held_bytes(rules, "optimizer", self._trained, FLOAT32_BYTES)
+            optimizer_bytes = bounds.held_bytes(rules, "optimizer", self._optimizer)
             # Gradients are accumulated: two are read, and one is written.
             moved_bytes = bounds.updated_bytes(rules, self.traces.arrays) + 3 * rules.microbatches * sum_bytes
             update_s = moved_bytes / op_time.hbm_bytes_per_s(self.chip) if self.chip else 0.0
             self._layouts[key] = _LayoutCosts(
-                rules,
                 costs,
                 update_s,
-                weight_bytes + self._optimizer_bytes(rules) + gradient_bytes + sum_bytes,
+                weight_bytes + optimizer_bytes + gradient_bytes + sum_bytes,
                 self._working_bytes(rules, costs, weight_bytes, gradient_bytes),
                 self._gathers_activations(costs[-1]),
             )
@@ -279,22 +276,21 @@ class Estimator:
 
     def _stage_bytes(self, part: Part) -> tuple[float, float]:
         """The sums of gradients, and what a device holds besides through all turns, or through all layers."""
-        trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
         if not part.of_stages:
             shared = {one.path for one in part.graph.matmuls if one.node.trip_count > one.weight.trip_count}
-            of_layers = [pair for pair in trained if pair[0].path in shared and pair[0].path.startswith("layers.")]
+            of_layers = [one for one in self._trained if one[0].path in shared and one[0].path.startswith("layers.")]
             both = FLOAT32_BYTES // 2 + FLOAT32_BYTES  # in use, and the sum of its gradients
-            return 0.0, sum(bounds.bytes_per_device(part.rules, "rules", *pair, both) for pair in of_layers)
-        of_stages = [pair for pair in trained if part.has(pair[0].path)]
+            return 0.0, bounds.held_bytes(part.rules, "rules", of_layers, both)
+        rules, of_stages = part.step_rules, [pair for pair in self._trained if part.has(pair[0].path)]
         table = "rules" if part.gathers_once else "optimizer"
-        rest = [bounds.bytes_per_device(part.step_rules, "weights", *pair, FLOAT32_BYTES) for pair in of_stages]
-        sums = [bounds.bytes_per_device(part.step_rules, table, *pair, FLOAT32_BYTES) for pair in of_stages]
-        in_use = [bounds.bytes_per_device(part.step_rules, "rules", *pair, FLOAT32_BYTES // 2) for pair in of_stages]
-        held = sum(in_use) if part.gathers_once or part.gathers_ahead else 0.0
-        held += sum(sums) if part.gathers_once else 0.0
-        pipeline = part.step_rules.pipeline
-        # Stages that exchange their layers hold them in both orders, and their gradients.
-        return sum(sums), held + (2 * sum(rest) if pipeline and pipeline.repeats > 1 else 0.0)
+        sum_bytes, held = bounds.held_bytes(rules, table, of_stages, FLOAT32_BYTES), 0.0
+        if part.gathers_once or part.gathers_ahead:
+            held += bounds.held_bytes(rules, "rules", of_stages, FLOAT32_BYTES // 2)
+        held += sum_bytes if part.gathers_once else 0.0
+        if rules.pipeline and rules.pipeline.repeats > 1:
+            # Stages that exchange their layers hold them in both orders, and their gradients.
+            held += 2 * bounds.held_bytes(rules, "weights", of_stages, FLOAT32_BYTES)
+        return sum_bytes, held
 
     def _gathers_activations(self, costs: _PartCosts) -> bool:
         """Whether the inputs of matmuls are gathered from arrays that have more shards."""
@@ -304,23 +300,6 @@ class Estimator:
             for matmul in graph.matmuls
             if (source := graph.gathered_from(matmul.input))
         )
-
-    def _gradient_bytes(self, rules: Rules, itemsize: int = 0) -> float:
-        """The bytes of gradients on a device: in the dtype of their weights, unless an `itemsize` is given."""
-        trained = pairs(self.traces.arrays.named_trained, self.traces.arrays.trained)
-        return sum(
-            bounds.bytes_per_device(rules, "optimizer", *pair, itemsize or pair[1].dtype.itemsize) for pair in trained
-        )
-
-    def _weight_bytes(self, rules: Rules) -> float:
-
-        weights = pairs(self.traces.arrays.named_params, self.traces.arrays.params)
-        return sum(bounds.bytes_per_device(rules, "weights", *pair, pair[1].dtype.itemsize) for pair in weights)
-
-    def _optimizer_bytes(self, rules: Rules) -> float:
-
-        optimizer = pairs(self.traces.arrays.named_optimizer, self.traces.arrays.optimizer)
-        return sum(bounds.bytes_per_device(rules, "optimizer", *pair, pair[1].dtype.itemsize) for pair in optimizer)
 
     def _working_bytes(
         self, rules: Rules, parts_: Iterable[_PartCosts], weight_bytes: float, gradient_bytes: float

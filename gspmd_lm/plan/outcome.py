@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.foresight.parts import Parts, differences, parts_s
+from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan.candidate import Candidate, Plan
 

@@ -104,8 +104,7 @@ class _Search:
         self.tried: list[Candidate] = []
         self.dropped: list[Candidate] = []  # HOPELESS
         self.compiled_error: float | None = None  # of estimates, by the layouts that were compiled
-        _, known_error = estimate_error(self.target) or (0, ESTIMATE_ERROR)
-        self.known_error = known_error
+        _, self.known_error = estimate_error(self.target) or (0, ESTIMATE_ERROR)
         self.stopped = ""
         self.longest_s = 0.0  # of a round of compilations
 

@@ -27,7 +27,7 @@ from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.supported import kernel_choice
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan import pipelines, remats
+from gspmd_lm.plan import variants
 from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.runtime import compiler
@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {  # platform, or chip -> optio
     ),
 }
 MOST_TENSOR = 16  # shards of a matrix: beyond that, matmuls are thin on every chip
-MOST_MICROBATCHES = 16
+MICROBATCHES = (1, 2, 4, 8, 16)
 LONG = 32768  # positions of a sequence from which on a split of it is tried ...
 LEAST_POSITIONS = 4096  # ... into shards of so many
 
@@ -114,7 +114,7 @@ class Space:
                     self.refused += 1
                     continue
                 for remat in (
-                    remats.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
+                    variants.policies(self.estimator, rules, self.names) if "remat" in self.asked else (rules.remat,)
                 ):
                     if remat.offload and rules.pipeline:
                         continue
@@ -146,7 +146,7 @@ class Space:
         """Mesh, dcn and the three tables."""
         devices, roles = self.target.devices, self.roles
         for stage, tensor, context, expert in itertools.product(
-            pipelines.stage_counts(self.task, self.target), _divisors(devices), self._contexts, self._experts
+            variants.stage_counts(self.task, self.target), _divisors(devices), self._contexts, self._experts
         ):
             inner = stage * tensor * context * expert
             if stage > 1 and context > 1:
@@ -166,7 +166,7 @@ class Space:
                 mesh = {name: size for name, size in sizes.items() if size > 1} or {"data": 1}
                 between = [row for row in roles.between if roles.divides(row, tensor)] if context == 1 else []
                 for dcn, split, state, form in itertools.product(
-                    pipelines.across(self.target, self._outer, mesh) if stage > 1 else self._across(mesh),
+                    variants.across(self.target, self._outer, mesh) if stage > 1 else self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
                     self._states(data, fsdp, context) if stage == 1 else self._of_stages(fsdp),
                     CONTEXTS if context > 1 else ("",),
@@ -243,7 +243,8 @@ class Space:
     def _in_microbatches(self, layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """A layout with each number of microbatches; of one with stages, the pipelines that are worth trying."""
         if "stage" not in layout["mesh"]:
-            for microbatches in self._microbatches(layout["mesh"]):
+            rows = self.task.rows // math.prod(layout["mesh"].get(name, 1) for name in ("data", "fsdp", "expert"))
+            for microbatches in (n for n in MICROBATCHES if rows % n == 0):
                 yield {**layout, **({"microbatches": microbatches} if microbatches > 1 else {})}
             return
         assert self.target.chip
@@ -256,12 +257,8 @@ class Space:
             return self.estimator.estimate(rules)
 
         limit_bytes = self.target.chip.usable_hbm_bytes
-        for pipeline in pipelines.worth_trying(self.task, layout["mesh"], estimate, limit_bytes):
+        for pipeline in variants.pipelines(self.task, layout["mesh"], estimate, limit_bytes):
             yield {**layout, "pipeline": pipeline}
-
-    def _microbatches(self, mesh: Mapping[str, int]) -> list[int]:
-        rows = self.task.rows // math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
-        return [n for n in (1, 2, 4, 8, 16) if n <= MOST_MICROBATCHES and rows % n == 0]
 
     # What a device computes and keeps
 
@@ -272,9 +269,9 @@ class Space:
         return "attention" in self.asked and plain.kernel(self.target.platform) != "xla"
 
     @functools.cached_property
-    def names(self) -> remats.Names:
+    def names(self) -> variants.Names:
         """What a remat policy has a choice about."""
-        return remats.Names.from_trace(self.trace, self.fused, self.task.names.kept)
+        return variants.Names.from_trace(self.trace, self.fused, self.task.names.kept)
 
 
 def _plain(remat: Remat) -> dict[str, Any]:

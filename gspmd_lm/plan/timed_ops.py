@@ -10,7 +10,7 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.plan.operations import AttentionOp, MoveOp, Op, OpGraph
-from gspmd_lm.plan.parts import Shards
+from gspmd_lm.plan.traces import Shards
 
 # Read from compiled programs: `python -m benchmarks.plan show` sets them beside estimates.
 #

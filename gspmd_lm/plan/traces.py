@@ -1,11 +1,14 @@
-"""The traced forward passes of a config or task, which layouts share that its model cannot tell apart."""
+"""The traced forward passes of a config or task, which layouts share that its model cannot tell apart, and their parts.
+
+An estimate prices the parts of a step apart: what stages of a pipeline compute in their turns, and all else.
+"""
 
 import dataclasses
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan.operations import OpGraph
+from gspmd_lm.plan.operations import NamedNodes, OpGraph
 from gspmd_lm.sharding import placement
 from gspmd_lm.sharding.placement import Recorder
 from gspmd_lm.sharding.rules import Problem, Rules
@@ -88,3 +91,89 @@ class TraceCache:
         for (array, axes, table), shape in named:
             recorder.problems += rules.resolve(table, array, axes, shape)[1]
         return recorder
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """The layers of stages, or all that is outside of them. Without a pipeline, there is one part: the whole step."""
+
+    step_rules: Rules  # filled, of the whole step
+    rules: Rules  # the same; of the layers of stages, those within a stage
+    trace: ForwardTrace  # of one microbatch; of the layers of stages, one of those that go through the stages
+    of_stages: bool | None  # None: the whole step
+    runs: float  # how often in a step a device does what the trace has of this part
+    kept: float  # of how many runs a device keeps at once what the backward pass needs
+
+    @property
+    def graph(self) -> DataflowGraph:
+        return self.trace.graph
+
+    def op_graph(self, fused: bool, moves: bool) -> OpGraph:
+        """The ops of this part. fused: attention is a kernel of its own. moves: gathers and sorts are."""
+        return self.trace.op_graph(fused, moves, self.stack, bool(self.of_stages))
+
+    @property
+    def turns(self) -> int:
+        """How many turns the stages of a pipeline have in a step."""
+        return self.step_rules.microbatches * self.step_rules.turns[1]
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a stage gathers its matrices once in a step, and sums their gradients once."""
+        pipeline = self.step_rules.pipeline
+        return bool(self.of_stages and pipeline and pipeline.gather == "step")
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether a stage gathers its matrices once for the forward pass: jax takes what no turn changes out of it."""
+        pipeline = self.step_rules.pipeline
+        whole = self.rules.remat.policy == "none" and pipeline and pipeline.repeats == 1
+        return bool(self.of_stages and whole and not self.gathers_once)
+
+    @property
+    def reduced_last(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed once, after the last microbatch."""
+        return self.step_rules.replicas if self.step_rules.microbatches > 1 else ()
+
+    @property
+    def stack(self) -> str:
+        """The layers that are cut in stages; "" where none are."""
+        return "" if self.of_stages is None else self.rules.vocabulary.stages
+
+    def has(self, path: str) -> bool:
+        """Whether a weight belongs to this part."""
+        return self.of_stages is None or (path.partition(".")[0] == self.stack) == self.of_stages
+
+
+def parts(rules: Rules, traces: TraceCache) -> list[Part]:
+    """The parts of a step under filled and checked rules. What is outside of stages comes first."""
+    trace, times = traces.trace(rules), rules.microbatches
+    if not rules.pipeline or not rules.stages:
+        return [Part(rules, rules, trace, None, times, 1.0)]
+    assert rules.pipeline.is_estimated
+    within = dataclasses.replace(rules.of_a_stage, microbatches=times * rules.pipeline.microbatches)
+    # In a turn, a stage computes one of so many parts of the layers, whether it has rows or not.
+    runs = rules.turns[1] / (rules.num_shards(rules.stages) * rules.pipeline.repeats)
+    return [
+        Part(rules, rules, trace, False, times, 1.0),
+        Part(rules, within, traces.trace(within), True, times * runs, runs),
+    ]
+
+
+class Shards:
+    """How many shards arrays have under filled rules."""
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self._counts: dict[NamedNodes, int] = {}
+
+    def count(self, nodes: NamedNodes) -> int:
+        """The shards of an array that is split over the mesh axes of all of these nodes."""
+        if nodes not in self._counts:
+            names: set[str] = set()
+            for node in nodes:
+                assert node.placed
+                array, axes, table = node.placed
+                names |= {name for split in self.rules.resolve(table, array, axes, node.shape)[0] for name in split}
+            self._counts[nodes] = self.rules.num_shards(names)
+        return self._counts[nodes]

@@ -14,14 +14,13 @@ of each step instead (foresight/propagation), which takes thirty times as long; 
 import abc
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.hardware.network import sent_bytes
-from gspmd_lm.plan.parts import Part
+from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
@@ -68,7 +67,7 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers, and `bytes_by_axes`, their sums by mesh axes."""
+    """What one device sends in a step: `all` transfers."""
 
     def __init__(self, part: Part, arrays: Arrays):
         self.part, self.rules, self.graph = part, part.rules, part.graph
@@ -107,14 +106,6 @@ class Transfers(abc.ABC):
         if transfer.in_loop:
             return transfer._replace(times_per_step=round(transfer.times_per_step * runs))
         return transfer._replace(times_per_step=turns, bytes=transfer.bytes * self.part.runs / turns)
-
-    @functools.cached_property
-    def bytes_by_axes(self) -> dict[str, float]:
-        """Mesh axes -> the bytes that one device sends over them in a step."""
-        total: dict[str, float] = collections.defaultdict(float)
-        for transfer in self.all:
-            total[transfer.axes] += transfer.bytes * transfer.times_per_step
-        return total
 
     @abc.abstractmethod
     def add_model(self) -> None:

@@ -62,6 +62,9 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
+    # With two parts of `interleave`, the first gather of one part's MLP runs beside the attention of the other. libtpu
+    # 0.0.42.1 ends the process with this option while it compiles four parts for v5p.
+    "tpu interleave": {"xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call": True},
 }
 
 FUSES_ON_ALL = 0, 0, 42  # the last libtpu that is known to take the options of "tpu fusion" for all chips
@@ -77,7 +80,7 @@ def options(
     """The compiler options of `platform`: its defaults, overridden by the rules file's `compiler_options.<platform>`.
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it. Some are for programs of `also`: "once" for one
-    that runs only once, "train" for a training step, "offload" for one that offloads activations.
+    that runs only once, "train" for a training step, "offload" for one that offloads activations, "interleave" for one in two parts.
 
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.

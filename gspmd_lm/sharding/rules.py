@@ -145,7 +145,8 @@ class Rules:
     @property
     def compiled_for(self) -> tuple[str, ...]:
         """What a training step under these rules has compiler options of its own for."""
-        return ("train", "offload") if self.remat.offload else ("train",)
+        kinds = {"train": True, "offload": self.remat.offload, "interleave": self.interleave == 2}
+        return tuple(kind for kind, holds in kinds.items() if holds)
 
     def kernel(self, platform: str) -> str:
         """The attention kernel of a platform; XLA's own where none is chosen."""

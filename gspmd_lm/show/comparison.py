@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from gspmd_lm.foresight.parts import differences
 from gspmd_lm.foresight.report import Report
+from gspmd_lm.foresight.table import split
+from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.show import html, terminal
-from gspmd_lm.show.document import Cell, Column, Figure, Findings, Row, Section, Table, Text, figure
-from gspmd_lm.show.report import about, fit, memory_bar, mesh, page_sections, sections, time_bar, title, verdict
-from gspmd_lm.show.svg import text
+from gspmd_lm.show.document import Cell, Column, Figure, Findings, Folded, Row, Section, Table, Text, figure, table_of
+from gspmd_lm.show.report import about, fit, memory_bar, mesh, sections, time_bar, title, verdict
+from gspmd_lm.show.svg import text, timeline
 from gspmd_lm.units import human_bytes, human_seconds
 
 LINES = 49  # of a screen, without the prompt
@@ -43,13 +44,63 @@ def layouts(reports: Sequence[Report]) -> str:
 
 
 def _layout(report: Report, number: int, several: bool) -> str:
-    content = page_sections(report, number)
+    """What a page shows: besides `sections`, drawings. `number` is the layout's place in `data`."""
+    warnings, memory, time, sent = sections(report)
+    content = [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
     name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
         f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
         f'<p class="about">{text(about(report))}</p><p class="verdict">{text(verdict(report))}</p>'
         f"{html.facts(content)}{html.sections(content, 'h3' if several else 'h2')}</article>"
     )
+
+
+def _layer(report: Report) -> list[Section]:
+    spans = report.prediction.timeline if report.prediction else ()
+    if not spans:
+        return []
+    kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
+             ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
+    drawing = (
+        f'{html.legend(kinds, zoom)}<div class="timeline">{timeline(spans)}</div>'
+        '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
+    )
+    rows = [
+        {"part": span.part, "lane": span.lane, "kind": span.kind, "name": span.name,
+         "start": human_seconds(span.start_s), "duration": human_seconds(span.end_s - span.start_s)}
+        for span in spans
+    ]  # fmt: skip
+    table = table_of("Spans of one layer", rows, ("part", "lane", "kind", "name"))
+    return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
+
+
+def _mesh(report: Report, number: int) -> Section:
+    drawing = (
+        f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
+        '<p class="status" aria-live="polite"></p></div>'
+        '<p class="legend">Each device shows its number, and below it the shard of the array that it holds. Point at a '
+        "device, or go from one to the next with the arrow keys.</p>"
+    )
+    rows = [
+        {
+            "array": array.path,
+            "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
+            "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
+            **({} if report.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
+            "per device": human_bytes(array.bytes_per_device),
+        }
+        for array in report.arrays
+    ]
+    table = table_of("Arrays and how they are split", rows, ("array", "whole", "split at rest", "split in use"))
+    return Section("Mesh and arrays", "counted", [Figure(drawing), table])
+
+
+def _made_with(report: Report) -> Section:
+    rows = [{"what": name, "which": value} for name, value in report.versions.items()]
+    versions = table_of("Versions", rows, ("what", "which"))
+    rules = [Text(f"{report.layout}, the rules file:"), html.file(report.rules_text)] if report.rules_text else []
+    return Section("Made with", "", [*rules, Folded("Versions and compiler options", [versions])])
 
 
 def data(reports: Sequence[Report]) -> str:

@@ -12,8 +12,8 @@ from gspmd_lm.plan.candidate import Plan
 from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front
 from gspmd_lm.show import comparison, html, terminal
 from gspmd_lm.show.document import Cell, Figure, Notes, Section, Text, figure, table_of
-from gspmd_lm.show.plot import Axis, Plot
 from gspmd_lm.show.report import hardware
+from gspmd_lm.show.svg import Axis, Plot
 from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
 
 MOST_EXPOSED = 2  # mesh axes in a cell

@@ -1,14 +1,15 @@
-"""The report on one layout: warnings, memory, step time and collectives, and drawings for its page."""
+"""The report on one layout: warnings, memory, step time and collectives."""
 
-from collections.abc import Mapping, Sequence
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from gspmd_lm.foresight.advice import SLOW_LINKS
+from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
-from gspmd_lm.foresight.parts import parts_s
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.table import split
-from gspmd_lm.foresight.timing.predict import Prediction
-from gspmd_lm.show import html, terminal
-from gspmd_lm.show.collectives import of_floor, section_of
+from gspmd_lm.foresight.timing.predict import Prediction, parts_s
+from gspmd_lm.show import terminal
 from gspmd_lm.show.document import (
     Block,
     Cell,
@@ -19,13 +20,22 @@ from gspmd_lm.show.document import (
     Folded,
     Notes,
     Pair,
+    Row,
     Section,
     Table,
     Text,
     table_of,
 )
-from gspmd_lm.show.svg import Part, bar, listed, timeline
+from gspmd_lm.show.svg import Part, bar, listed
 from gspmd_lm.units import human_bytes, human_count, human_seconds
+
+COLLECTIVES = (
+    Column("kind"), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
+    Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
+    Column("because of"), Column("source", "code", on_terminal=False),
+)  # fmt: skip
+# Short forms for a narrow terminal.
+PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 
 
 def paragraph(report: Report) -> str:
@@ -64,7 +74,7 @@ def about(report: Report) -> str:
 
 def sections(report: Report) -> list[Section]:
     """What a terminal and a page show of a report: warnings, memory, step time and collectives."""
-    return [_warnings(report), _memory(report), _time(report), section_of(report)]
+    return [_warnings(report), _memory(report), _time(report), _collectives(report)]
 
 
 def _warnings(report: Report) -> Section:
@@ -154,13 +164,102 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
     return notes
 
 
-# ---- drawings for a page
+# ---- collectives
 
 
-def page_sections(report: Report, number: int) -> list[Section]:
-    """What a page shows: besides `sections`, drawings. `number` is the layout's place in `comparison.data`."""
-    warnings, memory, time, sent = sections(report)
-    return [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
+def of_floor(report: Report) -> str:
+    """Communication beside its floor; '' if nothing can be compared.
+
+    '1.20x the floor', or '1.02x the floor, both as float32: 52% in bf16'.
+    """
+    ratio, other = report.above_floor, report.other_width
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x the floor" + (f", both as float32: {other}" if other else "")
+
+
+def _collectives(report: Report) -> Section:
+    """The section with all collectives, the largest first."""
+    title, whole = f"Collectives ({len(report.collectives)})", report.sent_bytes
+    if report.memory.refusal:
+        return Section(title, "compiled", [Text("None to show: the compiler gave no program.")])
+    above = of_floor(report)
+    facts = [Fact("sent per step", human_bytes(whole), f"{above} (counted)" if above else "")]
+    if not report.collectives:
+        return Section(title, "compiled", [Text("None.")], facts)
+    of_rules = report.phase != "step"
+    kept = [n for n, column in enumerate(COLLECTIVES) if of_rules or column.name != "because of"]
+    columns = [COLLECTIVES[n] for n in kept]
+    if not of_rules:  # the line says what a row says of a layout
+        columns[-1] = dataclasses.replace(columns[-1], on_terminal=True)
+
+    def row(cells: Row) -> Row:
+        return [cells[n] for n in kept]
+
+    def cause(one: Collective) -> Hashable:
+        return one.rules if of_rules else one.source
+
+    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, cause(one), one.overlapped))
+    by_axes = _grouped(report, lambda one: (one.mesh_axes, one.phase))
+    table = Table(
+        "Collectives",
+        columns,
+        [row(_merged(group)) for group in alike],
+        left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
+        groups=[
+            (row(_sums(group, whole or 1)), [row(_collective(one, whole=whole)) for one in group]) for group in by_axes
+        ],
+    )
+    hint = '<p class="legend">Choose a group to see its collectives, and a heading to sort them by it.</p>'
+    return Section(title, "compiled", [Figure(hint), table], facts)
+
+
+def _grouped(report: Report, key: Callable[[Collective], Hashable]) -> list[list[Collective]]:
+    """Collectives with the same key together, those that send most first."""
+    groups = collections.defaultdict[Hashable, list[Collective]](list)
+    for one in sorted(report.collectives, key=lambda one: one.bytes_per_device_per_step, reverse=True):
+        groups[key(one)].append(one)
+    return sorted(groups.values(), key=_sent, reverse=True)
+
+
+def _merged(alike: Sequence[Collective]) -> Row:
+    """The row of collectives that differ only in the array they move: the largest of them, with the sums of all."""
+    times, more = sum(one.times_per_step for one in alike), len({one.op for one in alike}) - 1
+    whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent(alike))
+    return _collective(whole, f" +{more}" if more else "")
+
+
+def _sums(members: Sequence[Collective], whole: int) -> Row:
+    """The row above collectives over the same axes in the same phase."""
+    sent = _sent(members)
+    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {sent / whole:.1%} of the bytes"
+    times = f"{sum(one.times_per_step for one in members):,}"
+    over = f"{'+'.join(members[0].mesh_axes)}, {members[0].phase}"
+    return over, "", "", times, Cell(human_bytes(sent), share=sent / whole), "", "", count, "", ""
+
+
+def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
+    """A row of COLLECTIVES. `others`: how many more arrays it stands for."""
+    size, times = one.bytes_per_device_per_step, one.times_per_step
+    return (
+        Cell(one.kind, one.kind.replace(" ", "\n")),
+        Cell("+".join(one.mesh_axes), notes=("between slices or hosts",) if one.link in SLOW_LINKS else ()),
+        one.dtype,
+        Cell(f"{times:,}", value=times),
+        Cell(human_bytes(size), value=size, share=size / whole if whole else None),
+        Cell("yes", style="good") if one.overlapped else Cell("no", style="bad"),
+        Cell(one.phase, PHASES.get(one.phase, "")),
+        Cell(one.op + others, one.op.removeprefix("layers.") + others, notes=(one.einsum,) if one.einsum else ()),
+        " ".join(key.removeprefix("rules.") for key in one.rules) or "no row",  # as in the file
+        one.source,
+    )
+
+
+def _sent(collectives: Sequence[Collective]) -> int:
+    return sum(one.bytes_per_device_per_step for one in collectives)
+
+
+# ---- bars
 
 
 def memory_bar(report: Report, whole: float) -> str:
@@ -177,54 +276,6 @@ def time_bar(report: Report, whole: float) -> str:
     parts, floor_s = time_parts(report), report.floor.compute_s
     marks = [] if floor_s is None else [(f"floor of compute {human_seconds(floor_s)}", floor_s)]
     return bar(parts, whole, f"Step time of {report.layout}: {listed(parts)}", marks)
-
-
-def _layer(report: Report) -> list[Section]:
-    spans = report.prediction.timeline if report.prediction else ()
-    if not spans:
-        return []
-    kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
-             ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
-    zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
-    drawing = (
-        f'{html.legend(kinds, zoom)}<div class="timeline">{timeline(spans)}</div>'
-        '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
-    )
-    rows = [
-        {"part": span.part, "lane": span.lane, "kind": span.kind, "name": span.name,
-         "start": human_seconds(span.start_s), "duration": human_seconds(span.end_s - span.start_s)}
-        for span in spans
-    ]  # fmt: skip
-    table = table_of("Spans of one layer", rows, ("part", "lane", "kind", "name"))
-    return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
-
-
-def _mesh(report: Report, number: int) -> Section:
-    drawing = (
-        f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
-        '<p class="status" aria-live="polite"></p></div>'
-        '<p class="legend">Each device shows its number, and below it the shard of the array that it holds. Point at a '
-        "device, or go from one to the next with the arrow keys.</p>"
-    )
-    rows = [
-        {
-            "array": array.path,
-            "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
-            "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
-            **({} if report.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
-            "per device": human_bytes(array.bytes_per_device),
-        }
-        for array in report.arrays
-    ]
-    table = table_of("Arrays and how they are split", rows, ("array", "whole", "split at rest", "split in use"))
-    return Section("Mesh and arrays", "counted", [Figure(drawing), table])
-
-
-def _made_with(report: Report) -> Section:
-    rows = [{"what": name, "which": value} for name, value in report.versions.items()]
-    versions = table_of("Versions", rows, ("what", "which"))
-    rules = [Text(f"{report.layout}, the rules file:"), html.file(report.rules_text)] if report.rules_text else []
-    return Section("Made with", "", [*rules, Folded("Versions and compiler options", [versions])])
 
 
 # ---- words and numbers

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from gspmd_lm.show import html, terminal
 from gspmd_lm.show.document import Column, Fact, Figure, Folded, Section, Table, Text, figure, table_of
-from gspmd_lm.show.plot import Axis, Plot, short
-from gspmd_lm.show.svg import text
+from gspmd_lm.show.svg import Axis, Plot, short, text
 from gspmd_lm.units import human_seconds, human_short
 from gspmd_lm.workdir.history import RunHistory, differences, settings
 

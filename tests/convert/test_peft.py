@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.config import Lora
-from gspmd_lm.convert import export, peft
+from gspmd_lm.convert import export
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state
@@ -46,7 +46,7 @@ def test_adapters_change_each_tensor_as_merging_does(name, targets, overrides, m
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name, *overrides)
     model, params = adapted(found, targets)
-    peft.write_adapter(tmp_path / "adapter", model, params, "base", found.like)
+    export.write_adapter(tmp_path / "adapter", model, params, "base", found.like)
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert about["target_modules"] == modules.split() and about["base_model_name_or_path"] == "base"
     assert about["fan_in_fan_out"] == (name == "gpt2")
@@ -77,15 +77,15 @@ def test_adapters_change_each_tensor_as_merging_does(name, targets, overrides, m
 def test_what_is_refused(tmp_path):
     found = ours.read(references.load("llama"), tmp_path / "llama")
     with pytest.raises(InputError, match="no adapters"):
-        peft.write_adapter(tmp_path / "adapter", found.config.model, {})
+        export.write_adapter(tmp_path / "adapter", found.config.model, {})
     model, params = adapted(found, ("wq",))
     with pytest.raises(InputError, match="holds something already"):
-        peft.write_adapter(tmp_path / "llama", model, params)
+        export.write_adapter(tmp_path / "llama", model, params)
     mixture = dataclasses.replace(model, experts=4, experts_per_token=2, lora=Lora(targets=("wq", "w_up", "w_down")))
     with pytest.raises(
         InputError, match=r"experts \(w_up, w_down\) cannot be .* PEFT[^`]*without --adapter, which merges"
     ):
-        peft.family_and_model(tmp_path / "adapter", mixture)
+        export.family_and_model(tmp_path / "adapter", mixture)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_peft_computes_the_same_logits(name, targets, tmp_path):
     golden = references.load(name)
     found = ours.read(golden, tmp_path / name)
     model, params = adapted(found, targets)
-    peft.write_adapter(tmp_path / "adapter", model, params, str(tmp_path / name), found.like)
+    export.write_adapter(tmp_path / "adapter", model, params, str(tmp_path / name), found.like)
 
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
     loaded = PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()

@@ -6,7 +6,7 @@ import math
 import pytest
 from saved_programs import program, saved
 
-from gspmd_lm.foresight.hlo.collective_op import ENDED, STARTED, rendezvous
+from gspmd_lm.foresight.hlo.work import ENDED, STARTED, rendezvous
 
 
 def test_exchanges_of_every_form_are_told_once():

@@ -7,7 +7,7 @@ from saved_programs import program, saved
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.hlo.collective_op import groups, parse_groups
+from gspmd_lm.foresight.hlo.work import groups, parse_groups
 
 
 @pytest.mark.parametrize("name", ["tpu_v5e", "tpu7x", "gpu_h100", "cpu", "cpu_jax012"])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import pipelines
+from gspmd_lm.plan import variants
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.space import describe
 from gspmd_lm.sharding import rules_file
@@ -101,8 +101,8 @@ def test_simulated_devices_have_no_bubbles_and_so_no_stages(config, space_of):
 def test_stages_cross_slices_before_anything_else_does():
     slices, hosts = targets.parse("4@v5e:2x2"), targets.parse("h100:4x8")
     mesh = {"stage": 2, "data": 2, "fsdp": 4}
-    assert pipelines.across(slices, 4, mesh) == [{"stage": 2, "data": 2}]
-    assert pipelines.across(slices, 4, {"stage": 4, "fsdp": 4}) == [{"stage": 4}]
-    assert pipelines.across(slices, 4, {"stage": 2, "fsdp": 8}) == []
-    assert pipelines.across(slices, 2, {"stage": 4, "fsdp": 2}) == [{"stage": 2}]
-    assert pipelines.across(hosts, 4, mesh) == [{}]
+    assert variants.across(slices, 4, mesh) == [{"stage": 2, "data": 2}]
+    assert variants.across(slices, 4, {"stage": 4, "fsdp": 4}) == [{"stage": 4}]
+    assert variants.across(slices, 4, {"stage": 2, "fsdp": 8}) == []
+    assert variants.across(slices, 2, {"stage": 4, "fsdp": 2}) == [{"stage": 2}]
+    assert variants.across(hosts, 4, mesh) == [{}]

@@ -6,10 +6,10 @@ import pytest
 
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan import remats
-from gspmd_lm.plan.remats import Names, policies
+from gspmd_lm.plan import variants
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.plan.variants import Names, policies
 from gspmd_lm.sharding.rules import Remat
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
@@ -43,7 +43,7 @@ def test_the_published_layout_of_offloaded_names_is_found_or_beaten(space, rules
 def test_one_of_them_is_near_the_best_that_fits(space, rules, share, monkeypatch):
     """Against all of 3^6 policies with the layers' inputs on the host, and 2^6 with them on the device."""
     limit = share * CHIPS["v6e"].usable_hbm_bytes
-    monkeypatch.setattr(remats, "FILLED", (share,))
+    monkeypatch.setattr(variants, "FILLED", (share,))
     every = []
     for homes in itertools.product((None, "save", "offload"), repeat=len(NAMES)):
         own = {name: home for name, home in zip(NAMES, homes, strict=True) if home}
@@ -58,7 +58,7 @@ def test_one_of_them_is_near_the_best_that_fits(space, rules, share, monkeypatch
 def test_the_host_holds_what_its_memory_allows(space, rules, monkeypatch):
     per_chip = space.estimator.estimate_remat(rules, Remat("names", (), ("layer_input",))).host_bytes
     small = CHIPS["v6e"].host_bytes / per_chip
-    monkeypatch.setattr(remats, "HOST_SHARE", 1.5 / small)
+    monkeypatch.setattr(variants, "HOST_SHARE", 1.5 / small)
     for remat in policies(space.estimator, rules, space.names):
         assert space.estimator.estimate_remat(rules, remat).host_bytes <= 1.5 * per_chip
 

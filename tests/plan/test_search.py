@@ -10,7 +10,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.plan import candidate, remats, search, space
+from gspmd_lm.plan import candidate, search, space, variants
 from gspmd_lm.plan.search import plan
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
@@ -34,7 +34,7 @@ known, traces = {}, {}
 def shared(config, target):
     """The space of a config on a target, and its priced layouts, which are the same for every search."""
     task = decoder.task(config)
-    key = repr((task, target, remats.FILLED))
+    key = repr((task, target, variants.FILLED))
     if key not in known:
         graph = traces.setdefault(repr(task), TraceCache(task))
         one = space.Space(task, target, graph)
@@ -258,7 +258,7 @@ def test_equal_times_are_decided_by_memory_and_then_by_simplicity(config):
 
 def test_offload_that_is_slow_to_compile_comes_last_and_seldom(config, monkeypatch):
     """On v6e. Here only layouts that offload fit, and elsewhere they are compiled like all others."""
-    monkeypatch.setattr(remats, "FILLED", (0.01,))  # by estimate all fits, and nothing would be offloaded
+    monkeypatch.setattr(variants, "FILLED", (0.01,))  # by estimate all fits, and nothing would be offloaded
     limit = targets.parse("v6e:2x2").chip.usable_hbm_bytes
 
     def peak(rules):

@@ -154,3 +154,10 @@ def test_gpu_programs_that_offload_may_overlap_although_memory_seems_full():
         factors.append(compiler.options("gpu", {}, rules.path, also=rules.compiled_for)[name])
     assert factors == [115, 1000]
     assert name not in compiler.options("tpu", {}, "here", also=("offload",))
+
+
+def test_two_parts_of_a_layer_alone_have_an_option_with_which_libtpu_cannot_compile_four():
+    name, parts = "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call", (1, 2, 4)
+    rules = [rules_file.from_dict({"mesh": {"data": 8}, "interleave": count}, "here") for count in parts]
+    found = [compiler.options("tpu", {}, "here", also=one.compiled_for).get(name) for one in rules]
+    assert found == [None, "true", None]

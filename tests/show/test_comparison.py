@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from gspmd_lm.foresight.table import split
-from gspmd_lm.show import collectives, comparison, report, terminal
+from gspmd_lm.show import comparison, report, terminal
 from gspmd_lm.show.document import Findings, Notes, Pair, Table, Text
 from gspmd_lm.units import human_bytes, human_count, human_seconds
 from tests.foresight import sample
@@ -61,17 +61,17 @@ def narrowed(one, dtype, floor_dtype):
 
 
 def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
-    assert collectives.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
+    assert report.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
-    floor_text = collectives.of_floor(narrow)
+    floor_text = report.of_floor(narrow)
     assert floor_text == "3.09x the floor, both as float32: 50% in bf16"
     assert report.verdict(narrow).endswith(f"{floor_text}.")
     assert narrowed(sample.LLAMA, "bf16", "bfloat16").other_width == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
-    assert widened.other_width == "100% in f32" and "both as float32" in collectives.of_floor(widened)
+    assert widened.other_width == "100% in f32" and "both as float32" in report.of_floor(widened)
     assert widened.above_floor == pytest.approx(widened.sent_bytes / 10**11)
     assert narrowed(sample.CPU, "f32", "float32").other_width == ""
-    assert collectives.of_floor(sample.REFUSED) == ""
+    assert report.of_floor(sample.REFUSED) == ""
 
 
 def test_floors_are_compared_in_one_width():
@@ -147,7 +147,7 @@ def test_a_verdict_says_fit_time_and_traffic():
     assert verdict.startswith("fsdp_tp fits, ")
     assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in verdict
     assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in verdict
-    assert verdict.endswith(f"Each device sends 472.2 GB, {collectives.of_floor(sample.LLAMA)}.")
+    assert verdict.endswith(f"Each device sends 472.2 GB, {report.of_floor(sample.LLAMA)}.")
     assert "does not fit" in report.verdict(sample.REFUSED) and "sends" not in report.verdict(sample.REFUSED)
     assert report.verdict(sample.CPU).startswith(
         f"fsdp2_tp4 needs {human_bytes(sample.CPU.memory.peak_bytes)} per device."

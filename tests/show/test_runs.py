@@ -14,7 +14,7 @@ from rich.console import Console
 from gspmd_lm import cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.show import run as shown
-from gspmd_lm.show.plot import Axis, Plot, short
+from gspmd_lm.show.svg import Axis, Plot, short
 from gspmd_lm.workdir import history
 from tests.reader import Reader, run_in_a_browser
 

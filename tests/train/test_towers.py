@@ -9,7 +9,7 @@ import pytest
 from gspmd_lm.config import Encoder, Images, Lora, Patches, Vision
 from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.towers import compare
-from gspmd_lm.plan.pipelines import layers
+from gspmd_lm.plan.variants import layers
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, objectives, progress
 from tests.courses import agree, weights

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Instruction, Module
-from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, rendezvous
 from gspmd_lm.foresight.hlo.values import Value, defined_by
+from gspmd_lm.foresight.hlo.work import COLLECTIVES, rendezvous
 from gspmd_lm.sharding.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `defined_by` passes.

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gspmd_lm.foresight.collectives.def_use import concatenated
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
-from gspmd_lm.foresight.hlo.collective_op import ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.hlo.values import Value
+from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.hardware.network import Groups
 from gspmd_lm.sharding.op_names import of_each_tensor
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.hlo import collective_op, values, work
+from gspmd_lm.foresight.hlo import values, work
 from gspmd_lm.foresight.hlo.shape import Shape
 from gspmd_lm.sharding import op_names
 
 if TYPE_CHECKING:
     from gspmd_lm.foresight.hlo import Computation, Module
-    from gspmd_lm.foresight.hlo.collective_op import CollectiveOp
+    from gspmd_lm.foresight.hlo.work import CollectiveOp
 
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
@@ -185,7 +185,7 @@ class Instruction:
     @functools.cached_property
     def collectives(self) -> tuple[CollectiveOp, ...]:
         """The exchanges between devices that begin with it."""
-        return collective_op.begun_by(self)
+        return work.begun_by(self)
 
     @property
     def is_carried(self) -> bool:
@@ -200,7 +200,7 @@ class Instruction:
     @functools.cached_property
     def carried(self) -> Mapping[str, tuple[Instruction, ...]]:
         """The parts of such collectives in a fusion that it begins with, by STARTED, and ends with, by ENDED."""
-        return collective_op.carried_by(self)
+        return work.carried_by(self)
 
     @functools.cached_property
     def custom_call_target(self) -> str:

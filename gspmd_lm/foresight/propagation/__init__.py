@@ -13,9 +13,9 @@ file.
   An array is brought to a sharding once. In a loop, what does not change from one iteration to the next is sent once.
   A loop counts as often as it runs; of branches, the cheapest.
 
-So the bytes are a lower bound as far as the program says how arrays are sharded: `Reading.is_bound`. Where the reader
-itself chose between ways to compute (`Transfer.chosen`), another choice could send less later, and the sum is an
-estimate. XLA sends more where it adds up partial sums apart, or earlier.
+So the bytes are a lower bound as far as the program says how arrays are sharded. Where the reader itself chose between
+ways to compute (`Transfer.chosen`), another choice could send less later, and the sum is an estimate
+(`Reading.estimated_because`). XLA sends more where it adds up partial sums apart, or earlier.
 
     mesh = AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -37,7 +37,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation import control, elementwise, indexing, manual, matmuls
+from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading", "Transfer", "read_step", "read_train"]
 
-RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | manual.RULES
+RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES
 
 
 def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:

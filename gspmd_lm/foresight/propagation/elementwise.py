@@ -20,16 +20,15 @@ def elementwise(reader: Reader, operation: Operation) -> ArraySharding | list[Ar
         keeps = operation.primitive in ADDITIVE or operation.primitive in ("mul", "div")
         sums = frozenset[str]().union(*(one.unreduced for one in operation.operands))
         return ArraySharding(((),) * len(shape), sums if keeps else frozenset())
-    for number, operand in enumerate(operation.operands):
-        if number not in arrays and operand.unreduced:
+    for number in range(len(operation.operands)):
+        if number not in arrays:
             reader.move_operand(operation, number, ())
     dims = _leading(reader, operands, operation.wanted_dims, len(shape))
     keeps = _keeps_sum(operation, operands)
     for number in arrays:
-        aval, operand = operation.inputs[number], operation.operands[number]
+        aval = operation.inputs[number]
         target = tuple(names if aval.shape[d] == shape[d] else () for d, names in enumerate(dims))
-        if operand.dims != target or (operand.unreduced and not keeps):
-            reader.move_operand(operation, number, target, keep_unreduced=keeps, chosen=target != operation.wanted_dims)
+        reader.move_operand(operation, number, target, keep_unreduced=keeps, chosen=target != operation.wanted_dims)
     sums = frozenset[str]().union(*(operation.operands[number].unreduced for number in arrays))
     scatter = operands[0].scatter if operation.primitive in ("convert_element_type", "copy", "mul") else None
     constant = all(one.is_constant for one in operation.operands)
@@ -67,8 +66,7 @@ def _keeps_sum(operation: Operation, operands: list[ArraySharding]) -> bool:
 
 def select(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
     """Elements of one of several arrays. The condition is added up first, if it is a partial sum."""
-    if operation.operands[0].unreduced:
-        reader.move_operand(operation, 0, operation.operands[0].dims)
+    reader.move_operand(operation, 0, operation.operands[0].dims)
     return elementwise(reader, operation)
 
 
@@ -90,7 +88,7 @@ def reduction(reader: Reader, operation: Operation) -> ArraySharding:
 
 def broadcast(reader: Reader, operation: Operation) -> ArraySharding:
     """An array along more dimensions. A partial sum is added up before it grows."""
-    if operation.operands[0].unreduced and operation.output.size > operation.inputs[0].size:
+    if operation.output.size > operation.inputs[0].size:
         reader.move_operand(operation, 0, operation.operands[0].dims)
     operand, shape = operation.operands[0], operation.inputs[0].shape
     dims: list[MeshAxes] = [()] * len(operation.params["shape"])
@@ -133,8 +131,7 @@ def reshape(reader: Reader, operation: Operation) -> ArraySharding:
             if size > 1:
                 break
         lost |= set(names)
-    if lost:
-        reader.move_operand(operation, 0, without(operand.dims, lost), keep_unreduced=True)
+    reader.move_operand(operation, 0, without(operand.dims, lost), keep_unreduced=True)
     return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
 
 
@@ -163,9 +160,8 @@ def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]
     )
     lead = max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
     target = tuple(() if d in along else names for d, names in enumerate(lead.dims))
-    for number, operand in enumerate(operation.operands):
-        if operand.dims != target or operand.unreduced:
-            reader.move_operand(operation, number, target)
+    for number in range(len(operation.operands)):
+        reader.move_operand(operation, number, target)
     return [ArraySharding(target)] * len(operation.equation.outvars)
 
 

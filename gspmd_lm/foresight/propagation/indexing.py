@@ -35,9 +35,10 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     if reader.mesh.shards(split) > 1 and aligned:
         remaining = without(indices.dims, split | axes_of(whole))
         summed = _looked_up(operation, whole, remaining, table.unreduced | split)
-        if _masked_bytes(reader, operation, split, whole) < _gathered_bytes(reader, operation, split):
-            if indices.dims != remaining:
-                reader.move_operand(operation, 1, remaining)
+        table_bytes = reader.mesh.local_bytes(operation.inputs[0], table.dims)
+        gathered_bytes = total_bytes(reader.mesh.cost("all-gather", split, table_bytes))
+        if _masked_bytes(reader, operation, split, whole) < gathered_bytes:
+            reader.move_operand(operation, 1, remaining)
             return summed
     wanted = list(whole)
     for d, b in batching.items():  # rows lie where their indices lie
@@ -54,9 +55,8 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     remaining = list(without(indices.dims, columns))
     for d, b in batching.items():
         remaining[b] = wanted[d]
-    for number, target in enumerate((tuple(wanted), tuple(remaining))):
-        if operation.operands[number].dims != target:
-            reader.move_operand(operation, number, target, keep_unreduced=number == 0)
+    reader.move_operand(operation, 0, tuple(wanted), keep_unreduced=True)
+    reader.move_operand(operation, 1, tuple(remaining))
     columns_split = _looked_up(operation, tuple(wanted), tuple(remaining), table.unreduced)
     if indices.mesh_axes <= axes_of(remaining) or operation.wanted_dims:
         return columns_split
@@ -90,11 +90,6 @@ def _masked_bytes(reader: Reader, operation: Operation, split: frozenset[str], w
     kind = "reduce-scatter" if split <= axes_of(operation.wanted_dims or ()) else "all-reduce"
     ids = mesh.local_bytes(operation.inputs[1], indices.dims)
     return total_bytes([*mesh.cost(kind, split, rows_bytes), *mesh.cost("all-gather", indices.mesh_axes & split, ids)])
-
-
-def _gathered_bytes(reader: Reader, operation: Operation, split: frozenset[str]) -> float:
-    local = reader.mesh.local_bytes(operation.inputs[0], operation.operands[0].dims)
-    return total_bytes(reader.mesh.cost("all-gather", split, local))
 
 
 def _looked_up(operation: Operation, table: Dims, indices: Dims, unreduced: frozenset[str]) -> ArraySharding:
@@ -136,8 +131,7 @@ def scatter(reader: Reader, operation: Operation) -> ArraySharding:
             dims[to] = updates.dims[d] if operation.inputs[2].shape[d] == shape[to] else ()
         begin = ArraySharding(tuple(dims))
     target = tuple(begin.dims[windows[d]] if d in windows else () for d in range(operation.inputs[2].ndim))
-    if updates.dims != target or updates.unreduced:
-        reader.move_operand(operation, 2, target)
+    reader.move_operand(operation, 2, target)
     return ArraySharding(begin.dims)
 
 
@@ -157,15 +151,13 @@ def slice_(reader: Reader, operation: Operation) -> ArraySharding:
         if shards == 1 or size == aval.shape[d]:
             continue
         if strides[d] == 1 and size >= shards:
-            rows = _foreign_rows(aval.shape[d], size, begin, shards)
-            _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d))
+            _add_permute(reader, operation, d, _foreign_rows(aval.shape[d], size, begin, shards))
             continue
         dims[d] = ()
         if 2 * size * shards < aval.shape[d] * (shards - 1) + 2 * shards:  # few rows: who has them adds them to zeros
             masked |= frozenset(names)
     target = tuple(names if set(names) <= masked else dims[d] for d, names in enumerate(operand.dims))
-    if target != operand.dims:
-        reader.move_operand(operation, 0, target, keep_unreduced=True)
+    reader.move_operand(operation, 0, target, keep_unreduced=True)
     return ArraySharding(tuple(dims), operand.unreduced | (masked - axes_of(dims)), operand.is_constant)
 
 
@@ -179,12 +171,10 @@ def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
     if 1 < shards <= min(sizes) and (not wanted or wanted[axis] == names):
         for begin, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
             rows = _foreign_rows(operation.inputs[0].shape[axis], size, begin, shards)
-            sent = rows * operand_row_bytes(reader, operation, axis)
-            _add_permute(reader, operation, axis, sent, chosen=wanted is None)
+            _add_permute(reader, operation, axis, rows, chosen=wanted is None)
         return [ArraySharding(operand.dims, operand.unreduced, operand.is_constant)] * len(sizes)
     target = tuple(() if d == axis else names for d, names in enumerate(operand.dims))
-    if target != operand.dims:
-        reader.move_operand(operation, 0, target, keep_unreduced=True, chosen=wanted != target)
+    reader.move_operand(operation, 0, target, keep_unreduced=True, chosen=wanted != target)
     return [ArraySharding(target, operand.unreduced, operand.is_constant)] * len(operation.equation.outvars)
 
 
@@ -207,10 +197,8 @@ def pad(reader: Reader, operation: Operation) -> ArraySharding:
         if inner or aval.shape[d] < shards:
             dims[d] = ()
             continue
-        rows = _foreign_rows(operation.output.shape[d], aval.shape[d], low, shards)
-        _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d))
-    if tuple(dims) != operand.dims:
-        reader.move_operand(operation, 0, tuple(dims), keep_unreduced=True)
+        _add_permute(reader, operation, d, _foreign_rows(operation.output.shape[d], aval.shape[d], low, shards))
+    reader.move_operand(operation, 0, tuple(dims), keep_unreduced=True)
     return ArraySharding(tuple(dims), operand.unreduced, operand.is_constant)
 
 
@@ -228,19 +216,15 @@ def _foreign_rows(large: int, small: int, begin: int, shards: int) -> float:
     return (small - stay) / shards
 
 
-def operand_row_bytes(reader: Reader, operation: Operation, dimension: int, number: int = 0) -> float:
-    """The bytes that one device has of one row of an operand, along a dimension."""
+def _add_permute(
+    reader: Reader, operation: Operation, dimension: int, rows: float, chosen: bool = True, number: int = 0
+) -> None:
+    """Notes that a device sends so many rows of an operand, along a dimension, to another one."""
     operand, aval = operation.operands[number], operation.inputs[number]
     others = operand.mesh_axes - set(operand.dims[dimension])
-    return array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
-
-
-def _add_permute(
-    reader: Reader, operation: Operation, dimension: int, sent: float, chosen: bool = True, number: int = 0
-) -> None:
-    operand = operation.operands[number]
-    costs = reader.mesh.cost("collective-permute", operand.dims[dimension], sent)
-    reader.add_transfers(operation, operation.inputs[number], operand, operand.dims, costs, chosen)
+    row_bytes = array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
+    costs = reader.mesh.cost("collective-permute", operand.dims[dimension], rows * row_bytes)
+    reader.add_transfers(operation, aval, operand, operand.dims, costs, chosen)
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
@@ -259,8 +243,7 @@ def dynamic_update_slice(reader: Reader, operation: Operation) -> ArraySharding:
     if array.is_constant:
         return ArraySharding(tuple(n if a == b else () for n, (a, b) in zip(update.dims, shapes, strict=True)))
     target = tuple(n if a == b else () for n, (a, b) in zip(array.dims, shapes, strict=True))
-    if update.dims != target or update.unreduced:
-        reader.move_operand(operation, 1, target)
+    reader.move_operand(operation, 1, target)
     return ArraySharding(array.dims)
 
 
@@ -270,7 +253,7 @@ def windows(reader: Reader, operation: Operation) -> ArraySharding:
     sizes = operation.params["window_dimensions"]
     target = tuple(names if size == 1 else () for names, size in zip(operand.dims, sizes, strict=True))
     for number in range(len(operation.operands)):
-        if operation.inputs[number].ndim and operation.operands[number].dims != target:
+        if operation.inputs[number].ndim:
             reader.move_operand(operation, number, target, keep_unreduced=True)
     return ArraySharding(target, operand.unreduced, operand.is_constant)
 
@@ -291,8 +274,7 @@ def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
     for number, (aval, is_split) in enumerate(zip(operation.inputs, split, strict=True)):
         if is_split:
             rows = _foreign_rows(size[joined], aval.shape[joined], begin, shards)
-            sent = rows * operand_row_bytes(reader, operation, joined, number)
-            _add_permute(reader, operation, joined, sent, chosen=wanted is None, number=number)
+            _add_permute(reader, operation, joined, rows, chosen=wanted is None, number=number)
         begin += aval.shape[joined]
     return result
 
@@ -305,9 +287,8 @@ def _joined(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArrayS
     target = tuple(() if d in gone else names for d, names in enumerate(_lead(reader, operation).dims))
     sums = {one.unreduced for one in operation.operands if not one.is_constant}
     keeps = len(sums) == 1
-    for number, operand in enumerate(operation.operands):
-        if operand.dims != target or (operand.unreduced and not keeps):
-            reader.move_operand(operation, number, target, keeps, chosen=operation.wanted_dims != target)
+    for number in range(len(operation.operands)):
+        reader.move_operand(operation, number, target, keeps, chosen=operation.wanted_dims != target)
     constant = all(one.is_constant for one in operation.operands)
     return ArraySharding(target, next(iter(sums)) if keeps else frozenset(), constant)
 
@@ -317,8 +298,7 @@ def roll(reader: Reader, operation: Operation) -> ArraySharding:
     operand, d = operation.operands[0], operation.params["dimension"]
     size, shards = operation.output.shape[d], reader.mesh.shards(operand.dims[d])
     shift = min(operation.params["shift"], size - operation.params["shift"])
-    rows = min(shift, -(-size // shards))
-    _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+    _add_permute(reader, operation, d, min(shift, -(-size // shards)), chosen=False)
     return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
 
 
@@ -328,7 +308,7 @@ def reverse(reader: Reader, operation: Operation) -> ArraySharding:
     for d in operation.params["dimensions"]:
         shards = reader.mesh.shards(operand.dims[d])
         rows = operation.output.shape[d] / shards * (shards - shards % 2) / shards
-        _add_permute(reader, operation, d, rows * operand_row_bytes(reader, operation, d), chosen=False)
+        _add_permute(reader, operation, d, rows, chosen=False)
     return ArraySharding(operand.dims, operand.unreduced, operand.is_constant)
 
 

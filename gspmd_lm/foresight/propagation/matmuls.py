@@ -63,9 +63,7 @@ def product(reader: Reader, product: Product) -> ArraySharding:
         if product.dims[LEFT][a] != product.dims[RIGHT][b]:
             product.dims[LEFT][a], product.dims[RIGHT][b] = both, list(both)
     for side in (LEFT, RIGHT):
-        target = tuple(map(tuple, product.dims[side]))
-        if operation.operands[side].dims != target:
-            reader.move_operand(operation, side, target, keep_unreduced=True)
+        reader.move_operand(operation, side, tuple(map(tuple, product.dims[side])), keep_unreduced=True)
     used: set[str] = set()
     dims = []
     for side, d in product.result:
@@ -150,10 +148,8 @@ def convolution(reader: Reader, operation: Operation) -> ArraySharding:
     grouped = (params["feature_group_count"], params["batch_group_count"]) != (1, 1)
     for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
         kept = spec[:2] if not grouped else spec[:1] if side == LEFT and params["batch_group_count"] == 1 else ()
-        operand = operation.operands[side]
-        target = tuple(names if d in kept else () for d, names in enumerate(operand.dims))
-        if operand.dims != target:
-            reader.move_operand(operation, side, target, keep_unreduced=True)
+        target = tuple(names if d in kept else () for d, names in enumerate(operation.operands[side].dims))
+        reader.move_operand(operation, side, target, keep_unreduced=True)
     result: list[tuple[int, int]] = [(LEFT, numbers.lhs_spec[2])] * operation.output.ndim
     result[numbers.out_spec[0]] = LEFT, numbers.lhs_spec[0]
     result[numbers.out_spec[1]] = RIGHT, numbers.rhs_spec[0]

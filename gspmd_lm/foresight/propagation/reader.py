@@ -248,11 +248,13 @@ class Reader:
     def move_operand(
         self, operation: Operation, number: int, target: Dims, keep_unreduced: bool = False, chosen: bool = True
     ) -> None:
-        """Brings an operand to the sharding in which the rule of its operation needs it.
+        """Brings an operand to the sharding in which the rule of its operation needs it, if it is not there yet.
 
         chosen: whether the rule could have chosen another one.
         """
         operand, aval = operation.operands[number], operation.inputs[number]
+        if operand.dims == target and (keep_unreduced or not operand.unreduced):
+            return
         summed = operand.reduced() if keep_unreduced else operand
         moved = self.move(operation, aval, summed, target, chosen=chosen and operand.dims != target)
         operation.operands[number] = dataclasses.replace(

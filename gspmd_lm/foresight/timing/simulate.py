@@ -7,14 +7,12 @@ import math
 from collections.abc import Sequence
 
 from gspmd_lm.foresight.hlo import HOST_SPACE, Computation, Instruction, Module
-from gspmd_lm.foresight.hlo.collective_op import COLLECTIVES, ENDED, CollectiveOp, rendezvous
+from gspmd_lm.foresight.hlo.work import COLLECTIVES, ENDED, CollectiveOp, rendezvous
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.network import NCCL_CORES, Network
 
-MAX_ITERATIONS = (
-    8  # a loop is simulated for at most so many iterations, and no further when two iterations take equally long
-)
+MAX_ITERATIONS = 8  # of a loop that are simulated, unless two of them take equally long before
 COMPUTE, HOST, MEMORY = "compute", "host", "memory"
 NETWORK = "network"  # the links of collectives that do not run over a torus
 
