@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -25,18 +24,11 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names of pixels with so many 
 _NOTED = 256  # images between two calls of `progress`
 
 
-class LabelledImage(NamedTuple):
-    """An image that is not decoded yet."""
-
-    encoded: media.Encoded
-    label: str
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageRows:
     """Rows with one image in each, which is decoded when it is read."""
 
-    images: Sequence[LabelledImage]
+    images: Sequence[media.Item]
     classes: tuple[str, ...]
     patches: Patches
     prepared: Images
@@ -54,7 +46,7 @@ class ImageRows:
         patches = np.zeros((len(indices), self.seq, self.patches.pixels), np.float32)
         labels = np.full(len(indices), -1, np.int32)
 
-        def put(i: int, image: LabelledImage) -> None:
+        def put(i: int, image: media.Item) -> None:
             found = cut(pixels(image.encoded, self.patches, self.prepared), self.patches)
             patches[i, self.patches.first : self.patches.rows] = found
             labels[i] = self.classes.index(image.label)
@@ -86,7 +78,7 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
     settings = patches, data.images, data.seq, classes
     lines = [media.left_out(data, every, split[0], "images"), labelled.about_classes(classes), str(notes)]
-    return media.opened(data, "images", rows, split, settings, lambda image: image.label.encode(), lines, classes)
+    return media.opened(data, "images", rows, split, settings, lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
@@ -150,14 +142,14 @@ def check(place: str, encoded: bytes) -> None:
         raise InputError(f"{place}: has pixels of mode {mode}\n  fix   save it with 8 bits for each channel")
 
 
-def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> LabelledImage:
+def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:
     check(place, encoded)
-    return LabelledImage(media.Encoded.of(place, encoded, path), label)
+    return media.Item(media.Encoded.of(place, encoded, path), label)
 
 
 def _found(
     data: Data, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
-) -> Iterator[LabelledImage]:
+) -> Iterator[media.Item]:
     """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
     for one in sources:
         if one.weight:
@@ -175,7 +167,7 @@ def _found(
             yield image
 
 
-def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[LabelledImage]:
+def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[media.Item]:
     """The images below a folder. Their class is the folder right below it that they lie in."""
     count = 0
     for at, below, names in os.walk(folder, followlinks=True):
@@ -198,7 +190,7 @@ def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[La
 
 def _of_tables(
     data: Data, source: config_data.Source, place: str, notes: corpus.FileNotes, progress: Progress | None
-) -> Iterator[LabelledImage]:
+) -> Iterator[media.Item]:
     """The images in the records of files, as bytes or as {bytes}. They are held in memory, encoded."""
     column = data.fields[0]
     for path in corpus.files([source.path], place, notes, progress):
@@ -231,19 +223,11 @@ def needs_pillow() -> None:
 # Images with texts
 
 
-class Caption(NamedTuple):
-    """An image that is not decoded yet, and the tokens of its text."""
-
-    encoded: media.Encoded
-    text: np.ndarray  # int32, with the special tokens of the tokenizer's template
-    cut: bool  # whether tokens of the text were left out
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CaptionRows:
     """Rows with one text and its image in each. The image is decoded when it is read."""
 
-    captions: Sequence[Caption]
+    captions: Sequence[media.Item]
     patches: Patches
     prepared: Images
     seq: int
@@ -262,7 +246,7 @@ class CaptionRows:
         names = ("tokens", "segment_ids", "positions")
         fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in names}
 
-        def put(i: int, caption: Caption) -> None:
+        def put(i: int, caption: media.Item) -> None:
             found = cut(pixels(caption.encoded, self.patches, self.prepared), self.patches)
             patches[i, self.patches.first : self.patches.rows] = found
             length = len(caption.text)
@@ -296,13 +280,13 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
         f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
         media.left_out(data, every, train, "images"), str(notes),
     ]  # fmt: skip
-    return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
+    return media.opened(data, "images with texts", rows, split, settings, lines)
 
 
 def _captions(
     config: Config, made: tokenizers.Tokenizer, sources: Sequence[config_data.Source], place: str,
     notes: corpus.FileNotes, progress: Progress | None,
-) -> Iterator[Caption]:  # fmt: skip
+) -> Iterator[media.Item]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
     found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
     for table, where, record in found:
@@ -311,6 +295,5 @@ def _captions(
         check(where, held)
         text, _ = labelled.valid(labelled.text_of(record, text_name, where))
         encoding = made.encode(text)
-        yield Caption(
-            media.Encoded.of(where, held, path), np.asarray(encoding.ids, np.int32), bool(encoding.overflowing)
-        )
+        ids = np.asarray(encoding.ids, np.int32)
+        yield media.Item(media.Encoded.of(where, held, path), text=ids, cut=bool(encoding.overflowing))

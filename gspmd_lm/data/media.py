@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -57,12 +57,13 @@ class Encoded(NamedTuple):
         return self.content if isinstance(self.content, bytes) else bytes_of(self.content)
 
 
-class _Item(Protocol):
-    @property
-    def encoded(self) -> Encoded: ...
+class Item(NamedTuple):
+    """An image or a sound that is not decoded yet, with its label or its text."""
 
-
-Item = TypeVar("Item", bound=_Item)
+    encoded: Encoded
+    label: str = ""
+    text: np.ndarray = np.empty(0, np.int32)  # its tokens, special ones included
+    cut: bool = False  # whether tokens of the text were left out
 
 
 def bytes_of(path: Path) -> bytes:
@@ -148,15 +149,13 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
 
 def opened(
     data: Data, what: str, rows: Callable[[list[Item]], MediaRows], split: tuple[list[Item], list[Item]],
-    settings: Sequence[Any], beside: Callable[[Item], bytes], lines: Sequence[str], classes: tuple[str, ...] = (),
+    settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
 ) -> Opened:  # fmt: skip
-    """The rows of what `apart` gave. settings: what decides how they are made. beside: what a row has besides its file,
-    which is part of the fingerprint, too. lines: for the user, where '' is none.
-    """
+    """The rows of what `apart` gave. settings: what decides how they are made. lines: for the user; '' is none."""
     train, held_out = split
     facts = hashlib.sha256(repr(settings).encode())
     for one in (*train, *held_out):
-        facts.update(one.encoded.sha256 + beside(one))
+        facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
     names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
     about = what, names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
     return Opened(rows(train), rows(held_out) if held_out else None, *about)

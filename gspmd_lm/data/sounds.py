@@ -7,7 +7,6 @@ import io
 import wave
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,18 +24,11 @@ LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in p
 _CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
 
 
-class Sound(NamedTuple):
-    """A sound that is not decoded yet, and the tokens of its text."""
-
-    encoded: media.Encoded
-    text: np.ndarray  # int32, its first tokens and its end included
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SoundRows:
     """Rows with one sound and its text in each. The sound is decoded when it is read."""
 
-    sounds: Sequence[Sound]
+    sounds: Sequence[media.Item]
     seq: int
     source_seq: int
     model: ModelConfig
@@ -59,7 +51,7 @@ class SoundRows:
         assert self.model.encoder
         start = self.model.encoder.start_token
 
-        def put(i: int, sound: Sound) -> None:
+        def put(i: int, sound: media.Item) -> None:
             frames[i, :rows] = heard(sound.encoded, self.model)
             fields["source_segment_ids"][i, :rows] = 1
             fields["source_positions"][i, :rows] = np.arange(rows)
@@ -93,13 +85,13 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
     settings = sizes(model), model.encoder, data.seq, config.source_seq
     lines = [media.left_out(data, every, split[0], "sounds"), str(notes)]
-    return media.opened(data, "sounds", rows, split, settings, lambda sound: sound.text.tobytes(), lines)
+    return media.opened(data, "sounds", rows, split, settings, lines)
 
 
 def _found(
     config: Config, tokens: Tokenizer, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
     progress: Progress | None,
-) -> Iterator[Sound]:  # fmt: skip
+) -> Iterator[media.Item]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
     data, model = config.data, config.model
     assert model.encoder
@@ -116,7 +108,7 @@ def _found(
                 f"data.seq={data.seq:,} (model.context={model.context:,})\n"
                 f"  fix   {longer}, or leave the record out"
             )
-        yield Sound(media.Encoded.of(where, held, path), ids)
+        yield media.Item(media.Encoded.of(where, held, path), text=ids)
 
 
 def of_file(name: str, model: ModelConfig) -> np.ndarray:
