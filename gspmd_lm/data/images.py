@@ -25,34 +25,26 @@ _NOTED = 256  # images between two calls of `progress`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageRows:
-    """Rows with one image in each, which is decoded when it is read."""
+class ImageRows(media.Rows):
+    """Rows with one image and its class in each."""
 
-    images: Sequence[media.Item]
     classes: tuple[str, ...]
     patches: Patches
     prepared: Images
     seq: int
 
-    def __len__(self) -> int:
-        return len(self.images)
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """float32 patches [count, seq, pixels of a patch], and int32 labels [count], -1.
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """float32 patches [len(indices), seq, pixels of a patch], and int32 labels [len(indices)].
-
-        Patches stand behind the rows whose places learned rows take; all other rows are zero. An index of -1 gives
-        zeros and the label -1. Raises an InputError that names the file of an image that cannot be decoded.
+        Patches stand behind the rows whose places learned rows take; all other rows are zero.
         """
-        patches = np.zeros((len(indices), self.seq, self.patches.pixels), np.float32)
-        labels = np.full(len(indices), -1, np.int32)
+        patches = np.zeros((count, self.seq, self.patches.pixels), np.float32)
+        return {"patches": patches, "labels": np.full(count, -1, np.int32)}
 
-        def put(i: int, image: media.Item) -> None:
-            found = cut(pixels(image.encoded, self.patches, self.prepared), self.patches)
-            patches[i, self.patches.first : self.patches.rows] = found
-            labels[i] = self.classes.index(image.label)
-
-        media.at_once(put, [(i, self.images[index]) for i, index in enumerate(indices) if index >= 0])
-        return {"patches": patches, "labels": labels}
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        found = cut(pixels(item.encoded, self.patches, self.prepared), self.patches)
+        fields["patches"][i, self.patches.first : self.patches.rows] = found
+        fields["labels"][i] = self.classes.index(item.label)
 
 
 def open_images(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -224,38 +216,28 @@ def needs_pillow() -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CaptionRows:
-    """Rows with one text and its image in each. The image is decoded when it is read."""
+class CaptionRows(media.Rows):
+    """Rows with one text and its image in each."""
 
-    captions: Sequence[media.Item]
     patches: Patches
     prepared: Images
     seq: int
     source_seq: int
 
-    def __len__(self) -> int:
-        return len(self.captions)
-
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `ImageRows`.
-
-        segment_ids: 1, and 0 for padding. An index of -1 gives a row of padding. Raises an InputError that names an
-        image that cannot be decoded.
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """int32 tokens, segment_ids (1, and 0 for padding) and positions [count, seq], and the float32 patches of
+        `ImageRows`.
         """
-        patches = np.zeros((len(indices), self.source_seq, self.patches.pixels), np.float32)
-        names = ("tokens", "segment_ids", "positions")
-        fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in names}
+        fields = {name: np.zeros((count, self.seq), np.int32) for name in ("tokens", "segment_ids", "positions")}
+        return fields | {"patches": np.zeros((count, self.source_seq, self.patches.pixels), np.float32)}
 
-        def put(i: int, caption: media.Item) -> None:
-            found = cut(pixels(caption.encoded, self.patches, self.prepared), self.patches)
-            patches[i, self.patches.first : self.patches.rows] = found
-            length = len(caption.text)
-            fields["tokens"][i, :length] = caption.text
-            fields["segment_ids"][i, :length] = 1
-            fields["positions"][i, :length] = np.arange(length)
-
-        media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
-        return fields | {"patches": patches}
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        found = cut(pixels(item.encoded, self.patches, self.prepared), self.patches)
+        fields["patches"][i, self.patches.first : self.patches.rows] = found
+        length = len(item.text)
+        fields["tokens"][i, :length] = item.text
+        fields["segment_ids"][i, :length] = 1
+        fields["positions"][i, :length] = np.arange(length)
 
 
 def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
