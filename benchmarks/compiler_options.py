@@ -7,7 +7,6 @@ An option that changes no program is not worth a default. Two programs are the s
 order. Nothing runs: bytes and temporaries are those of the compiled program, times are predicted.
 """
 
-import argparse
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -56,11 +55,10 @@ def rows(layout: str, where: str, sets: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--targets", nargs="*", default=["v5p:2x2x2", "v6e:2x4", "h100:8"])
     parser.add_argument("--layouts", nargs="*", default=["fsdp_tp"])
     parser.add_argument("--set", action="append", default=[], help="an option to add, as NAME=VALUE, one at a time")
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     sets = {name: scalar(value) for name, _, value in (one.partition("=") for one in arguments.set)}
     made = [row for where in arguments.targets for layout in arguments.layouts for row in rows(layout, where, sets)]

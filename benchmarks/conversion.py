@@ -10,7 +10,6 @@ Memory is touched and freed before each command. A virtual machine may have hand
 the first touch of such a page took up to 2 s of CPU time per GB: the first command to need them would pay for all.
 """
 
-import argparse
 import json
 import mmap
 import shutil
@@ -82,7 +81,7 @@ def claim(size: int) -> None:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = measure.flags(__doc__, writes=False)
     flags.add_argument("--gigabytes", type=float, default=1.16)
     flags.add_argument("--shards", type=int, default=4)
     given = flags.parse_args()

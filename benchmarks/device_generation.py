@@ -5,7 +5,6 @@
 All weights have one value, which decides no time. A token is the mean of 16, prompts are the mean of 2.
 """
 
-import argparse
 import itertools
 import time
 from typing import Any
@@ -15,12 +14,10 @@ import jax.numpy as jnp
 
 from benchmarks import measure
 from gspmd_lm import config
-from gspmd_lm.foresight import compile, explain
-from gspmd_lm.foresight.any_step import read
 from gspmd_lm.hardware import target
 from gspmd_lm.infer import programs
 from gspmd_lm.model.supported import settled
-from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 
 RUNS = {"decode": 16, "prefill": 2}
@@ -31,17 +28,12 @@ COLUMNS = {"dtype": "weights", "phase": "phase", "predicted_ms": "predicted, ms"
 def generation(cfg: config.Config, phase: str, device: Any) -> dict[str, Any]:
     """One program, decode or prefill, on one device."""
     whole = programs.whole_context(cfg)
-    here = target.from_devices([device])
     rules = rules_file.from_dict({"mesh": {"data": 1}}, "single").fill(1, "{known}")
-    rules = settled(rules, cfg, here.processor, programs.attention_pass(whole))
+    rules = settled(rules, cfg, target.from_devices([device]).processor, programs.attention_pass(whole))
     arrays, problems = programs.arrays_and_warnings(cfg, rules, device.platform, whole)
     built = programs.build_programs(cfg, rules, arrays, [device], whole)
     traced = built.trace_decode() if phase == "decode" else built.trace_prefill()
-    lowered = traced.lower()
-    options = compiler.options(device.platform, rules.compiler_options, rules.path, device.device_kind)
-    compiled = compiler.compile(lowered, options, device.platform, rules.path)
-    described = compile.described(built, compiled, read(traced, lowered, built.mesh), options, here, 0.0, 0.0)
-    found = explain.report(cfg, rules, here, arrays, problems, described, phase)
+    compiled, found, _ = measure.explained(built, traced, cfg, rules, arrays, problems, phase)
     inputs = built.abstract_decode_state if phase == "decode" else built.abstract_prompts
     params, given, settings = (jax.tree.map(_ones, tree) for tree in (
         built.abstract_unstacked, inputs, built.abstract_settings))  # fmt: skip
@@ -70,7 +62,7 @@ def _seconds(compiled: Any, params: Any, given: Any, settings: Any, phase: str) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("--config", default="llama3_8b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "int8"], help="of weights at rest")
     parser.add_argument("--rows", type=int, default=8)

@@ -13,7 +13,6 @@ Nothing but compilers runs: programs are compiled for the published hardware on 
 first run takes long (rows of a published table that offload to the host: many minutes each).
 """
 
-import argparse
 import dataclasses
 import datetime
 import os
@@ -268,12 +267,11 @@ def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument(
         "what", choices=("times", "eight_bits", "priced", "refitted", "order", "bytes", "compilation", "fits")
     )
     parser.add_argument("--rows", type=int, nargs="*", help="rows or pairs to compile, from 0; default: all")
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     if arguments.what == "order":
         wanted = range(len(PAIRS)) if arguments.rows is None else arguments.rows

@@ -70,8 +70,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
+    parser = measure.flags(__doc__)
     parser.add_argument("--one", choices=LAYOUTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -8,14 +8,12 @@ stores them and waits. Sorts have no loop, or one over rows that are sorted alik
 while rows are looked up in it, or added to it, 512 of them in an iteration.
 """
 
-import os
+import itertools
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from benchmarks.kernel_schedules import TOPOLOGIES
+from benchmarks.kernel_schedules import TOPOLOGIES, schedules
 
 _BUNDLE = re.compile(r"\n\s*(?=(?:0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2})?\s*:)")
 _BOUNDS = re.compile(r"iteration_bounds: \(([\d, ]+)\)")
@@ -33,22 +31,12 @@ CASES = (
 
 
 def main(chips: list[str]) -> None:
-    for chip in chips or ["v6e", "v5p"]:
-        for case in CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-                wanted = {"LIBTPU_INIT_ARGS": flags, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu",
-                          "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
-                command = [sys.executable, "-m", __spec__.name, "--compile", chip, case]
-                done = subprocess.run(command, env=os.environ | wanted, capture_output=True, text=True)
-                if done.returncode:
-                    print(f"{chip} {case}: {done.stderr.strip().splitlines()[-1][:100]}")
-                    continue
-                for schedule in sorted(Path(folder).glob("*-final_bundles.txt")):
-                    if "analysis" not in schedule.name and any(
-                        word in schedule.name for word in ("gather", "sort", "reduce", "scatter")
-                    ):
-                        print(f"{chip} {case}: {read(schedule)}")
+    for (chip, case), folder in schedules(itertools.product(chips or ["v6e", "v5p"], CASES), __spec__.name):
+        for schedule in sorted(folder.glob("*-final_bundles.txt")):
+            if "analysis" not in schedule.name and any(
+                word in schedule.name for word in ("gather", "sort", "reduce", "scatter")
+            ):
+                print(f"{chip} {case}: {read(schedule)}")
 
 
 def read(schedule: Path) -> str:

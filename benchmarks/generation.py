@@ -7,7 +7,6 @@ tokens, as many threads as there are cores. The two take turns in one process, s
 befalls both; ratios are of medians. CPU seconds are of all threads, for prompt and new tokens together.
 """
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -140,11 +139,10 @@ def compared(name: str, batch: int, rounds: int, new: int) -> list[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--model", default="gpt2,mixture")
-    parser.add_argument("--write", action="store_true", help="into benchmarks/results/generation.json")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)

@@ -9,12 +9,15 @@ least the cycles that its multiply-adds keep the units busy.
 """
 
 import functools
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 HEADS, BLOCKS = (64, 128, 256), (256, 512, 1024)
@@ -29,24 +32,31 @@ _DELAY = 5  # a branch and the bundles that run behind it
 
 
 def main(chips: list[str]) -> None:
-    for chip in chips or list(TOPOLOGIES):
-        for head in HEADS:
-            for block in BLOCKS:
-                with tempfile.TemporaryDirectory() as folder:
-                    command = [sys.executable, "-m", __spec__.name, "--compile", chip, str(head), str(block)]
-                    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-                    wanted = {"LIBTPU_INIT_ARGS": flags, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu",
-                              "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
-                    done = subprocess.run(command, env=os.environ | wanted, capture_output=True, text=True)
-                    if done.returncode:
-                        print(f"{chip} head {head} block {block}: {done.stderr.strip().splitlines()[-1][:100]}")
-                        continue
-                    for kernel in MATMULS:
-                        visited, step, row = read(Path(folder), kernel)
-                        width, units = UNIT[chip]
-                        least = busy(kernel, head, block, width, units)
-                        print(f"{chip} head {head} block {block} {kernel}: visited {visited}, units busy {least}, "
-                              f"step {step}, row {row}")  # fmt: skip
+    for (chip, head, block), folder in schedules(itertools.product(chips or TOPOLOGIES, HEADS, BLOCKS), __spec__.name):
+        for kernel in MATMULS:
+            visited, step, row = read(folder, kernel)
+            width, units = UNIT[chip]
+            least = busy(kernel, head, block, width, units)
+            print(f"{chip} head {head} block {block} {kernel}: visited {visited}, units busy {least}, "
+                  f"step {step}, row {row}")  # fmt: skip
+
+
+def schedules(cases: Iterable[tuple[Any, ...]], module: str) -> Iterator[tuple[tuple[Any, ...], Path]]:
+    """Each case, and the folder of what libtpu writes when `module`, run with --compile and the case, compiles it.
+
+    Says why a case cannot be compiled, and leaves it out.
+    """
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", module, "--compile", *map(str, case)]
+            flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+            wanted = {"LIBTPU_INIT_ARGS": flags, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu",
+                      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
+            done = subprocess.run(command, env=os.environ | wanted, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{' '.join(map(str, case))}: {done.stderr.strip().splitlines()[-1][:100]}")
+            else:
+                yield case, Path(folder)
 
 
 def busy(kernel: str, head: int, block: int, width: int, units: int) -> int:

@@ -6,7 +6,6 @@
 Only compilers run: bytes and temporaries are those of the compiled program, times are predicted.
 """
 
-import argparse
 import dataclasses
 import json
 from collections import Counter
@@ -102,12 +101,11 @@ def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--layouts", nargs="*", default=[*CASES, *GENERATION])
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--before", type=Path, help="rows of another run to compare with")
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
     rows = []
     for where in arguments.targets:

@@ -8,7 +8,6 @@ and a short run of each program, as a user starts it, divided by the steps betwe
 not count. The runs take turns, and each program was compiled before them.
 """
 
-import argparse
 import functools
 import statistics
 import subprocess
@@ -121,7 +120,7 @@ def products(python: str, layout: str, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("--python", required=True, help="the interpreter of an environment with MaxText")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,7 +8,6 @@ which compiles sooner and has no published time. `--option`, which may be repeat
 step is told besides what a run of ours is told.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -79,7 +78,7 @@ def step(chosen: Mapping[str, Any], options: Mapping[str, Any], devices: Sequenc
 def main() -> None:
     from benchmarks import maxtext_explained  # the process that compiles imports it by this name
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("--row", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--option", action="append", default=[])

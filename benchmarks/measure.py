@@ -1,5 +1,6 @@
-"""What the benchmarks share: simulated devices, batches, our step ready to run, and fair timing of several steps."""
+"""What benchmarks share: flags, simulated devices, batches, our step ready to run, and fair timing of several steps."""
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -18,12 +19,25 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.runtime import startup
-from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.foresight import any_step, compile, explain
+from gspmd_lm.foresight.report import Report
+from gspmd_lm.hardware import target
+from gspmd_lm.infer.programs import GenerationPrograms
+from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import state, step
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def flags(about: str | None, writes: bool = True) -> argparse.ArgumentParser:
+    """The flags of a benchmark, whose docstring is its help: --write, if it `writes` its figures."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if writes:
+        parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
+    return parser
 
 
 def simulate(devices: int) -> None:
@@ -69,6 +83,21 @@ def ours(cfg: config.Config, rules: Rules) -> Ours:
     began = time.perf_counter()
     train = built.lower_train().compile()
     return Ours(built, train, time.perf_counter() - began)
+
+
+def explained(
+    built: step.Step | GenerationPrograms, traced: Any, cfg: config.Config, rules: Rules, arrays: Arrays,
+    problems: Sequence[Problem], phase: str = "train",
+) -> tuple[Any, Report, str]:  # fmt: skip
+    """A program of one device, compiled for it as a run does; what `explain` says of it; and its text."""
+    (device,) = built.mesh.devices.flat
+    also = rules.compiled_for if phase == "train" else ()
+    options = compiler.options(device.platform, rules.compiler_options, rules.path, device.device_kind, also)
+    lowered, here = traced.lower(), target.from_devices([device])
+    compiled = compiler.compile(lowered, options, device.platform, rules.path)
+    reading = any_step.read(traced, lowered, built.mesh)
+    program = compile.described(built, compiled, reading, options, here, 0.0, 0.0)
+    return compiled, explain.report(cfg, rules, here, arrays, problems, program, phase), program.text
 
 
 @dataclasses.dataclass(frozen=True)

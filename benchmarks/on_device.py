@@ -30,13 +30,12 @@ import numpy as np
 
 from benchmarks import layouts, measure, op_times
 from gspmd_lm import config
-from gspmd_lm.foresight import compile, explain, hlo, known_errors
-from gspmd_lm.foresight.propagation import read_train
+from gspmd_lm.foresight import hlo, known_errors
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
-from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import KERNELS
 from gspmd_lm.train import state, step
@@ -207,21 +206,8 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
     device = jax.devices()[0]
     arrays, problems = state.arrays_and_warnings(cfg, layout, device.platform)
     built = step.build_step(cfg, layout, arrays, [device])
-    options = compiler.options(
-        device.platform, layout.compiler_options, layout.path, device.device_kind, layout.compiled_for
-    )
-    began = time.perf_counter()
-    traced = built.trace_train()
-    lowered = traced.lower()
-    lowered_at = time.perf_counter()
-    compiled = compiler.compile(lowered, options, device.platform, layout.path)
-    reading = read_train(built, traced)
-    here = target.from_devices([device])
-    ready = measure.Ours(built, compiled, time.perf_counter() - began)
-    compile_s = time.perf_counter() - lowered_at
-    program = compile.described(built, compiled, reading, options, here, lowered_at - began, compile_s)
-    found = explain.report(cfg, built.rules, here, arrays, problems, program)
-    predicted = found.prediction
+    compiled, found, text = measure.explained(built, built.trace_train(), cfg, built.rules, arrays, problems)
+    predicted, here = found.prediction, target.from_devices([device])
     predicted_ms = predicted and predicted.step_time_s * 1e3
     row = {
         "device": device.device_kind,
@@ -237,7 +223,7 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
     }
     if not found.memory.fits:
         return row
-    return row | _measured(ready, device, found, predicted, program.text)
+    return row | _measured(measure.Ours(built, compiled, 0.0), device, found, predicted, text)
 
 
 def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str) -> dict[str, Any]:
@@ -315,10 +301,9 @@ def _is_other(found: list[dict[str, Any]]) -> Callable[[dict[str, Any]], bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--cases", nargs="*", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--rows", type=int, nargs="*", help="per batch; default: those of each case")
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     parser.add_argument("--kernels", action="store_true", help="compare the fused attention kernel with XLA's")
     parser.add_argument("--layout", type=json.loads, default={}, help="more of a rules file, as JSON")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)

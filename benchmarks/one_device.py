@@ -8,7 +8,6 @@ Both run in this process and take turns. torch has one thread; XLA has as many a
 the same losses. A program's copies, and what it fills with one value, are counted in its text, loops times their turns.
 """
 
-import argparse
 import importlib
 import os
 import resource
@@ -171,12 +170,11 @@ def compare(name: str, rounds: int, unroll: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--alone", type=int, default=0, help="run so many of our steps, without torch")
     parser.add_argument("--unroll", default="", help="layers that are written out: all or a number, as in a rules file")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     options = parser.parse_args()
     measure.simulate(1)
     if options.alone:

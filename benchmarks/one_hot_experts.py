@@ -9,7 +9,6 @@ program of the row. Both are taken without collectives and without what moves we
 fitted.
 """
 
-import argparse
 import dataclasses
 import os
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from benchmarks import foresight, step_times
+from benchmarks import foresight, measure, step_times
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.foresight.timing.simulate import Simulation
@@ -30,7 +29,7 @@ _OF_WEIGHTS = ("sharding_constraint", "/optimizer.layers", "/sum.")  # in the na
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__, writes=False)
     parser.add_argument("--row", type=int, default=50, help="a published row whose experts have a capacity")
     parser.add_argument("--layers", type=int, default=4, help="of the program of this project; all layers are alike")
     arguments = parser.parse_args()

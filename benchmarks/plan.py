@@ -13,7 +13,6 @@ rank, regret and shipped keep each compiled layout in results/ at once and go on
 compile is kept by `explain`, too.
 """
 
-import argparse
 import collections
 import dataclasses
 import datetime
@@ -369,7 +368,7 @@ def shipped(name: str, minutes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument(
         "what", choices=("pricing", "rank", "stages", "regret", "shipped", "published", "prices", "show")
     )
@@ -379,7 +378,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=(), help="numbers of published rows, from 0")
     parser.add_argument("--minutes", type=float, default=15, help="of a plan")
     parser.add_argument("--compile", action="store_true", help="compile the best of the estimated layouts, too")
-    parser.add_argument("--write", action="store_true", help="keep the figure in results/")
     arguments = parser.parse_args()
     measure.simulate(1)
     if arguments.what == "pricing":

@@ -6,7 +6,6 @@ They are of the whole process and of its parts. With --before, runs of another c
     python -m benchmarks.start --before=../before [--config=bench_4m] [--rules=tp8] [--rounds=3] [--write]
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -36,12 +35,11 @@ def start(checkout: Path, kind: str, arguments: list[str], folder: str, cache: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--before", type=Path, help="the root of a checkout of another commit")
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rules", default="tp8")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="into benchmarks/results/start.json")
     options = parser.parse_args()
     checkouts = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
     arguments = [f"--config={options.config}", f"--rules={options.rules}", "--steps=1"]

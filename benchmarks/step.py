@@ -6,7 +6,6 @@ Both run in this process, on 8 simulated devices, taking turns; first they must 
 the figures in benchmarks/results/. Takes about 4 minutes on two cores.
 """
 
-import argparse
 import dataclasses
 import time
 from typing import Any
@@ -105,13 +104,12 @@ def compare(cfg: config.Config, name: str, remat: str, rounds: int, show: bool =
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--config", default="bench_4m")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layouts", default=",".join(REFERENCES))
     parser.add_argument("--remat", default="block", choices=("block", "none"))
     parser.add_argument("--collectives", action="store_true", help="also list what every collective moves")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     args = parser.parse_args()
     measure.simulate(8)
     cfg = config.load(args.config)

@@ -6,7 +6,6 @@ Everything is counted in compiled programs for 8 simulated devices, but for the 
 minutes on two cores.
 """
 
-import argparse
 import dataclasses
 from typing import Any
 
@@ -63,9 +62,8 @@ def task(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.flags(__doc__)
     parser.add_argument("--collectives", action="store_true", help="also list what every collective moves")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results/")
     args = parser.parse_args()
     measure.simulate(8)
     moved = [traffic(name, block, rules_file.load("dp2_tp4"), args.collectives) for name, block in GOALS_MB]

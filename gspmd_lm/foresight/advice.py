@@ -50,7 +50,7 @@ def warnings(
     training = config and report.phase == "train" and rules.kernel(on.platform) == "xla"
     fused = faster_kernel(rules, config, on, state.attention_pass(config)) if config and training else ""
     arrays, moved, memory, predicted = report.arrays, report.collectives, report.memory, report.prediction
-    findings = [
+    return (
         *_too_large(memory),
         *_workspace(memory, module),
         *_unpriced(predicted),
@@ -68,22 +68,20 @@ def warnings(
         *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
         *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
-    ]  # fmt: skip
-    return tuple(findings)
+    )  # fmt: skip
 
 
 def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
     """Findings about a step of one's own, whose arrays no rule places."""
     memory = report.memory
-    findings = [
+    return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
         *_unpriced(report.prediction),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
         *_not_donated(memory),
         *_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
-    ]
-    return tuple(findings)
+    )
 
 
 def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:

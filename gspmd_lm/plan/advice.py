@@ -64,16 +64,14 @@ def changes(config: Config | Task, plan: Plan) -> list[Change]:
 
 
 def _faster(chip: Chip) -> Iterator[tuple[str, Chip]]:
-    links = ("ici_link_bytes_per_s", "die_link_bytes_per_s", "nvlink_bytes_per_s")
-    twice = {name: 2 * getattr(chip, name) for name in links}
-    yield "links twice as fast", dataclasses.replace(chip, **twice)
-    network = 2 * chip.network_bytes_per_s
-    yield "a network between slices or hosts twice as fast", dataclasses.replace(chip, network_bytes_per_s=network)
-    yield "memory twice as fast", dataclasses.replace(chip, hbm_bytes_per_s=2 * chip.hbm_bytes_per_s)
-    yield (
-        "a link to the host twice as fast",
-        dataclasses.replace(chip, host_link_bytes_per_s=2 * chip.host_link_bytes_per_s),
-    )
+    parts = {
+        "links": ("ici_link_bytes_per_s", "die_link_bytes_per_s", "nvlink_bytes_per_s"),
+        "a network between slices or hosts": ("network_bytes_per_s",),
+        "memory": ("hbm_bytes_per_s",),
+        "a link to the host": ("host_link_bytes_per_s",),
+    }
+    for what, names in parts.items():
+        yield f"{what} twice as fast", dataclasses.replace(chip, **{name: 2 * getattr(chip, name) for name in names})
 
 
 class Larger(NamedTuple):

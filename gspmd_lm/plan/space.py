@@ -1,6 +1,6 @@
 """The layouts that a plan chooses from: plain values of rules files, each of which passes the rules' own checks.
 
-What can be split is asked of the model: of its arrays and its traced step. Three roles come out of it.
+What can be split is asked of the model: of its arrays and its traced step. These roles come out of it.
 
   rows      the rows of the batch, over data and fsdp
   width     the axes that nearly all weights have: weights rest split along them (ZeRO-3 over fsdp, ZeRO-1 over data)

@@ -81,7 +81,7 @@ def options(
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it. Some are for programs of `also`: "once" for one
     that runs only once, "train" for a training step, "offload" for one that offloads activations, "interleave" for one
-    in two parts.
+    whose layers have two parts.
 
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.

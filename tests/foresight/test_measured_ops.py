@@ -53,9 +53,9 @@ def test_matmuls_have_the_times_of_the_kernels_in_their_order():
             kernels.append(Kernel(name, len(kernels), taken_s))
     module = hlo.parse(PROGRAM)
     first, second = op_times.matmuls(module, kernels)
-    assert first == {"rows_columns": [32, 8], "contracted": 8, "bits": 16, "result": "bf16", "added": False,
+    assert first == {"rows_columns": (32, 8), "contracted": 8, "bits": 16, "result": "bf16", "added": False,
                      "times": 2, "us": 1.0}  # fmt: skip
-    assert second == {"rows_columns": [32, 16], "contracted": 8, "bits": 16, "result": "f32", "added": True,
+    assert second == {"rows_columns": (32, 16), "contracted": 8, "bits": 16, "result": "f32", "added": True,
                       "times": 2, "us": 3.0}  # fmt: skip
     with pytest.raises(ValueError, match=f"{4 * STEPS - 1} kernels of cuBLAS in {STEPS} steps of a program of 4"):
         op_times.matmuls(module, kernels[1:])

@@ -37,9 +37,6 @@ class Product:
         """The dimension of an operand that a mesh axis splits."""
         return next((d for d, names in enumerate(self.dims[side]) if name in names), None)
 
-    def is_contracted(self, side: int, dimension: int) -> bool:
-        return any(pair[side] == dimension for pair in self.contracted)
-
 
 def product(reader: Reader, product: Product) -> ArraySharding:
     """The sharding of a product; its operands are moved where they do not fit each other.
@@ -115,7 +112,7 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
             dims[partner] += (name,)
         operand = operation.operands[1 - side].reduced()
         cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims)).costs)
-    if product.is_contracted(side, dimension):
+    if any(pair[side] == dimension for pair in product.contracted):
         split = axes_of((*product.dims[LEFT], *product.dims[RIGHT])) - {name}
         local = array_bytes(operation.output) / reader.mesh.shards(split)
         cost += total_bytes(reader.mesh.cost("reduce-scatter", {name}, local))
