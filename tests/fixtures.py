@@ -135,6 +135,13 @@ def batch_of():
             arrays["patches"] = rng.standard_normal(built_step.task.inputs["patches"].shape, np.float32)
         if model.patches:
             arrays["patches"] = rng.standard_normal((data.batch, data.seq, model.patches.pixels), np.float32)
+        if model.masks:  # a box around an object, or a point of it; the last row is padding
+            inputs, is_box = built_step.task.inputs, rng.integers(0, 2, (data.batch, 1))
+            arrays["points"] = rng.random(inputs["points"].shape, np.float32)
+            arrays["point_kinds"] = np.where(is_box, [[2, 3]], [[1, -1]]).astype(np.int32)
+            arrays["object"] = rng.integers(0, 2, inputs["object"].shape).astype(np.float32)
+            arrays["object"][:, model.patches.side**2 - 2 :] = -1
+            arrays["object"][-1] = -1
         wanted = built_step.abstract_batch
         return {name: jax.device_put(arrays[name], like.sharding) for name, like in wanted.items()}
 

@@ -182,6 +182,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     in_windows = [f"model.windows={levels}", "model.patches={image: 8, size: 2, class_row: false, pool: mean}",
                   "model.context=16", "data.seq=16", "model.positions=none", "model.kv_heads=8"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, *in_windows]))
+    whole = ["objective=masks", "model.classes=0", "model.masks={embed: 16}", "model.windows={size: 2, vectors: true}",
+             "model.layer_pattern=[full, whole]"]  # fmt: skip
+    configs.append(config.load("tiny", [*seen_by_images, *in_windows, *whole]))
     heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
     configs.append(config.load("tiny", [*heard, "data.source_seq=8"]))
     tower = "model.vision={patches: {image: 8, size: 4}, projection: 8}"

@@ -20,6 +20,7 @@ from gspmd_lm.config.layers import Lora as Lora
 from gspmd_lm.config.layers import RelativePositions as RelativePositions
 from gspmd_lm.config.layers import RelativeVectors as RelativeVectors
 from gspmd_lm.config.layers import RopeScaling as RopeScaling
+from gspmd_lm.config.masks import Masks as Masks
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.model import Stack as Stack
 from gspmd_lm.config.paths import find_file, read_text
@@ -30,6 +31,7 @@ from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import BelowOne, Count, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.windows import Windows as Windows
+from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError
@@ -122,7 +124,8 @@ class Config:
     # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
     # is made from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and
     # which text to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA).
-    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced"] = "causal"
+    # masks: which pixels of an image are of the object that a prompt means, by model.masks.
+    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced", "masks"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -171,6 +174,8 @@ class Config:
             f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
             f"{self.source_seq} to as many, or above for padding":
                 model.of_vision and self.source_seq < model.of_vision.context,
+            "objective: masks needs model.masks, and model.masks needs objective: masks":
+                (objective == "masks") != bool(model.masks),
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
@@ -182,9 +187,13 @@ class Config:
             f"model.row_multiple={model.row_multiple} needs model.windows":
                 model.row_multiple > 1 and not model.windows,
             "data.fields needs label too: the texts and the label of a record belong together":
-                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive"),
+                self.data.fields and not self.data.label and objective not in ("seq2seq", "contrastive", "masks"),
+            f"data.fields={list(self.data.fields)}: a record of texts has one or two":
+                len(self.data.fields) > 2 and objective != "masks",
             f"objective: {objective} needs data.fields=[source, text], without data.label":
                 objective in ("seq2seq", "contrastive") and (self.data.label or len(self.data.fields) not in (0, 2)),
+            "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
+                objective == "masks" and (self.data.label or len(self.data.fields) not in (0, 2, 3)),
             f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
                 objective != "causal" and self.data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}":
@@ -210,11 +219,13 @@ class Config:
         }  # fmt: skip
         problems |= {} if not model.patches else {
             "model.patches does not go with data.label_kind: number": data.label_kind == "number",
-            "model.patches needs objective: classes": self.objective != "classes",
+            "model.patches needs objective: classes or masks": self.objective not in ("classes", "masks"),
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
                 model.relative_positions and not model.windows and (
                     model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
+            "model.masks does not go with data.images.resize and keep_ratio, which cut off what may be an object: set "
+            "data.images.pad": model.masks and (data.images.keep_ratio or data.images.resize > patches.image),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,

@@ -59,11 +59,14 @@ class Data:
     # tokenizer's chat template, and the loss is on the assistant's tokens. "" means that the source is text.
     messages_field: str = ""
     # The fields or columns of the texts of a record. With a label: one or two, and each row holds one record. For a
-    # model with an encoder: the source, a text or the file of a sound, and the text that is made from it.
+    # model with an encoder: the source, a text or the file of a sound, and the text that is made from it. For one that
+    # draws masks: the image, the mask of an object, and, if there is one, the prompt that means it.
     fields: tuple[str, ...] = ()
     label: str = ""  # the field or column of the label
     # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
     label_kind: Literal["class", "number"] = "class"
+    # objective: masks. What a record without a prompt has: a point of its mask, or the box around it.
+    prompt: Literal["point", "box"] = "point"
     images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared
     # Of the tokens of a row, the share that is masked, or replaced, for a model that guesses these.
     masked_share: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
@@ -99,8 +102,8 @@ class Data:
         elif "" not in fields and self.packing != "documents":
             field = self.messages_field or min(fields)
             wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
-        if len(self.fields) > 2:
-            wrong.append(f"fields={list(self.fields)}: a record has one text or two")
+        if len(self.fields) > 3:
+            wrong.append(f"fields={list(self.fields)}: a record has at most three")
         if self.label and not self.fields:
             wrong.append("label needs fields too: the texts and the label of a record belong together")
         if self.fields and fields != {""}:

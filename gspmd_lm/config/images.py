@@ -59,7 +59,13 @@ class Images:
     resize: Count = 0  # both sides get so many pixels, of which the middle is cut out; 0 means model.patches.image
     # Whether the shorter side gets so many pixels, and the longer one as many as keep the ratio (CLIP).
     keep_ratio: bool = False
+    # Whether the longer side gets as many pixels as the model sees, and zeros stand to the right or below (SAM).
+    pad: bool = False
     resample: Literal["bilinear", "bicubic"] = "bilinear"  # how Pillow resizes
     # What is subtracted from pixels, which are from 0 to 1: a number for each channel, or one for all.
     mean: tuple[float, ...] = (0.5,)
     std: tuple[Positive, ...] = (0.5,)  # what the rest is divided by, likewise
+
+    def __post_init__(self):
+        if self.pad and (self.resize or self.keep_ratio):
+            raise ValueError("pad: true does not go with resize and keep_ratio, which cut out the middle of an image")

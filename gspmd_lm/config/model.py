@@ -18,9 +18,10 @@ from gspmd_lm.config.layers import (
     RopeScaling,
     problems_of_experts,
 )
+from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.stacks import Encoder, Vision
-from gspmd_lm.config.types import STRICT, BelowOne, Count, NotNegative, Positive, Size, StackName
+from gspmd_lm.config.types import STRICT, BelowOne, Count, LayerKind, NotNegative, Positive, Size, StackName
 from gspmd_lm.config.windows import Windows
 
 
@@ -135,9 +136,9 @@ class ModelConfig:
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta
     # A token attends to those of its own chunk: a document is cut into chunks of so many tokens. 0 means no chunks.
     attention_chunk: Count = 0
-    # Which layers have the window, the chunks, linear attention, or windows that are shifted. The pattern is repeated
-    # over the depth; () means all layers. A layer of kind nope has none of them, and no positions.
-    layer_pattern: tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...] = ()
+    # Which layers have the window, the chunks, linear attention, or windows that are shifted or as large as the image.
+    # The pattern is repeated over the depth; () means all layers. A layer of kind nope has none, and no positions.
+    layer_pattern: tuple[LayerKind, ...] = ()
     linear_attention: LinearAttention | None = None  # of layers of kind linear
     latent_attention: LatentAttention | None = None  # of all other layers
     # So many layers, the last ones, attend to the keys and values of the last layer before them of the same kind.
@@ -160,6 +161,7 @@ class ModelConfig:
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
     row_multiple: Size = 1  # in later levels, padding that no patch sees makes the rows of an image a multiple of it
     vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
+    masks: Masks | None = None  # what cuts the object that a prompt means out of an image (SAM)
     tied_embeddings: bool = False  # whether the logits are computed with the token table
     dropout: BelowOne = 0.0  # the share of a block's outputs that is dropped in training
     attention_sinks: bool = False  # each head has a learned logit of nothing in its softmax (gpt-oss)
@@ -197,6 +199,7 @@ class ModelConfig:
         if self.qk_norm_kind in ("joint", "unscaled") and self.norm != "rmsnorm":
             wrong.append(f"qk_norm_kind: {self.qk_norm_kind} needs norm: rmsnorm")
         keys = dict(sliding="sliding_window", chunked="attention_chunk", linear="linear_attention", shifted="windows")
+        keys["whole"] = "windows"
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not getattr(self, key)]  # fmt: skip
         kinds = self.sliding_window, self.attention_chunk, self.linear_attention
@@ -211,8 +214,8 @@ class ModelConfig:
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
         wrong += self._wrong_streams() + problems_of_experts(self, _EXPERTS) + self._wrong_masks()
-        parts = self.latent_attention, self.encoder, self.vision, self.relative_vectors, self.windows, self.convolution
-        wrong += [line for part in parts if part for line in part.problems(self)]
+        parts = ["latent_attention", "encoder", "vision", "masks", "relative_vectors", "windows", "convolution"]
+        wrong += [line for name in parts if (part := getattr(self, name)) for line in part.problems(self)]
         if wrong:
             raise ValueError("\n".join(wrong))
 
@@ -345,7 +348,7 @@ class ModelConfig:
         return tuple(kind for stack in self.stacks for kind in stack.kinds)
 
     @property
-    def kind_of_each_layer(self) -> tuple[Literal["sliding", "chunked", "linear", "shifted", "full", "nope"], ...]:
+    def kind_of_each_layer(self) -> tuple[LayerKind, ...]:
         """The pattern, repeated over the depth."""
         usual = "sliding" if self.sliding_window else "chunked" if self.attention_chunk else "full"
         pattern = self.layer_pattern or ("linear" if self.linear_attention else usual,)
@@ -362,11 +365,9 @@ class ModelConfig:
             values["sliding_window"] = 0
         elif self.sliding_rope_theta:
             values |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
-        if kind != "chunked":
-            values["attention_chunk"] = 0
-        if kind != "linear":
-            values["linear_attention"] = None
-        values["windows"] = self.windows and self.windows.of_layer(kind)
+        values["attention_chunk"] = self.attention_chunk if kind == "chunked" else 0
+        values["linear_attention"] = self.linear_attention if kind == "linear" else None
+        values["windows"] = self.windows and self.windows.of_layer(kind, self)
         if kind == "nope":
             values |= {"positions": "none", "qk_norm": self.qk_norm and self.qk_norm_kind != "unscaled"}
         elif self.attention_temperature and self.attention_temperature.layers == "nope":

@@ -18,6 +18,7 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
+LayerKind = Literal["sliding", "chunked", "linear", "shifted", "whole", "full", "nope"]  # what layers may differ in
 # Modules of layers in a loop.
 StackName = Literal["layers", "convolved_layers", "dense_layers", "sparse_layers", "shared_kv_layers"]
 

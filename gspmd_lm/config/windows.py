@@ -23,7 +23,9 @@ class Level:
 class Windows:
     """Attention within square windows of the patches of an image (Swin, arXiv 2103.14030).
 
-    The sizes of the model are those of its first level of blocks.
+    Beyond the image, a window sees patches of which the norm before attention gave zeros (SAM, arXiv 2304.02643).
+    Windows that are shifted, or of several levels, must divide the image. The sizes of the model are those of its first
+    level of blocks.
     """
 
     size: Size  # patches on a side of a window
@@ -32,10 +34,13 @@ class Windows:
     # window has no layers that are moved.
     shift: Count = 0
     levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
+    # Whether a query times a learned vector of each distance in height, and one in width, is added to scores (SAM).
+    vectors: bool = False
 
-    def of_layer(self, kind: str) -> "Windows":
-        """The windows of a layer of this kind."""
-        return self if kind == "shifted" else dataclasses.replace(self, shift=0)
+    def of_layer(self, kind: str, model: Any) -> "Windows":
+        """The windows of a layer of this kind; one that is whole has a single window, the image."""
+        whole = {"size": model.patches.side} if kind == "whole" else {}
+        return self if kind == "shifted" else dataclasses.replace(self, shift=0, **whole)
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with windows."""
@@ -50,19 +55,28 @@ class Windows:
             "windows does not go with residual_streams": model.residual_streams > 1,
             "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
             "windows needs mask: full": model.mask != "full",
-            f"windows goes with positions: none, not {model.positions}": model.positions != "none",
+            f"windows goes with positions: learned or none, not {model.positions}":
+                model.positions not in ("learned", "none"),
             "windows needs patches without a row before them: set patches.class_row to false": patches.first,
             f"windows.size={self.size} does not divide the patches on a side of a level: "
-            f"{', '.join(f'{side:g}' for side in sides)}": any(side % self.size for side in sides),
+            f"{', '.join(f'{side:g}' for side in sides)}":
+                (self.shift or self.levels) and any(side % self.size for side in sides),
             f"windows.shift={self.shift} must be below windows.size={self.size}": self.shift >= self.size,
-            f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full and shifted":
-                kinds - {"full", "shifted"},
+            f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full, shifted and whole":
+                kinds - {"full", "shifted", "whole"},
+            "windows.vectors and layers of kind whole do not go with relative_positions and levels":
+                (self.vectors or "whole" in kinds) and (relative or self.levels),
             "layer_pattern has shifted layers: set windows.shift": "shifted" in kinds and not self.shift,
             f"windows has windows of {self.size} patches on a side: set relative_positions.side to as many, "
             "learned_row and shared to false":
                 relative and (relative.side != self.size or relative.learned_row or relative.shared),
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
+
+
+def is_whole(model: Any) -> bool:
+    """Whether a layer has windows, of which one is all of an image."""
+    return bool(model.windows) and model.windows.size == model.patches.side
 
 
 def padded_rows(rows: int, multiple: int) -> int:

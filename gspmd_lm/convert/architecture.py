@@ -122,7 +122,7 @@ def asked_objective(overrides: Sequence[str], place: str) -> str:
 
 def objective_of(values: Mapping[str, Any]) -> str:
     """What a model of these settings predicts."""
-    for part, objective in (("encoder", "seq2seq"), ("vision", "contrastive")):
+    for part, objective in (("encoder", "seq2seq"), ("vision", "contrastive"), ("masks", "masks")):
         if values.get(part):
             return objective
     if values.get("classes_of") == "tokens":

@@ -9,6 +9,7 @@ from gspmd_lm.convert.fields import DualChunks, FieldCodec, Fixed, MustAgree
 from gspmd_lm.convert.gpt_families import GPT_FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
 from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
+from gspmd_lm.convert.mask_families import MASK_FAMILIES
 from gspmd_lm.convert.seq2seq_families import SEQ2SEQ_FAMILIES
 from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from gspmd_lm.convert.tower_families import TOWER_FAMILIES
@@ -16,7 +17,7 @@ from gspmd_lm.convert.tower_families import TOWER_FAMILIES
 # The first that can express a model is the one that it is written as.
 FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES, *GPT_FAMILIES, *EXPERT_FAMILIES, *SEQ2SEQ_FAMILIES, *SOUND_FAMILIES, *ENCODER_FAMILIES,
-    *IMAGE_FAMILIES, *TOWER_FAMILIES,
+    *IMAGE_FAMILIES, *TOWER_FAMILIES, *MASK_FAMILIES,
 )  # fmt: skip
 # Rates of dropout, by the words in their names. They belong to training, which has model.dropout.
 DROPOUT = re.compile(r"dropout|_pdrop$|layerdrop$")

@@ -8,6 +8,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
+from gspmd_lm.config.masks import PARTS
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.encoder_families import Classes
 from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
@@ -73,9 +74,10 @@ class ImagePatches:
     part: str = ""  # of config.json, with a dot behind it
     size: int = 16  # of a patch, where no field says it
     class_row: bool = True
+    image: int = 224  # pixels on a side of an image, where no field says it
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        sides = (f"{self.part}image_size", 224), (f"{self.part}patch_size", self.size)
+        sides = (f"{self.part}image_size", self.image), (f"{self.part}patch_size", self.size)
         image, size = (self._side(reader, *side) for side in sides)
         channels = reader.whole([f"{self.part}num_channels"], 3, 1)
         if image % size:
@@ -165,7 +167,11 @@ def preprocessing(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if raw.get("do_resize", True) and "size" in raw:
         kind = raw.get("image_processor_type", raw.get("feature_extractor_type"))
-        found |= _resized(raw["size"], str(kind).startswith("CLIP"), wrong)
+        longest = raw["size"].get("longest_edge") if isinstance(raw["size"], dict) else None
+        if longest and raw.get("do_pad") and raw.get("pad_size") == {"height": longest, "width": longest}:
+            found["pad"] = True
+        else:
+            found |= _resized(raw["size"], str(kind).startswith("CLIP"), wrong)
     resample = raw.get("resample", 2)
     if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]
@@ -204,7 +210,7 @@ def _resized(size: Any, keeps_ratio: bool, wrong: list[str]) -> dict[str, Any]:
 def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, bytes]:
     """The preprocessor_config.json with which transformers prepares images as training did: name -> content."""
     side, cut = prepared.resize or patches.image, prepared.keep_ratio or prepared.resize > patches.image
-    kind = "CLIP" if prepared.keep_ratio else "DeiT" if cut else "ViT"
+    kind = "Sam" if prepared.pad else "CLIP" if prepared.keep_ratio else "DeiT" if cut else "ViT"
     fields = {
         "image_processor_type": f"{kind}ImageProcessor",
         "do_resize": True,
@@ -218,6 +224,11 @@ def preprocessor(patches: config.Patches, prepared: config.Images) -> dict[str, 
     }
     if prepared.keep_ratio:  # otherwise CLIP's processor makes colours of grey
         fields["do_convert_rgb"] = patches.channels == 3
+    if prepared.pad:
+        fine = PARTS * patches.side
+        fields |= {"size": {"longest_edge": side}, "do_pad": True, "pad_size": {"height": side, "width": side},
+                   "do_convert_rgb": patches.channels == 3, "mask_size": {"longest_edge": fine},
+                   "mask_pad_size": {"height": fine, "width": fine}}  # fmt: skip
     if cut:
         fields |= {"do_center_crop": True, "crop_size": {"height": patches.image, "width": patches.image}}
     return {PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}

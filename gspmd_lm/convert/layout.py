@@ -8,6 +8,7 @@ keys and values in turns, and interleaved rope.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -21,16 +22,19 @@ from gspmd_lm.sharding.axes import AXES
 #   p  rows of a position table, t  rows of a table of token types, r  ranges of distances, c  classes
 #   b  numbers of a frame of sound, j  numbers of the space of texts and images
 #   x  numbers of a patch, which are three dimensions of the file: channels, height and width
+#   s  places in a square, which are two dimensions of the file: height and width
+#   k  numbers of a pixel of a drawn mask, m  masks that are drawn for one prompt
 #   R  heads of queries, keys and values in one tensor, J  gate and up in one tensor
 #   X  a query and its gate, or a key and a value, of each head, in one tensor
 #   G  what keys and values are made from, and the key that all heads share, in one tensor
 #   1  a dimension of size 1
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b", "joint": "j"}
-_INNER = ("encoder", "vision")  # how the weights of other stacks of blocks begin
+LETTERS |= {"channels": "k", "masks": "m"}
+_INNER = ("encoder", "vision", "masks")  # how the weights of other stacks of blocks begin
 LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
-_JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G"}
+_JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G", "A": "s", "p": "s"}
 
 
 def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
@@ -38,7 +42,7 @@ def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
     name = path.partition(".")[0]
     if name.startswith(LEVEL):
         return config.levels(model)[int(name.removeprefix(LEVEL))]
-    return getattr(model, f"of_{name}") if name in _INNER else None
+    return (part := getattr(model, name)) and part.of(model) if name in _INNER else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Tensor:
     """One tensor of a published checkpoint, and the weights in it."""
 
     # "model.layers.{}.self_attn.q_proj.weight"; {} is the number of the layer. A tensor of one expert has {expert}, and
-    # one of a residual stream, the first aside, has {stream}.
+    # one of a residual stream, the first aside, or of a mask has {stream}.
     name: str
     axes: str  # "(N H) D": axes in brackets share one dimension of the file
     weights: tuple[str, ...]  # our weights: "attention.wq"; within a layer if the name has {}
@@ -96,6 +100,8 @@ class Tensor:
                 shape[-1] *= sizes[word]
             elif word == "x" and (patches := self.of(model).patches):
                 shape += [patches.channels, patches.size, patches.size]
+            elif word == "s":
+                shape += [math.isqrt(sizes[word])] * 2
             else:
                 shape.append(sizes[word])
         return tuple(shape)
@@ -156,7 +162,7 @@ class Tensor:
             "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
             "Y": model.layer_embed, "r": of_distances.ranges if of_distances else 0,
             "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
-            "b": model.frames.bands if model.frames else 0, "j": j,
+            "b": model.frames.bands if model.frames else 0, "j": j, "k": 0, "m": model.classes, "s": model.context,
             **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 

@@ -21,6 +21,7 @@ from gspmd_lm.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names of pixels with so many channels
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's number of how the camera was held, and values that turn it
 _NOTED = 256  # images between two calls of `progress`
 
 
@@ -86,20 +87,29 @@ def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.nda
             f"model.patches.channels={patches.channels}: files have images of {', '.join(map(str, _MODES))} channels\n"
             "  fix   set it to one of these, or train with data=batch"
         )
-    side = prepared.resize or patches.image
-    with _reading(encoded.place):
+    with reading(encoded.place):
         turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded.read())))  # as the camera was held
         resample = Image.Resampling[prepared.resample.upper()]
-        width, height = side, side
-        if prepared.keep_ratio:
-            shorter = min(turned.size)
-            width, height = (side if size == shorter else int(side * size / shorter) for size in turned.size)
+        width, height, left, top = fitted(turned.size, patches, prepared)
         sized = np.asarray(turned.convert(kind).resize((width, height), resample), np.float32)
-    top, left = (height - patches.image) // 2, (width - patches.image) // 2
     sized = sized.reshape(height, width, patches.channels)
     middle = sized[top : top + patches.image, left : left + patches.image]
     mean, std = np.asarray(prepared.mean, np.float32), np.asarray(prepared.std, np.float32)
-    return (middle / np.float32(255) - mean) / std
+    normal = (middle / np.float32(255) - mean) / std
+    beyond = [(0, patches.image - size) for size in normal.shape[:2]]
+    return np.pad(normal, (*beyond, (0, 0)))
+
+
+def fitted(size: tuple[int, int], patches: Patches, prepared: Images) -> tuple[int, int, int, int]:
+    """The width and height to which an image of this size is resized, and from the left and top how much is cut off."""
+    width = height = side = prepared.resize or patches.image
+    if prepared.keep_ratio:
+        shorter = min(size)
+        width, height = (side if one == shorter else int(side * one / shorter) for one in size)
+    elif prepared.pad:
+        width, height = (max(int(side * one / max(size) + 0.5), 1) for one in size)
+        return width, height, 0, 0
+    return width, height, (width - patches.image) // 2, (height - patches.image) // 2
 
 
 def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
@@ -110,7 +120,7 @@ def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _reading(place: str) -> Iterator[None]:
+def reading(place: str) -> Iterator[None]:
     """A context in which what Pillow says of a file becomes an InputError that names its place."""
     from PIL import Image
 
@@ -124,14 +134,19 @@ def _reading(place: str) -> Iterator[None]:
         ) from error
 
 
-def check(place: str, encoded: bytes) -> None:
-    """Reads the header of an image. Raises an InputError that begins with `place` if it is none, or not of 8 bits."""
+def check(place: str, encoded: bytes) -> tuple[int, int]:
+    """The width and height of an image as it is turned, from its header. Raises an InputError that begins with `place`
+    if it is none, or not of 8 bits.
+    """
     from PIL import Image
 
-    with _reading(place):
-        mode = Image.open(io.BytesIO(encoded)).mode
-    if mode[0] in "IF":
-        raise InputError(f"{place}: has pixels of mode {mode}\n  fix   save it with 8 bits for each channel")
+    with reading(place):
+        image = Image.open(io.BytesIO(encoded))
+        turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+    if image.mode[0] in "IF":
+        raise InputError(f"{place}: has pixels of mode {image.mode}\n  fix   save it with 8 bits for each channel")
+    width, height = image.size
+    return (height, width) if turned else (width, height)
 
 
 def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:

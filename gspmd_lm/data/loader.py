@@ -15,7 +15,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import cache, chat, images, labelled, media, packing, pairs, sounds, sources, tokenizer, trained
+from gspmd_lm.data import cache, chat, labelled, media, objects, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.Rows
@@ -138,7 +138,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
-    if found := _media(config, progress):
+    if found := objects.open_media(config, progress):
         return _of_media(config, found)
     _check_objective(config)
     count = sources.random_rows(data.source)
@@ -231,16 +231,6 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     if not source.held_out and not data.held_out_share:
         return train, None
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
-
-
-def _media(config: Config, progress: sources.Progress | None) -> media.Opened | None:
-    """Images with labels, images with texts, or sounds with texts; None for a model of texts alone."""
-    model = config.model
-    if model.patches:
-        return images.open_images(config, progress)
-    if model.vision:
-        return images.open_captions(config, progress)
-    return sounds.open_sounds(config, progress) if model.frames else None
 
 
 def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:

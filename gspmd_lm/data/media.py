@@ -141,7 +141,7 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
         raise InputError(
             f"{where}: {name} {found}: there is no {what}\n"
             f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}, and that of "
-            "the texts"
+            "what belongs to them"
         )
     return where, held, path
 

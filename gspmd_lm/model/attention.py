@@ -1,6 +1,7 @@
 """Grouped-query attention: of tokens to those of their row, of patches to a window, or to what another stack made."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -9,7 +10,8 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.cache import Cache, Kept
-from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads
+from gspmd_lm.model.kernels import attention as kernels
+from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads, scores_scale
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
@@ -47,6 +49,11 @@ class Attention(nn.Module):
             self.of_heads = bias(self, "sinks", "heads", (N,), cfg)
         elif relative and not relative.shared:
             self.of_heads = use(matrix(self, "relative_bias", "ranges heads", (relative.ranges, N), cfg))
+        self.vectors = []
+        if cfg.windows and cfg.windows.vectors:
+            of, distances = "whole_" * config.is_whole(cfg), 2 * cfg.windows.size - 1
+            self.vectors = [use(matrix(self, f"{of}{name}_vectors", "ranges head_dim", (distances, H), cfg))
+                            for name in ("height", "width")]  # fmt: skip
         self.bo = bias(self, "bo", "embed", (D,), cfg) if cfg.attention_out_bias else None
         plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
         self.value_norm = Norm(plain) if cfg.value_norm else None
@@ -116,7 +123,8 @@ class Attention(nn.Module):
             pairs = (self.wq.weight, self.bq), (self.w_keys[0].weight, self.b_keys["k"])
             of_heads = of_ranges(batch["relative_RD"], *pairs)
         if cfg.windows:
-            out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads)
+            beyond = [self.b_keys.get(name) if cfg.qkv_bias else None for name in "kv"]
+            out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads, beyond, self.vectors)
         else:
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, batch, cfg, of_heads)
         if self.wg is not None:
@@ -168,23 +176,36 @@ def in_chunks(batch: dict[str, jax.Array], size: int) -> dict[str, jax.Array]:
 
 
 def attend_in_windows(
-    q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, cfg: config.ModelConfig, own_RN: jax.Array | None
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTNH: jax.Array,
+    cfg: config.ModelConfig,
+    own_RN: jax.Array | None,
+    beyond_NH: Sequence[jax.Array | None] = (None, None),
+    vectors_RH: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """softmax(scale q k) v over the patches of a window, as XLA compiles it, [B, T, N, H].
+    """softmax(scale q k) v over the patches of a window, [B, T, N, H]. XLA computes it, unless it is all of an image.
 
     The first rows are the patches of an image, row by row from the top left one. The others are padding, which gets 0.
-    own_RN: the numbers of each head of ranges of distances, if the config has any.
+    own_RN: the numbers of each head of ranges of distances, if the config has any. beyond_NH: the key and the value of
+    places of a window that lie beyond the image; None: zeros. vectors_RH: see `with_places`.
 
     A window is to attention what a row is elsewhere (arXiv 2103.14030). All windows of an image are in the same rows of
     the batch as the image. So an image must not be split: no device that has a part of its patches has all of a window.
     """
     assert cfg.windows and cfg.patches
     size, shift, side, T = cfg.windows.size, cfg.windows.shift, cfg.patches.side, q_BTNH.shape[1]
-    B, across = len(q_BTNH), side // size
+    B, across = len(q_BTNH), -(-side // size)
+    missing = across * size - side
 
-    def in_windows(x_BTNH: jax.Array, spec: str) -> jax.Array:
+    def in_windows(x_BTNH: jax.Array, spec: str, beyond_NH: jax.Array | None) -> jax.Array:
         x_ByxNH = rearrange(x_BTNH[:, : side**2], "B (y x) N H -> B y x N H", x=side)
         x_ByxNH = jnp.roll(x_ByxNH, (-shift, -shift), (1, 2)) if shift else x_ByxNH
+        if missing:
+            x_ByxNH = jnp.pad(x_ByxNH, ((0, 0), (0, missing), (0, missing), (0, 0), (0, 0)))
+        if missing and beyond_NH is not None:
+            inside_y = jnp.arange(side + missing) < side
+            x_ByxNH = jnp.where((inside_y[:, None] & inside_y)[:, :, None, None], x_ByxNH, beyond_NH)
         return like(rearrange(x_ByxNH, "B (h y) (w x) N H -> (B h w) (y x) N H", y=size, x=size), spec)
 
     segments_BT = None
@@ -193,12 +214,46 @@ def attend_in_windows(
         segments_BT = like(segments_BT.reshape(-1, size**2), SEGMENTS)
     tokens = Tokens(jnp.arange(size**2)[None], segments_BT, None)
     specs = Q, *(spec.replace("kv_heads", keys_axis()) for spec in (K, V))
-    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs)
-    out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, split("q", "batch").num_shards)
+    q, k, v = map(in_windows, (q_BTNH, k_BTNH, v_BTNH), specs, (None, *beyond_NH))
+    shards = split("q", "batch").num_shards
+    if vectors_RH:
+        scale = scores_scale(cfg)
+        places_rS = jnp.broadcast_to(jnp.arange(size), (shards, size))
+        places_rS = like(places_rS, SEGMENTS) if shards > 1 else places_rS
+        q, k = with_places(q, k, vectors_RH, places_rS, scale)
+        cfg = dataclasses.replace(cfg, query_scale=scale)  # that of a head without its places
+    if size == side:
+        out = kernels.attend(q, k, v, None, cfg, own_RN=own_RN)
+    else:
+        out = masked(q, k, v, tokens, tokens, of_heads(cfg, own_RN), cfg, shards)
     out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
     out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
-    out_BTNH = rearrange(out_ByxNH, "B y x N H -> B (y x) N H")
+    out_BTNH = rearrange(out_ByxNH[:, :side, :side], "B y x N H -> B (y x) N H")
     return shard(jnp.pad(out_BTNH, ((0, 0), (0, T - side**2), (0, 0), (0, 0))), OUT)
+
+
+def with_places(
+    q_WTNH: jax.Array, k_WTNH: jax.Array, vectors_RH: Sequence[jax.Array], places_rS: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys of windows with more numbers, so that scale q k has a bias by distance that depends on queries.
+
+    vectors_RH: those of all distances from a key to a query, in height and in width. The bias is the query times the
+    vector of each of its two distances (arXiv 2112.01526). A query gets its products with the vectors of all rows and
+    columns of keys, and a key a one in the place of its row and of its column. So fused kernels, too, compute the bias.
+    places_rS: the places on a side of a window, once for each shard of the batch, each of which adds up its own
+    gradients of vectors.
+    """
+    shards, side = places_rS.shape
+    distance_rys = places_rS[:, :, None] - places_rS[:, None] + side - 1
+    heights_rysH, widths_rxsH = (vectors[distance_rys] for vectors in vectors_RH)
+    q_rWyxNH = rearrange(q_WTNH, "(r W) (y x) N H -> r W y x N H", r=shards, x=side)
+    in_height = jnp.einsum("rWyxNH,rysH->rWyxNs", q_rWyxNH, heights_rysH)
+    in_width = jnp.einsum("rWyxNH,rxsH->rWyxNs", q_rWyxNH, widths_rxsH)
+    products = (rearrange(x / scale, "r W y x N s -> (r W) (y x) N s") for x in (in_height, in_width))
+    q_WTNH = jnp.concatenate([q_WTNH, *(x.astype(q_WTNH.dtype) for x in products)], -1)
+    ones = [jax.nn.one_hot(place, side, dtype=k_WTNH.dtype) for place in jnp.divmod(jnp.arange(side**2), side)]
+    ones_WTNs = jnp.broadcast_to(jnp.concatenate(ones, -1)[:, None], (*k_WTNH.shape[:3], 2 * side))
+    return q_WTNH, jnp.concatenate([k_WTNH, ones_WTNs], -1)
 
 
 def regions(side: int, size: int, shift: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.sharding.axes import ADAPTERS, BALANCE_BIAS, SINUSOIDS
+from gspmd_lm.sharding.axes import ADAPTERS, BALANCE_BIAS, FIXED
 
 Tree = dict[str, Any]  # nested, with anything for leaves
 
@@ -33,7 +33,7 @@ def partition(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, Tree]:
     if cfg.lora:
         return weights(params), adapters(params)
     flat = _flat(params)
-    fixed = {path for path in flat if path[-1] in (BALANCE_BIAS, SINUSOIDS)}
+    fixed = {path for path in flat if path[-1] in (BALANCE_BIAS, *FIXED)}
     frozen, trained = ({path: flat[path] for path in flat if (path in fixed) is kind} for kind in (True, False))
     return unflatten_dict(frozen), unflatten_dict(trained)
 

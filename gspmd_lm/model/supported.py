@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config import Config, ModelConfig, is_whole
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model.kernels import grouped_gpu
@@ -59,6 +59,8 @@ def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, cap
         for kind in model.layer_kinds
         if not kind.linear_attention
     ]
+    if whole := [kind for kind in kinds if is_whole(kind)]:  # XLA computes smaller windows, whatever the kernel
+        kinds, seq, local_seq = whole, model.context, model.context
 
     def lacking(segments: bool) -> str | None:
         known: Any = {"seq": local_seq, "segments": segments, "capability": capability}
@@ -202,8 +204,9 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
     whole, unsplit = "and no device has all of a row", f"do not split seq over {', '.join(over)}"
     if "linear" in model.kind_of_each_layer:
         problems.append(Problem(f"model.linear_attention: a state goes from token to token, {whole}", place, unsplit))
-    if model.windows:
-        problems.append(Problem(f"model.windows: patches of a window are not neighbours, {whole}", place, unsplit))
+    for key, why in (("masks", "its neck reads all around a patch"), ("windows", "patches of one are not neighbours")):
+        if getattr(model, key):
+            problems.append(Problem(f"model.{key}: {why}, {whole}", place, unsplit))
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if form == "ulysses":

@@ -14,6 +14,7 @@ from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.images import ImageClassifier, LevelsClassifier
+from gspmd_lm.model.masks import Masker
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
@@ -141,12 +142,16 @@ def init(cfg: config.ModelConfig, key: jax.Array) -> Any:
         batch |= {"segment_ids": tokens, "patches": jnp.zeros((1, patches.rows, patches.pixels))}
     if cfg.patches:
         batch = {"patches": jnp.zeros((1, cfg.context, cfg.patches.pixels)), "row": tokens[0]}
+    if cfg.masks:
+        batch |= {"points": jnp.zeros((1, 1, 2)), "point_kinds": tokens, "prompt_mask": jnp.zeros((1, cfg.context, 16))}
     return _module(cfg).init(key, batch)["params"]
 
 
 def _module(cfg: config.ModelConfig) -> Stack | LevelsClassifier:
     if cfg.vision:
         return Towers(cfg)
+    if cfg.masks:
+        return Masker(cfg)
     if cfg.patches:
         return LevelsClassifier(cfg) if cfg.windows else ImageClassifier(cfg)
     return TextClassifier(cfg) if cfg.classes else Decoder(cfg)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
-from gspmd_lm.sharding.axes import ADAPTERS, NARROW, QUANTISED, SINUSOIDS, STACKED, TO_RESIDUAL
+from gspmd_lm.sharding.axes import ADAPTERS, FIXED, NARROW, QUANTISED, STACKED, TO_RESIDUAL
 from gspmd_lm.sharding.quantised import EIGHT_BITS, Quantised
 
 LOOPS = {*get_args(config.StackName)}
@@ -36,7 +36,7 @@ def weight(
     else:
         dtype = "float32" if at_rest else cfg.weight_dtype
         param = parameter(module, name, axes, shape, init, dtype, cfg.compute_dtype)
-    frozen = name == SINUSOIDS or (cfg.lora is not None and name not in ADAPTERS)
+    frozen = name in FIXED or (cfg.lora is not None and name not in ADAPTERS)
     scanned = bool({*module.path} & LOOPS)
     array = jax.lax.stop_gradient(param.array) if frozen else param.array
     eight_bits = cfg.matmul_dtype if multiplied else None

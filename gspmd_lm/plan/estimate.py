@@ -223,7 +223,8 @@ class Estimator:
         key = (remat.policy == "none", remat.policy == "block", *named)
         if key not in costs.transfers:
             config = self.traces.task.config
-            kind = DecoderTransfers if config and not config.model.encoder else AnyModelTransfers
+            one_stream = config and not (config.model.encoder or config.model.masks)
+            kind = DecoderTransfers if one_stream else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
             costs.transfers[key] = kind(part, self.traces.arrays).all
         return costs.transfers[key]

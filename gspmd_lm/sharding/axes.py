@@ -34,8 +34,12 @@ AXES = {
     "pixels": ("-", "numbers of a patch of an image"),
     "bands": ("-", "numbers of a frame of sound"),
     "joint": ("-", "numbers of the space in which texts and images are compared"),
+    "prompt": ("-", "points of a prompt, and what stands beside them for masks"),
+    "masks": ("-", "masks that are drawn for one prompt"),
+    "channels": ("-", "numbers of a pixel of a mask"),
 }
-STACKED = ("layers", "expert", "streams")  # axes along which matrices stand side by side; they are the first ones
+# Axes along which matrices stand side by side; they are the first ones.
+STACKED = ("layers", "expert", "streams", "masks")
 NARROW = {"embed", "rank", "q_rank", "kv_rank"}  # a side of a matrix that is one axis
 # The far side of a matrix inside a block.
 HIDDEN = {"heads", "kv_heads", "mlp", "rank", "layer_embed", "q_rank", "kv_rank", "rope_dim"}
@@ -126,11 +130,42 @@ WEIGHTS = {
     "b_gate": "bias of w_gate",
     "b_up": "bias of w_up",
     "b_down": "bias of w_down",
+    "height_vectors": "vectors of distances in height within a window",
+    "width_vectors": "those in width",
+    "whole_height_vectors": "vectors of distances in height within an image",
+    "whole_width_vectors": "those in width",
+    "neck_in": "matrix from patches to the width of a decoder of masks",
+    "neck_out": "convolution of 3 x 3 patches behind it",
+    "fourier": "frequencies of the places of points and patches, which are not trained",
+    "point_kinds": "what is added to a point: not of the object, of it, or one of two corners of a box",
+    "no_point": "what stands in place of a point that a prompt lacks",
+    "no_mask": "what is added to each patch where no mask is a prompt",
+    "mask_in": "first convolution over a mask that is a prompt",
+    "mask_middle": "second convolution over it",
+    "mask_out": "matrix from its output to the width of the decoder",
+    "mask_in_bias": "bias of mask_in",
+    "mask_middle_bias": "bias of mask_middle",
+    "mask_out_bias": "bias of mask_out",
+    "iou_token": "token that the quality of masks is read at",
+    "mask_tokens": "tokens that masks are read at",
+    "upscale_in": "matrix from a patch to four parts of it",
+    "upscale_out": "matrix from such a part to four pixels",
+    "upscale_in_bias": "bias of upscale_in",
+    "upscale_out_bias": "bias of upscale_out",
+    "hyper_in": "first matrix from the token of each mask to what multiplies pixels",
+    "hyper_middle": "second matrix",
+    "hyper_out": "third matrix",
+    "iou_in": "first matrix from iou_token to the quality of masks",
+    "iou_middle": "second matrix",
+    "iou_out": "third matrix",
+    **{f"{of}_{place}_bias": f"bias of {of}_{place}" for of in ("hyper", "iou") for place in ("in", "middle", "out")},
     "scale": "scale of a norm (final_norm.scale, attention_norm.scale, ...)",
     "bias": "bias of a norm",
 }
 BALANCE_BIAS = "balance_bias"  # it moves against the loads of a step; gradients do not change it
-SINUSOIDS = "sinusoids"  # not trained
+SINUSOIDS = "sinusoids"
+# Weights that are not trained. Those of masks that are prompts are not, because no training has such prompts.
+FIXED = (SINUSOIDS, "fourier", "mask_in", "mask_middle", "mask_out")
 TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
@@ -170,7 +205,11 @@ ACTIVATIONS = {
     "logits": "one chunk of the logits",
     "memory": "what another stack made, as the blocks of this one read it",
     "vectors": "normed vectors of ranges of distances",
-    "transformed": "output of head_transform or of pooler",
+    "transformed": "output of head_transform, of pooler or of neck_in",
+    "around": "3 x 3 patches side by side, which a convolution makes one of",
+    "prompts": "tokens of a prompt and of masks",
+    "upscaled": "patches that are cut in four, or sixteen",
+    "drawn": "masks",
     "merged": "four neighbouring patches side by side, normed, before they become one",
     "class_scores": "scores of classes",
     "cache": "keys and values of the tokens so far, or what they are made from, kept while text is generated",
@@ -181,7 +220,8 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
     "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "vectors", "transformed", "class_scores", "compared", "merged",
+    "vectors", "transformed", "class_scores", "compared", "merged", "around", "prompts", "upscaled",
+    "drawn",
 )  # fmt: skip
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.config.sounds import WINDOW
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums
@@ -57,9 +58,11 @@ def task(config: Config | Task) -> Task:
 
 
 def inputs(config: Config) -> Mapping[str, Input]:
-    """The arrays of a batch, int32 but for patches, frames, and labels that are numbers, which are float32.
+    """The arrays of a batch, int32 but for patches, points, objects, frames, and labels that are numbers: float32.
 
-    patches [B, T, X], float32, if the model sees images: see `images.ImageClassifier`. Otherwise:
+    patches [B, T, X], if the model sees images: see `images.ImageClassifier`. If it draws masks, points [B, P, 2] and
+    point_kinds [B, P], see `masks.Masker`, and object [B, T, 16]: 1 for pixels of the object, 0 for others, and -1 for
+    pixels that are not of the image. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none; with objective: replaced, whether another token stands
     there. labels [B], in their place if the objective is classes: the class of the row's text, -1 for none, or its
@@ -69,6 +72,12 @@ def inputs(config: Config) -> Mapping[str, Input]:
     data, classes = config.data, config.objective == "classes"
     if patches := config.model.patches:
         arrays = {"patches": Input((data.batch, data.seq, patches.pixels), "float32", "patches: batch seq pixels")}
+        if config.model.masks:
+            prompt = data.batch, POINTS
+            arrays["points"] = Input((*prompt, 2), "float32", "prompts: batch prompt channels")
+            arrays["point_kinds"] = Input(prompt, "int32", "prompts: batch prompt")
+            arrays["object"] = Input((data.batch, data.seq, PARTS**2), "float32", "drawn: batch seq pixels")
+            return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
         return arrays | {name: Input((data.batch,), "int32", "tokens: batch") for name in ("labels", "row")}
     vision = config.model.vision
     names = ["tokens", "positions"] if classes or vision else ["tokens", "targets", "positions"]

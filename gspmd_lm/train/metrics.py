@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig, levels, padded_rows
+from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 
@@ -30,6 +31,8 @@ def flops_per_token(
     looked_up += model.token_types * summed_width
     if relative := model.relative_positions:
         looked_up += relative.ranges * model.head_rows * (1 if relative.shared else model.layers)
+    tables = [2 * (2 * layer.windows.size - 1) for layer in model.each_layer if layer.windows and layer.windows.vectors]
+    looked_up += sum(tables) * model.head_dim  # see `attention_flops`
     if vectors := model.relative_vectors:  # layers multiply them once for all tokens
         looked_up += vectors.ranges * model.embed
     if model.classes and model.classes_of == "text":  # one token of a row is scored, of a text after a matrix
@@ -49,6 +52,9 @@ def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> floa
     2204.02311, appendix B) counts all T keys of a row in place of S.
     """
     with_ranges = 2 * model.head_dim * model.relative_vectors.ranges * model.layers if model.relative_vectors else 0
+    with_ranges += sum(
+        2 * model.head_dim * layer.windows.size for layer in model.each_layer if layer.windows and layer.windows.vectors
+    )
     return 6.0 * model.heads * (_numbers(model, last) * keys_seen(model, seq, last=last) + with_ranges)
 
 
@@ -62,6 +68,12 @@ def _numbers(model: ModelConfig, last: bool) -> int:
 def model_flops(config: Config, arrays: Arrays) -> float:
     """Model FLOPs of one train step: see `flops_per_token`."""
     model, data = config.model, config.data
+    if model.masks:
+        of_masks = (
+            like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("masks.")
+        )
+        of_image = flops_per_token(model, arrays.parameter_count - sum(of_masks), data.seq) * data.seq
+        return data.batch * (of_image + flops_of_masks(model, data.seq))
     if model.windows:
         return data.batch * sum(
             flops_per_token(level, count, rows) * rows
@@ -88,6 +100,19 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
     return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq)
+
+
+def flops_of_masks(model: ModelConfig, rows: int) -> float:
+    """Model FLOPs of the masks of one image with so many rows, forward and backward, without norms and biases."""
+    assert model.masks
+    masks, D, M = model.masks, model.masks.embed, model.masks.count
+    narrow, tokens = D // masks.narrowing, 1 + M + POINTS
+    # Of a token, and of a row of the image: in each layer, and in the attention that follows.
+    of_token = masks.layers * (4 * D * D + 2 * D * masks.mlp + 4 * D * narrow) + 2 * D * narrow
+    of_row = masks.layers * 4 * D * narrow + 2 * D * narrow + D * D + D * D // 2  # and cut in 4, and in 16
+    attention = masks.layers * tokens * (2 * tokens * D + 4 * rows * narrow) + 2 * tokens * rows * narrow
+    heads = M * (2 * D * D + D * D // 8) + 2 * D * D + D * M + M * rows * PARTS**2 * D // 8
+    return 6.0 * (tokens * of_token + rows * of_row + attention + heads)
 
 
 def _read_by_sources(named: Any, abstract: Any) -> int:

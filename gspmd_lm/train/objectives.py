@@ -12,12 +12,16 @@ from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.model.ends import SCORES
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
+from gspmd_lm.model.masks import Drawn, draw
 from gspmd_lm.model.task import Batch
 from gspmd_lm.model.towers import compare
 from gspmd_lm.model.transformer import classify, decode_routed
 from gspmd_lm.sharding.annotate import like, shard
 
 NEVER = -1e30  # the score of a row of padding
+# Focal loss (arXiv 1708.02002) counts 20 times as much as dice loss (arXiv 2304.02643, "Training"), and the pixels of
+# the object a quarter of it.
+FOCAL, OF_OBJECT = 20.0, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,7 @@ def of(config: Config) -> Objective:
     """The objective of a config."""
     if config.objective == "classes":
         return CLASSES if config.data.label_kind == "class" else NUMBERS
-    return {"contrastive": PAIRS, "replaced": REPLACED}.get(config.objective, TOKENS)
+    return {"contrastive": PAIRS, "replaced": REPLACED, "masks": MASKS}.get(config.objective, TOKENS)
 
 
 # Tokens: the next ones, or those that were hidden
@@ -304,8 +308,68 @@ def _scores_of_replaced(totals: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+# Masks of objects that prompts mean
+
+
+class MaskSums(NamedTuple):
+    """Sums over the rows that hold an object."""
+
+    loss: jax.Array  # of the first mask, of the best of the others, and of how the quality of each is guessed
+    iou: jax.Array  # the intersection of the first mask and the object over their union
+
+
+def _sums_of_masks(model: ModelConfig, params: Any, batch: Batch, key: jax.Array | None) -> MaskSums:
+    drawn, holds_B = draw(model, params, dict(batch), key), _holds_object(batch)
+    loss_BM, iou_BM = _of_each_mask(drawn, batch["object"])
+    # The gradient of the best one reaches it alone: its number is what is chosen.
+    best_B = loss_BM[:, 1:].argmin(1)
+    of_best_B = jnp.where(jnp.arange(loss_BM.shape[1] - 1) == best_B[:, None], loss_BM[:, 1:], 0).sum(1)
+    guess_B = jnp.square(drawn.iou_BM - iou_BM).mean(1)
+    loss_B = loss_BM[:, 0] + of_best_B + guess_B
+    return MaskSums(jnp.where(holds_B, loss_B, 0).sum(), jnp.where(holds_B, iou_BM[:, 0], 0).sum())
+
+
+def _of_each_mask(drawn: Drawn, object_BTP: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, M]: focal and dice loss of each mask, and its intersection with the object over their union."""
+    x, pixels = drawn.masks_BMTP, (-2, -1)
+    is_real, is_object = (object_BTP >= 0)[:, None], (object_BTP > 0)[:, None]
+    sign = jnp.where(is_object, 1.0, -1.0)
+    weight = jnp.where(is_object, OF_OBJECT, 1 - OF_OBJECT)
+    focal = -weight * jnp.square(jax.nn.sigmoid(-sign * x)) * jax.nn.log_sigmoid(sign * x)
+    counted = jnp.maximum(is_real.sum(pixels, dtype=jnp.float32), 1)
+    focal_BM = jnp.where(is_real, focal, 0).sum(pixels) / counted
+    share = jnp.where(is_real, jax.nn.sigmoid(x), 0)
+    both = jnp.where(is_object, share, 0).sum(pixels)
+    dice_BM = 1 - (2 * both + 1) / (share.sum(pixels) + is_object.sum(pixels, dtype=jnp.float32) + 1)
+    found = (x > 0) & is_real
+    shared, either = (each.sum(pixels, dtype=jnp.float32) for each in (found & is_object, found | is_object))
+    return FOCAL * focal_BM + dice_BM, shared / jnp.maximum(either, 1)
+
+
+def _holds_object(batch: Batch) -> jax.Array:
+    return (batch["object"] >= 0).any((1, 2))
+
+
+def _objects(batch: Batch) -> jax.Array:
+    return _holds_object(batch).sum(dtype=jnp.float32)
+
+
+def _totals_of_masks(model: ModelConfig, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    return _sums_of_masks(model, params, batch, None)._asdict() | {"objects": _objects(batch)}
+
+
+def _means_of_masks(sums: MaskSums, count: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": sums.loss / count, "iou": sums.iou / count, "objects": count}
+
+
+def _scores_of_masks(totals: Mapping[str, float]) -> dict[str, float]:
+    count = max(totals["objects"], 1.0)
+    return {"eval_loss": totals["loss"] / count, "eval_iou": totals["iou"] / count, "eval_objects": totals["objects"]}
+
+
 TOKENS = Objective(_sums_of_tokens, _targets, _totals_of_tokens, _means_of_tokens, _scores_of_tokens)
 CLASSES = Objective(_sums_of_classes, _labels, _totals_of_classes, _means_of_classes, _scores_of_classes)
 NUMBERS = Objective(_sums_of_numbers, _numbers, _totals_of_numbers, _means_of_numbers, _scores_of_numbers)
 PAIRS = Objective(_sums_of_pairs, _pairs, _totals_of_pairs, _means_of_pairs, _scores_of_pairs)
 REPLACED = Objective(_sums_of_replaced, _targets, _totals_of_replaced, _means_of_replaced, _scores_of_replaced)
+MASKS = Objective(_sums_of_masks, _objects, _totals_of_masks, _means_of_masks, _scores_of_masks)

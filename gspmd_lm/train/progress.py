@@ -78,7 +78,7 @@ class Shown:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-COUNTS = ("eval_tokens", "eval_labels", "eval_pairs")  # of what an evaluation has scored
+COUNTS = ("eval_tokens", "eval_labels", "eval_pairs", "eval_objects")  # of what an evaluation has scored
 
 
 def heading(stop: int, mfu: bool) -> str:

@@ -13,6 +13,7 @@ from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.layers import Convolution, RelativeVectors
+from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.sounds import Frames
 from gspmd_lm.config.stacks import Encoder, Vision
 from gspmd_lm.config.windows import Windows
@@ -53,7 +54,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
              "model.relative_vectors": RelativeVectors(), "model.convolution": Convolution(),
              "model.vision.patches": Patches(image=8, size=4),
              "model.vision": Vision(patches=Patches(image=8, size=4), projection=8),
-             "model.windows": Windows(size=2)}  # fmt: skip
+             "model.windows": Windows(size=2), "model.masks": Masks()}  # fmt: skip
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
         section, _, field = key.name.rpartition(".")

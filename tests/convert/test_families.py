@@ -10,6 +10,7 @@ from gspmd_lm.convert import architecture, export, pretrained
 from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.image_families import IMAGE_FAMILIES
+from gspmd_lm.convert.mask_families import MASK_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.convert.sound_families import SOUND_FAMILIES
 from gspmd_lm.convert.tower_families import TOWER_FAMILIES
@@ -49,8 +50,9 @@ OTHER_DTYPES = ("gpt2", "phimoe")  # beside bfloat16
 
 
 def test_every_family_has_a_case():
-    # test_encoder_families.py, test_image_families.py, test_sound_families.py
-    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES, *TOWER_FAMILIES)}
+    # test_encoder_families.py, test_image_families.py, test_mask_families.py, test_sound_families.py
+    others = *MASK_FAMILIES, *TOWER_FAMILIES
+    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES, *others)}
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES} - elsewhere
 
 

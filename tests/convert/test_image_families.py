@@ -145,7 +145,7 @@ def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
     }))  # fmt: skip
     found = pretrained.open_folder(folder, []).config.data.images
     assert dataclasses.asdict(found) == {
-        "resize": 14, "keep_ratio": False, "resample": "bicubic", "mean": (0.485, 0.456, 0.406),
+        "resize": 14, "keep_ratio": False, "pad": False, "resample": "bicubic", "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
     }  # fmt: skip
     path.write_text(json.dumps({"size": {"longest_edge": 14}, "resample": 1}))
@@ -153,11 +153,14 @@ def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
         pretrained.open_folder(folder, [])
 
 
-@pytest.mark.parametrize("prepared", [Images(), Images(resize=14, resample="bicubic", mean=(0.1, 0.2, 0.3))])
+@pytest.mark.parametrize(
+    "prepared", [Images(), Images(resize=14, resample="bicubic", mean=(0.1, 0.2, 0.3)), Images(pad=True)]
+)
 def test_what_is_written_about_images_is_read_again(prepared, tmp_path):
     for name, content in image_families.preprocessor(Patches(image=12, size=4), prepared).items():
         (tmp_path / name).write_bytes(content)
-    resize = {"resize": prepared.resize or 12, "mean": prepared.mean * (3 // len(prepared.mean)), "std": (0.5,) * 3}
+    side = 0 if prepared.pad else prepared.resize or 12
+    resize = {"resize": side, "mean": prepared.mean * (3 // len(prepared.mean)), "std": (0.5,) * 3}
     found = Images(**{key: tuple(value) if isinstance(value, list) else value
                       for key, value in image_families.preprocessing(tmp_path).items()})  # fmt: skip
     assert found == dataclasses.replace(prepared, **resize)

@@ -156,22 +156,26 @@ def test_a_run_learns_the_classes_and_keeps_them(folder, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("side", "resample", "kept"), [(16, "bilinear", False), (20, "bicubic", False), (19, "bicubic", True)]
+    ("side", "resample", "kept"),
+    [(16, "bilinear", False), (20, "bicubic", False), (19, "bicubic", True), (0, "bilinear", False)],
 )
 def test_pixels_are_those_of_the_processors_of_transformers(tmp_path, side, resample, kept):
-    """kept: whether images keep the ratio of their sides, as CLIP's do."""
+    """kept: whether images keep the ratio of their sides, as CLIP's do. A side of 0: as SAM's do, which are padded."""
     import transformers
 
     drawn(5, side=37).crop((0, 0, 31, 37)).save(tmp_path / "one.png")
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     kind = transformers.CLIPImageProcessorPil if kept else transformers.DeiTImageProcessorPil
     kind = transformers.ViTImageProcessorPil if side == 16 else kind
+    pad = {} if side else {"pad_size": {"height": 16, "width": 16}}
+    kind = kind if side else transformers.SamImageProcessorPil
     crop = {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}} if side > 16 else {}
     size = {"shortest_edge": side} if kept else {"height": side, "width": side}
+    size = size if side else {"longest_edge": 16}
     theirs = kind(size=size, resample=3 if resample == "bicubic" else 2,
-                  image_mean=list(mean), image_std=list(std), **crop)  # fmt: skip
+                  image_mean=list(mean), image_std=list(std), **crop, **pad)  # fmt: skip
     want = theirs(Image.open(tmp_path / "one.png"), return_tensors="np")["pixel_values"][0]
     image = media.Encoded("one", b"", tmp_path / "one.png")
-    prepared = Images(resize=side, keep_ratio=kept, resample=resample, mean=mean, std=std)
+    prepared = Images(resize=side, keep_ratio=kept, resample=resample, mean=mean, std=std, pad=not side)
     found = images.pixels(image, Patches(image=16, size=4), prepared)
     np.testing.assert_allclose(found.transpose(2, 0, 1), want, atol=2e-6)

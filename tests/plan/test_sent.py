@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, RelativePositions, RelativeVectors, Vision, Windows
+from gspmd_lm.config import LatentAttention, Masks, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
@@ -101,3 +101,17 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     # Scales, biases and small tables are left out, and a first token is priced as its whole row: here they weigh much.
     assert found == pytest.approx(sent(step), rel=0.12)
+
+
+@pytest.mark.slow
+def test_what_a_decoder_of_masks_sends_is_not_underestimated(small, built, sent):
+    """Its tokens are no residual stream, so the estimate is that of any model, which gathers more than compilers do."""
+    config = small(
+        objective="masks", masks=Masks(embed=64, mlp=256), mask="full", mlp_kind="plain", vocab=0, padded_vocab=0,
+        patches=Patches(image=24, size=4, class_row=False, pool="mean"), context=36, positions="none",
+        windows=Windows(size=4, vectors=True), layer_pattern=("full", "whole"), final_norm=False, data={"seq": 40},
+    )  # fmt: skip
+    step = built(config, "fsdp2_tp4")
+    found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
+    for axis, size in sent(step).items():
+        assert size < found[axis] < 1.5 * size

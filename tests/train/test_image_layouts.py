@@ -61,7 +61,7 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
         (
             "cp8",
             {},
-            r"model\.windows: patches of a window are not neighbours(.|\n)*rule  .*cp8(.|\n)*fix   do not split seq",
+            r"model\.windows: patches of one are not neighbours(.|\n)*rule  .*cp8(.|\n)*fix   do not split seq",
         ),
         (
             "pp2_fsdp2_tp2",
@@ -101,9 +101,9 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
         ),
         ({"token_types": 2}, "model.patches does not go with token_types"),
         ({**SWIN, "kv_heads": 4}, "windows needs kv_heads equal to heads"),
-        ({**SWIN, "positions": "learned"}, "windows goes with positions: none, not learned"),
+        ({**SWIN, "positions": "sinusoidal"}, "windows goes with positions: learned or none, not sinusoidal"),
         ({**SWIN, "lora": Lora(targets=("wq",))}, "windows does not go with lora"),
-        ({**SWIN, "layer_pattern": ("full", "nope")}, "windows goes with layers of kind full and shifted"),
+        ({**SWIN, "layer_pattern": ("full", "nope")}, "windows goes with layers of kind full, shifted and whole"),
         ({**SWIN, "windows": Windows(size=2, shift=2)}, "windows.shift=2 must be below windows.size=2"),
         ({**SWIN, "windows": Windows(size=2)}, "layer_pattern has shifted layers: set windows.shift"),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, LatentAttention, Patches, RelativePositions, Vision, Windows
+from gspmd_lm.config import Encoder, Frames, LatentAttention, Masks, Patches, RelativePositions, Vision, Windows
 from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.equations import model_flops as jaxpr_flops
 from gspmd_lm.sharding.shapes import pairs
@@ -153,6 +153,25 @@ def test_model_flops_of_levels_are_those_of_the_rows_of_each(small):
     head = 6 * rows * 64 * config.model.classes
     counted = 6 * rows * (24 * vectors[0] + 8 * vectors[1])
     assert model_flops(config, arrays) == pytest.approx(3 * jaxpr_flops(forward.jaxpr) - head + counted)
+
+
+def test_model_flops_of_masks_are_those_of_the_image_and_of_the_tokens_of_a_prompt(small):
+    """As above. The trace looks up kinds of points by a product, and it multiplies ones in place of a key's place."""
+    config = small(
+        objective="masks", masks=Masks(embed=32, mlp=40), mask="full", vocab=0, padded_vocab=0, context=36,
+        patches=Patches(image=24, size=4, class_row=False, pool="mean"), positions="learned", data={"seq": 36},
+        windows=Windows(size=3, vectors=True), layer_pattern=("full", "whole"), final_norm=False,
+    )  # fmt: skip
+    task, rows, model = decoder.task(config), config.data.batch, config.model
+    arrays = state.arrays(task)
+    forward = jax.make_jaxpr(lambda params, batch: task.sums(params, batch, None))(arrays.params, task.batch(rows))
+    vectors = [
+        like.size for leaf, like in pairs(arrays.named_params, arrays.params)
+        if len({*leaf.axes} - {"layers"}) == 1 and not leaf.path.startswith("masks.")
+    ]  # fmt: skip
+    places = 36 * model.heads * (2 * 3 * 3**2 + 2 * 6 * 6**2)
+    wanted = 3 * jaxpr_flops(forward.jaxpr) + 6 * rows * (36 * sum(vectors) - places - 2 * 4 * 32)
+    assert model_flops(config, arrays) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

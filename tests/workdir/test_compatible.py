@@ -40,6 +40,7 @@ OTHER = {
     "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
     "layer_scale": 0.1, "convolution": config.Convolution(), "windows": config.Windows(size=2),
+    "masks": config.Masks(),
     "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
@@ -74,7 +75,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
         of_experts = any(word in name for word in OF_EXPERTS)
         base = "streams" if name in OF_STREAMS else "mixture" if of_experts else "dense"
         base = {"embedding_in": "narrow", "relative_vectors": "full", "convolution": "full", "vision": "learned",
-                "windows": "images"}.get(name, base)  # fmt: skip
+                "windows": "images", "masks": "images"}.get(name, base)  # fmt: skip
         base = "rotated" if name == "latent_attention" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert getattr(base.model, name) != value

@@ -132,9 +132,11 @@ def unsupported(
         return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    for key in ("relative_positions", "relative_vectors", "windows"):
+    for key in ("relative_positions", "relative_vectors"):
         if kernel != "xla" and getattr(model, key):
             return f"model.{key}"
+    if kernel != "xla" and model.windows and not config.is_whole(model):
+        return "model.windows"
     if kernel == "cudnn":
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
@@ -147,8 +149,10 @@ def unsupported(
         if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
         most = 128 if capability and capability[0] != HOPPER[0] else 256
-        if model.head_dim % 8 or model.head_dim > most:
-            return f"model.head_dim: {model.head_dim} (only multiples of 8 up to {most})"
+        compared = model.head_dim + (2 * model.windows.size if model.windows and model.windows.vectors else 0)
+        if compared % 8 or compared > most:
+            with_places = f", {compared} with places" if compared > model.head_dim else ""
+            return f"model.head_dim: {model.head_dim}{with_places} (only multiples of 8 up to {most})"
         if seq == 1:
             return "data.seq: 1 (only 2 and more)"
     if kernel == "splash" and seq % LANES:

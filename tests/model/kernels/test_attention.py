@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
+from gspmd_lm.model import attention as windows
 from gspmd_lm.model.kernels import attention
 
 B, T, N, K, H = 2, 128, 4, 2, 128
@@ -158,6 +159,51 @@ def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| ---", "|---").replace("--- |", "---|")
     text = (Path(__file__).parents[3] / "docs" / "rules_reference.md").read_text(encoding="utf-8")
     assert table in text, table
+
+
+def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
+    """16 x 16 patches in one window. The fused kernel runs in Pallas's interpreter."""
+    side, heads, rng = 16, 2, np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, side**2, heads, 8)).astype(np.float32) for _ in range(3))
+    height, width = (rng.standard_normal((2 * side - 1, 8)).astype(np.float32) for _ in range(2))
+    cfg = settings(
+        heads=heads, kv_heads=heads, head_dim=8, mask="full", positions="none", context=side**2,
+        patches=config.Patches(image=side, size=1, class_row=False, pool="mean"),
+        windows=config.Windows(size=side, vectors=True),
+    )  # fmt: skip
+    row, column = np.divmod(np.arange(side**2), side)
+    apart = [place[:, None] - place + side - 1 for place in (row, column)]
+    bias = sum(np.einsum("BTNH,TSH->BNTS", q, table[at]) for table, at in zip((height, width), apart, strict=True))
+    weights = jax.nn.softmax(np.einsum("BTNH,BSNH->BNTS", q, k) * 8**-0.5 + bias, axis=-1)
+    want = np.einsum("BNTS,BSNH->BTNH", weights, v)
+    height, width = jnp.asarray(height), jnp.asarray(width)
+    got = jax.jit(lambda *qkv: windows.attend_in_windows(*qkv, cfg, None, vectors_RH=(height, width)))(q, k, v)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    q, k = windows.with_places(q, k, (height, width), jnp.arange(side)[None], 8**-0.5)
+    cfg = settings(**{name: getattr(cfg, name) for name in ("heads", "kv_heads", "head_dim", "mask", "context")},
+                   query_scale=8**-0.5)  # fmt: skip
+    got = attention.fused(q, k, jnp.asarray(v), SINKS, kernel="splash", cfg=cfg, interpret=True)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "changes", "reason"),
+    [
+        ("splash", (), {"size": 16}, None),
+        ("splash", (), {"size": 14}, "model.windows"),
+        ("cudnn", (9, 0), {"size": 16}, None),
+        ("cudnn", (9, 0), {"size": 16, "head_dim": 68}, "model.head_dim: 68, 100 with places (only multiples of 8"),
+        ("cudnn", (8, 0), {"size": 16, "head_dim": 104}, "model.head_dim: 104, 136 with places (only multiples of 8"),
+    ],
+)
+def test_what_fused_kernels_can_do_in_windows(kernel, capability, changes, reason):
+    cfg = settings(
+        heads=2, kv_heads=2, head_dim=changes.get("head_dim", 64), mask="full", positions="none", context=256,
+        patches=config.Patches(image=16, size=1, class_row=False, pool="mean"),
+        windows=config.Windows(size=changes["size"], vectors=True),
+    )  # fmt: skip
+    found = attention.unsupported(kernel, cfg, seq=256, segments=False, capability=capability)
+    assert found == reason or (reason and found and found.startswith(reason))
 
 
 def test_alibi_slopes_are_those_of_the_paper_and_of_bloom():

@@ -1,0 +1,195 @@
+"""Images with the mask of an object and a prompt that means it, from tables, and rows with one object in each."""
+
+import dataclasses
+import functools
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gspmd_lm.config import Config
+from gspmd_lm.config import data as config_data
+from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.masks import PARTS, POINTS
+from gspmd_lm.data import corpus, images, media, sounds
+from gspmd_lm.data.remote import Progress
+from gspmd_lm.errors import InputError
+
+_OF_OBJECT, _NONE, _CORNERS = 1, -1, (2, 3)  # kinds of points, as the model has them
+
+
+class ObjectImage(NamedTuple):
+    """An image and the mask of an object in it, neither of which is decoded yet."""
+
+    encoded: media.Encoded
+    mask: media.Encoded
+    size: tuple[int, int]  # of both: width and height
+    prompt: tuple[float, ...]  # x and y of a point, or of two corners of a box, in pixels; () where the mask says it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ObjectRows:
+    """Rows with one object in each, whose image and mask are decoded when it is read."""
+
+    objects: Sequence[ObjectImage]
+    patches: Patches
+    prepared: Images
+    seq: int
+    prompt: str  # of an object that has none: point or box
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    @property
+    def targets(self) -> int:
+        return len(self.objects)
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of `train.decoder.inputs`. An index of -1 gives a row without an object.
+
+        Raises an InputError that names what cannot be decoded, or a mask without an object.
+        """
+        rows, of_patch = len(indices), PARTS**2
+        arrays = {
+            "patches": np.zeros((rows, self.seq, self.patches.pixels), np.float32),
+            "object": np.full((rows, self.seq, of_patch), -1, np.float32),
+            "points": np.zeros((rows, POINTS, 2), np.float32),
+            "point_kinds": np.full((rows, POINTS), _NONE, np.int32),
+        }  # fmt: skip
+
+        def put(i: int, one: ObjectImage) -> None:
+            found, count = images.pixels(one.encoded, self.patches, self.prepared), self.patches.rows
+            arrays["patches"][i, :count] = images.cut(found, self.patches)
+            mask = decoded(one)
+            arrays["object"][i, :count] = self._cut(mask)
+            prompt = one.prompt or drawn(mask, one.mask.sha256, self.prompt)
+            is_box = len(prompt) == 2 * POINTS
+            arrays["point_kinds"][i] = _CORNERS if is_box else (_OF_OBJECT, _NONE)
+            points = np.reshape(prompt, (-1, 2))
+            size = images.fitted(one.size, self.patches, self.prepared)[:2]
+            seen = points * np.divide(size, one.size) + 0.5  # the middle of a pixel, as transformers has it
+            arrays["points"][i, : len(points)] = seen / self.patches.image
+
+        media.at_once(put, [(i, self.objects[index]) for i, index in enumerate(indices) if index >= 0])
+        return arrays
+
+    def _cut(self, mask: np.ndarray) -> np.ndarray:
+        """[patches, 16]: the pixels of each patch of the image as the model sees it, -1 for those beyond the image.
+
+        A pixel is of the object if at least half of what it covers is.
+        """
+        from PIL import Image
+
+        fine = dataclasses.replace(self.patches, image=PARTS * self.patches.side, size=PARTS, channels=1)
+        size = images.fitted(mask.shape[::-1], self.patches, self.prepared)[:2]
+        width, height = (max(round(one * fine.image / self.patches.image), 1) for one in size)
+        sized = Image.fromarray(255 * mask.astype(np.uint8)).resize((width, height), Image.Resampling.BOX)
+        beyond = (0, fine.image - height), (0, fine.image - width)
+        return images.cut(np.pad((np.asarray(sized) >= 128).astype(np.int32), beyond, constant_values=-1), fine)
+
+
+def decoded(one: ObjectImage) -> np.ndarray:
+    """Which pixels are of the object, bool [height, width]: those that are not black. Raises InputError for none."""
+    from PIL import Image, ImageOps
+
+    with images.reading(one.mask.place):
+        mask = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(one.mask.read()))).convert("L")) > 0
+    if not mask.any():
+        raise InputError(
+            f"{one.mask.place}: all of the mask is black: there is no object\n  fix   leave the record out"
+        )
+    return mask
+
+
+def drawn(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
+    """A prompt that a mask gives: x and y of one of its pixels, always the same one, or the box around it."""
+    y, x = np.nonzero(mask)
+    if kind == "box":
+        return float(x.min()), float(y.min()), float(x.max()), float(y.max())
+    chosen = np.random.default_rng(list(seed)).integers(len(x))
+    return float(x[chosen]), float(y[chosen])
+
+
+def open_media(config: Config, progress: Progress | None = None) -> media.Opened | None:
+    """Images with labels, with texts or with masks, or sounds with texts; None for a model of texts alone. Raises
+    InputError where the source does not hold them.
+    """
+    model = config.model
+    if model.masks:
+        return open_objects(config, progress)
+    if model.patches:
+        return images.open_images(config, progress)
+    if model.vision:
+        return images.open_captions(config, progress)
+    return sounds.open_sounds(config, progress) if model.frames else None
+
+
+def open_objects(config: Config, progress: Progress | None = None) -> media.Opened:
+    """The objects of `data.source` and of `data.held_out`, a share of which is chosen by the content of images.
+
+    Raises an InputError that names the place of what is no image, of a mask that does not fit, or of a wrong prompt.
+    """
+    images.needs_pillow()
+    data, patches, notes = config.data, config.model.patches, corpus.FileNotes()
+    assert patches
+    every = list(_found(config, data.sources, "data.source", notes, progress))
+    named = list(_found(config, data.held_out_sources, "data.held_out", notes, progress))
+    split = media.apart(data, every, named, "images")
+    rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
+    settings = patches, data.images, data.seq, data.prompt
+    lines = [media.left_out(data, every, split[0], "images"), str(notes)]
+    return media.opened(data, "objects in images", rows, split, settings, _beside, lines)
+
+
+def _beside(one: ObjectImage) -> bytes:
+    return one.mask.sha256 + repr(one.prompt).encode()
+
+
+def _found(
+    config: Config, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
+    progress: Progress | None,
+) -> Iterator[ObjectImage]:  # fmt: skip
+    """The records of tables, in their order. The headers of their images and masks are read."""
+    fields = config.data.fields
+    if not fields:
+        raise InputError(
+            "data.fields: records have an image, the mask of an object, and maybe a prompt\n"
+            "  fix   --set data.fields=[image, mask], or [image, mask, prompt], with the data's own names"
+        )
+    found = media.records(config.data, sources, place, images.ENDINGS, "images", notes, progress)
+    for table, where, record in found:
+        encoded, sizes = [], []
+        for name, what in zip(fields, ("image", "mask"), strict=False):
+            at, held, path = media.content_of(table, where, record, name, what)
+            sizes.append(images.check(at, held))
+            encoded.append(media.Encoded.of(at, held, path))
+        if sizes[0] != sizes[1]:
+            of_image, of_mask = (" x ".join(map(str, size)) for size in sizes)
+            raise InputError(
+                f"{encoded[1].place}: the mask has {of_mask} pixels, and its image {of_image}\n"
+                "  fix   give a mask of the size of its image"
+            )
+        prompt = _prompt(record, fields[2], sizes[0], where) if len(fields) > 2 else ()
+        yield ObjectImage(encoded[0], encoded[1], sizes[0], prompt)
+
+
+def _prompt(record: dict[str, Any], name: str, size: tuple[int, int], where: str) -> tuple[float, ...]:
+    """The prompt of a record. Raises InputError if there is none, or if it is not within the image."""
+    held = record.get(name)
+    numbers = list(held) if isinstance(held, list | tuple | np.ndarray) else []
+    if len(numbers) not in (2, 4) or any(isinstance(one, bool) or not isinstance(one, int | float) for one in numbers):
+        found = f"is {held!r:.60}" if name in record else f"is not one of {', '.join(record)}"
+        raise InputError(
+            f"{where}: {name} {found}: there is no prompt\n"
+            "  fix   give [x, y] of a point of the object, or [left, top, right, bottom] of a box around it, in pixels"
+        )
+    width, height = size
+    if not all(0 <= x < width for x in numbers[::2]) or not all(0 <= y < height for y in numbers[1::2]):
+        raise InputError(
+            f"{where}: {name} {numbers} is not within the image of {width} x {height} pixels\n"
+            "  fix   give pixels of the image as it is shown, counted from 0 at its top left"
+        )
+    if len(numbers) == 4 and (numbers[0] > numbers[2] or numbers[1] > numbers[3]):
+        raise InputError(f"{where}: {name} {numbers} has no width or height\n  fix   give [left, top, right, bottom]")
+    return tuple(map(float, numbers))
