@@ -50,12 +50,14 @@ class Encoded(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An image or a sound that is not decoded yet, with its label or its text."""
+    """An image or a sound that is not decoded yet, with its label, its text, or the mask of an object in it."""
 
     encoded: Encoded
     label: str = ""
     text: np.ndarray = np.empty(0, np.int32)  # its tokens, special ones included
     cut: bool = False  # whether tokens of the text were left out
+    mask: Encoded | None = None
+    prompt: tuple[float, ...] = ()  # x and y of a point, or of both corners of a box, in pixels; (): the mask says it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,6 +176,8 @@ def opened(
     facts = hashlib.sha256(repr(settings).encode())
     for one in (*train, *held_out):
         facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
+        if one.mask:
+            facts.update(one.mask.sha256 + repr(one.prompt).encode())
     names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
     about = what, names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
     return Opened(rows(train), rows(held_out) if held_out else None, *about)
