@@ -230,7 +230,7 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
 def test_a_word_says_the_number_of_dimensions_without_any_placement():
     with pytest.raises(InputError, match="hidden has 2 axes here, and x has 3 dimensions"):
         shard(jnp.zeros((2, 3, 4)), "hidden: batch seq")
-    assert annotate.placement() is None
+    assert annotate.placement().is_single
     x = jnp.ones((2, 3))
     np.testing.assert_array_equal(shard(x, "my_hidden: some other"), x)
 

@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,42 +24,27 @@ _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's number of how the ca
 _NOTED = 256  # images between two calls of `progress`
 
 
-class LabelledImage(NamedTuple):
-    """An image that is not decoded yet."""
-
-    encoded: media.Encoded
-    label: str
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageRows:
-    """Rows with one image in each, which is decoded when it is read."""
+class ImageRows(media.Rows):
+    """Rows with one image and its class in each."""
 
-    images: Sequence[LabelledImage]
     classes: tuple[str, ...]
     patches: Patches
     prepared: Images
     seq: int
 
-    def __len__(self) -> int:
-        return len(self.images)
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """float32 patches [count, seq, pixels of a patch], and int32 labels [count], -1.
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """float32 patches [len(indices), seq, pixels of a patch], and int32 labels [len(indices)].
-
-        Patches stand behind the rows whose places learned rows take; all other rows are zero. An index of -1 gives
-        zeros and the label -1. Raises an InputError that names the file of an image that cannot be decoded.
+        Patches stand behind the rows whose places learned rows take; all other rows are zero.
         """
-        patches = np.zeros((len(indices), self.seq, self.patches.pixels), np.float32)
-        labels = np.full(len(indices), -1, np.int32)
+        patches = np.zeros((count, self.seq, self.patches.pixels), np.float32)
+        return {"patches": patches, "labels": np.full(count, -1, np.int32)}
 
-        def put(i: int, image: LabelledImage) -> None:
-            found = cut(pixels(image.encoded, self.patches, self.prepared), self.patches)
-            patches[i, self.patches.first : self.patches.rows] = found
-            labels[i] = self.classes.index(image.label)
-
-        media.at_once(put, [(i, self.images[index]) for i, index in enumerate(indices) if index >= 0])
-        return {"patches": patches, "labels": labels}
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        found = cut(pixels(item.encoded, self.patches, self.prepared), self.patches)
+        fields["patches"][i, self.patches.first : self.patches.rows] = found
+        fields["labels"][i] = self.classes.index(item.label)
 
 
 def open_images(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -86,7 +70,7 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
     settings = patches, data.images, data.seq, classes
     lines = [media.left_out(data, every, split[0], "images"), labelled.about_classes(classes), str(notes)]
-    return media.opened(data, "images", rows, split, settings, lambda image: image.label.encode(), lines, classes)
+    return media.opened(data, "images", rows, split, settings, lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
@@ -173,14 +157,14 @@ def check(place: str, encoded: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> LabelledImage:
+def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:
     check(place, encoded)
-    return LabelledImage(media.Encoded.of(place, encoded, path), label)
+    return media.Item(media.Encoded.of(place, encoded, path), label)
 
 
 def _found(
     data: Data, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
-) -> Iterator[LabelledImage]:
+) -> Iterator[media.Item]:
     """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
     for one in sources:
         if one.weight:
@@ -198,7 +182,7 @@ def _found(
             yield image
 
 
-def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[LabelledImage]:
+def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[media.Item]:
     """The images below a folder. Their class is the folder right below it that they lie in."""
     count = 0
     for at, below, names in os.walk(folder, followlinks=True):
@@ -221,7 +205,7 @@ def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[La
 
 def _of_tables(
     data: Data, source: config_data.Source, place: str, notes: corpus.FileNotes, progress: Progress | None
-) -> Iterator[LabelledImage]:
+) -> Iterator[media.Item]:
     """The images in the records of files, as bytes or as {bytes}. They are held in memory, encoded."""
     column = data.fields[0]
     for path in corpus.files([source.path], place, notes, progress):
@@ -257,56 +241,45 @@ def needs_pillow() -> None:
 _NAMES = ("tokens", "segment_ids", "positions")
 
 
-class Caption(NamedTuple):
-    """An image that is not decoded yet, and the tokens of its text."""
-
-    encoded: media.Encoded
-    text: np.ndarray  # int32, with the special tokens of the tokenizer's template, or of a text that is predicted
-    cut: bool  # whether tokens of the text were left out
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class CaptionRows:
-    """Rows with one text and its image in each. The image is decoded when it is read."""
+class CaptionRows(media.Rows):
+    """Rows with one text and its image in each."""
 
-    captions: Sequence[Caption]
     config: Config
 
-    def __len__(self) -> int:
-        return len(self.captions)
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """int32 tokens, segment_ids (1, and 0 for padding) and positions [count, seq], and the float32 patches of
+        `ImageRows`.
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """int32 tokens, segment_ids and positions [len(indices), seq], and the float32 patches of `ImageRows`.
-
-        segment_ids: 1, and 0 for padding. Where queries read images also targets [len(indices), seq], -1 where there is
-        none, and what an encoder reads, as `pairs.PairRows` has it. An index of -1 gives a row of padding. Raises an
-        InputError that names an image that cannot be decoded.
+        Where queries read images also targets [count, seq], -1 where there is none, and what an encoder reads, as
+        `pairs.PairRows` has it.
         """
-        config, vision, rows = self.config, self.config.model.vision, len(indices)
+        config, vision = self.config, self.config.model.vision
+        assert vision
+        widths = {"": config.data.seq} | ({"source_": config.source_seq} if config.model.encoder else {})
+        fields = {f"{prefix}{name}": np.zeros((count, width), np.int32)
+                  for prefix, width in widths.items() for name in _NAMES}  # fmt: skip
+        fields |= {"targets": np.full((count, config.data.seq), -1, np.int32)} if vision.queries else {}
+        return fields | {"patches": np.zeros((count, config.image_rows, vision.patches.pixels), np.float32)}
+
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        config, vision = self.config, self.config.model.vision
         assert vision
         queries, encoder, sizes = vision.queries, config.model.encoder, vision.patches
         ahead = (queries.token,) * queries.rows if queries else ()
-        patches = np.zeros((rows, config.image_rows, sizes.pixels), np.float32)
-        fields = {name: np.zeros((rows, config.data.seq), np.int32) for name in _NAMES}
-        fields |= {f"source_{name}": np.zeros((rows, config.source_seq), np.int32) for name in _NAMES if encoder}
-        fields |= {"targets": np.full((rows, config.data.seq), -1, np.int32)} if queries else {}
+        found = cut(pixels(item.encoded, sizes, config.data.images), sizes)
+        fields["patches"][i, sizes.first : sizes.rows] = found
 
-        def fill(i: int, prefix: str, ids: Sequence[int] | np.ndarray) -> None:
+        def put(prefix: str, ids: Sequence[int] | np.ndarray) -> None:
             for name, values in zip(_NAMES, (ids, 1, np.arange(len(ids))), strict=True):
                 fields[f"{prefix}{name}"][i, : len(ids)] = values
 
-        def put(i: int, caption: Caption) -> None:
-            found = cut(pixels(caption.encoded, sizes, config.data.images), sizes)
-            patches[i, sizes.first : sizes.rows] = found
-            if queries and encoder:
-                fill(i, "source_", [*ahead, queries.start_token])
-            before = () if encoder else ahead
-            fill(i, "", [*before, *(caption.text[:-1] if queries else caption.text)])
-            if queries:
-                fields["targets"][i, len(before) : len(before) + len(caption.text) - 1] = caption.text[1:]
-
-        media.at_once(put, [(i, self.captions[index]) for i, index in enumerate(indices) if index >= 0])
-        return fields | {"patches": patches}
+        if queries and encoder:
+            put("source_", [*ahead, queries.start_token])
+        before = () if encoder else ahead
+        put("", [*before, *(item.text[:-1] if queries else item.text)])
+        if queries:
+            fields["targets"][i, len(before) : len(before) + len(item.text) - 1] = item.text[1:]
 
 
 def open_captions(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -331,7 +304,7 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
         f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
         media.left_out(data, every, train, "images"), str(notes),
     ]  # fmt: skip
-    return media.opened(data, "images with texts", rows, split, settings, lambda caption: caption.text.tobytes(), lines)
+    return media.opened(data, "images with texts", rows, split, settings, lines)
 
 
 def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
@@ -358,7 +331,7 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
 def _captions(
     config: Config, encode: Callable[[str], tuple[list[int], bool]], sources: Sequence[config_data.Source], place: str,
     notes: corpus.FileNotes, progress: Progress | None,
-) -> Iterator[Caption]:  # fmt: skip
+) -> Iterator[media.Item]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
     found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
     for table, where, record in found:
@@ -367,4 +340,4 @@ def _captions(
         check(where, held)
         text, _ = labelled.valid(labelled.text_of(record, text_name, where))
         ids, was_cut = encode(text)
-        yield Caption(media.Encoded.of(where, held, path), np.asarray(ids, np.int32), was_cut)
+        yield media.Item(media.Encoded.of(where, held, path), text=np.asarray(ids, np.int32), cut=was_cut)

@@ -18,7 +18,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.data import cache, chat, labelled, media, objects, packing, pairs, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
-Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.MediaRows
+Rows = packing.Rows | labelled.LabelledRows | pairs.PairRows | media.Rows
 MOST_RANDOM_TOKENS = 2**30  # the limit of random:ROWS
 _AHEAD = 4  # batches read before they are asked for
 # Of each BLOCK consecutive rows, a part with a weight gets its share exactly, in a random order.
@@ -236,7 +236,7 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
 def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
     """The loaders of images or sounds."""
 
-    def loader_of(use: str, rows: media.MediaRows, seed: int) -> Loader:
+    def loader_of(use: str, rows: media.Rows, seed: int) -> Loader:
         lines = [f"{use}: {len(rows):,} {found.what} ({found.names})"] + [found.notes] * (use == "training")
         return Loader(
             rows=rows,

@@ -1,11 +1,13 @@
 """What images and sounds share: tables, files that are decoded when a row is read, and which are held out."""
 
+import abc
 import concurrent.futures
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,21 +21,11 @@ _THREADS = 8
 _NOTED = 256  # records between two calls of `progress`
 
 
-class MediaRows(Protocol):
-    """Rows with one image or sound in each."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of rows. An index of -1 gives a row that no score counts."""
-        ...
-
-
 class Opened(NamedTuple):
     """The rows of a config, and what is said of them."""
 
-    train: Any  # MediaRows
-    held_out: Any  # MediaRows, or None
+    train: "Rows"
+    held_out: "Rows | None"
     what: str  # images, or sounds
     names: str  # of the sources
     notes: str  # lines
@@ -57,12 +49,41 @@ class Encoded(NamedTuple):
         return self.content if isinstance(self.content, bytes) else bytes_of(self.content)
 
 
-class _Item(Protocol):
-    @property
-    def encoded(self) -> Encoded: ...
+class Item(NamedTuple):
+    """An image or a sound that is not decoded yet, with its label, its text, or the mask of an object in it."""
+
+    encoded: Encoded
+    label: str = ""
+    text: np.ndarray = np.empty(0, np.int32)  # its tokens, special ones included
+    cut: bool = False  # whether tokens of the text were left out
+    mask: Encoded | None = None
+    prompt: tuple[float, ...] = ()  # x and y of a point, or of both corners of a box, in pixels; (): the mask says it
 
 
-Item = TypeVar("Item", bound=_Item)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows(abc.ABC):
+    """Rows with one image or sound in each, which is decoded when it is read."""
+
+    items: Sequence[Item]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @abc.abstractmethod
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """The arrays of so many rows that no score counts."""
+
+    @abc.abstractmethod
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: Item) -> None:
+        """Writes an item into row i of what `empty` gave. Raises an InputError that names its place."""
+
+    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays of rows, decoded in threads. An index of -1 gives an empty row. Raises InputError as `fill`."""
+        fields = self.empty(len(indices))
+        wanted = [(i, self.items[index]) for i, index in enumerate(indices) if index >= 0]
+        with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda one: self.fill(fields, *one), wanted))
+        return fields
 
 
 def bytes_of(path: Path) -> bytes:
@@ -147,16 +168,16 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
 
 
 def opened(
-    data: Data, what: str, rows: Callable[[list[Item]], MediaRows], split: tuple[list[Item], list[Item]],
-    settings: Sequence[Any], beside: Callable[[Item], bytes], lines: Sequence[str], classes: tuple[str, ...] = (),
+    data: Data, what: str, rows: Callable[[list[Item]], Rows], split: tuple[list[Item], list[Item]],
+    settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
 ) -> Opened:  # fmt: skip
-    """The rows of what `apart` gave. settings: what decides how they are made. beside: what a row has besides its file,
-    which is part of the fingerprint, too. lines: for the user, where '' is none.
-    """
+    """The rows of what `apart` gave. settings: what decides how they are made. lines: for the user; '' is none."""
     train, held_out = split
     facts = hashlib.sha256(repr(settings).encode())
     for one in (*train, *held_out):
-        facts.update(one.encoded.sha256 + beside(one))
+        facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
+        if one.mask:
+            facts.update(one.mask.sha256 + repr(one.prompt).encode())
     names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
     about = what, names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
     return Opened(rows(train), rows(held_out) if held_out else None, *about)
@@ -166,10 +187,3 @@ def left_out(data: Data, every: Sequence[Any], train: Sequence[Any], what: str) 
     """For the user: how many are left out of training; '' for none."""
     both = len(every) - len(train) if data.held_out_sources else 0
     return f"left out of training: {both:,} {what} that are also in data.held_out" if both else ""
-
-
-def at_once(function: Callable[[int, Any], None], wanted: Sequence[tuple[int, Any]]) -> None:
-    """Calls `function` with each of `wanted`, in threads."""
-    if wanted:
-        with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            list(pool.map(function, *zip(*wanted, strict=True)))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,60 +19,39 @@ from gspmd_lm.errors import InputError
 _OF_OBJECT, _NONE, _CORNERS = 1, -1, (2, 3)  # kinds of points, as the model has them
 
 
-class ObjectImage(NamedTuple):
-    """An image and the mask of an object in it, neither of which is decoded yet."""
-
-    encoded: media.Encoded
-    mask: media.Encoded
-    size: tuple[int, int]  # of both: width and height
-    prompt: tuple[float, ...]  # x and y of a point, or of two corners of a box, in pixels; () where the mask says it
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class ObjectRows:
+class ObjectRows(media.Rows):
     """Rows with one object in each, whose image and mask are decoded when it is read."""
 
-    objects: Sequence[ObjectImage]
     patches: Patches
     prepared: Images
     seq: int
     prompt: str  # of an object that has none: point or box
 
-    def __len__(self) -> int:
-        return len(self.objects)
-
-    @property
-    def targets(self) -> int:
-        return len(self.objects)
-
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of `train.decoder.inputs`. An index of -1 gives a row without an object.
-
-        Raises an InputError that names what cannot be decoded, or a mask without an object.
-        """
-        rows, of_patch = len(indices), PARTS**2
-        arrays = {
-            "patches": np.zeros((rows, self.seq, self.patches.pixels), np.float32),
-            "object": np.full((rows, self.seq, of_patch), -1, np.float32),
-            "points": np.zeros((rows, POINTS, 2), np.float32),
-            "point_kinds": np.full((rows, POINTS), _NONE, np.int32),
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """The arrays of `train.decoder.inputs`, for rows without an object."""
+        return {
+            "patches": np.zeros((count, self.seq, self.patches.pixels), np.float32),
+            "object": np.full((count, self.seq, PARTS**2), -1, np.float32),
+            "points": np.zeros((count, POINTS, 2), np.float32),
+            "point_kinds": np.full((count, POINTS), _NONE, np.int32),
         }  # fmt: skip
 
-        def put(i: int, one: ObjectImage) -> None:
-            found, count = images.pixels(one.encoded, self.patches, self.prepared), self.patches.rows
-            arrays["patches"][i, :count] = images.cut(found, self.patches)
-            mask = decoded(one)
-            arrays["object"][i, :count] = self._cut(mask)
-            prompt = one.prompt or drawn(mask, one.mask.sha256, self.prompt)
-            is_box = len(prompt) == 2 * POINTS
-            arrays["point_kinds"][i] = _CORNERS if is_box else (_OF_OBJECT, _NONE)
-            points = np.reshape(prompt, (-1, 2))
-            size = images.fitted(one.size, self.patches, self.prepared)[:2]
-            seen = points * np.divide(size, one.size) + 0.5  # the middle of a pixel, as transformers has it
-            arrays["points"][i, : len(points)] = seen / self.patches.image
-
-        media.at_once(put, [(i, self.objects[index]) for i, index in enumerate(indices) if index >= 0])
-        return arrays
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        """Also raises an InputError that names a mask without an object."""
+        found, count = images.pixels(item.encoded, self.patches, self.prepared), self.patches.rows
+        fields["patches"][i, :count] = images.cut(found, self.patches)
+        assert item.mask
+        mask = decoded(item.mask)
+        fields["object"][i, :count] = self._cut(mask)
+        prompt = item.prompt or drawn(mask, item.mask.sha256, self.prompt)
+        is_box = len(prompt) == 2 * POINTS
+        fields["point_kinds"][i] = _CORNERS if is_box else (_OF_OBJECT, _NONE)
+        points = np.reshape(prompt, (-1, 2))
+        of_mask = mask.shape[::-1]
+        size = images.fitted(of_mask, self.patches, self.prepared)[:2]
+        seen = points * np.divide(size, of_mask) + 0.5  # the middle of a pixel, as transformers has it
+        fields["points"][i, : len(points)] = seen / self.patches.image
 
     def _cut(self, mask: np.ndarray) -> np.ndarray:
         """[patches, 16]: the pixels of each patch of the image as the model sees it, -1 for those beyond the image.
@@ -89,17 +68,15 @@ class ObjectRows:
         return images.cut(np.pad((np.asarray(sized) >= 128).astype(np.int32), beyond, constant_values=-1), fine)
 
 
-def decoded(one: ObjectImage) -> np.ndarray:
+def decoded(mask: media.Encoded) -> np.ndarray:
     """Which pixels are of the object, bool [height, width]: those that are not black. Raises InputError for none."""
     from PIL import Image, ImageOps
 
-    with images.reading(one.mask.place):
-        mask = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(one.mask.read()))).convert("L")) > 0
-    if not mask.any():
-        raise InputError(
-            f"{one.mask.place}: all of the mask is black: there is no object\n  fix   leave the record out"
-        )
-    return mask
+    with images.reading(mask.place):
+        pixels = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(mask.read()))).convert("L")) > 0
+    if not pixels.any():
+        raise InputError(f"{mask.place}: all of the mask is black: there is no object\n  fix   leave the record out")
+    return pixels
 
 
 def drawn(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
@@ -139,17 +116,13 @@ def open_objects(config: Config, progress: Progress | None = None) -> media.Open
     rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
     settings = patches, data.images, data.seq, data.prompt
     lines = [media.left_out(data, every, split[0], "images"), str(notes)]
-    return media.opened(data, "objects in images", rows, split, settings, _beside, lines)
-
-
-def _beside(one: ObjectImage) -> bytes:
-    return one.mask.sha256 + repr(one.prompt).encode()
+    return media.opened(data, "objects in images", rows, split, settings, lines)
 
 
 def _found(
     config: Config, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
     progress: Progress | None,
-) -> Iterator[ObjectImage]:  # fmt: skip
+) -> Iterator[media.Item]:  # fmt: skip
     """The records of tables, in their order. The headers of their images and masks are read."""
     fields = config.data.fields
     if not fields:
@@ -171,7 +144,7 @@ def _found(
                 "  fix   give a mask of the size of its image"
             )
         prompt = _prompt(record, fields[2], sizes[0], where) if len(fields) > 2 else ()
-        yield ObjectImage(encoded[0], encoded[1], sizes[0], prompt)
+        yield media.Item(encoded[0], mask=encoded[1], prompt=prompt)
 
 
 def _prompt(record: dict[str, Any], name: str, size: tuple[int, int], where: str) -> tuple[float, ...]:

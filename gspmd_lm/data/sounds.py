@@ -7,7 +7,6 @@ import io
 import wave
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,51 +24,36 @@ LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in p
 _CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
 
 
-class Sound(NamedTuple):
-    """A sound that is not decoded yet, and the tokens of its text."""
-
-    encoded: media.Encoded
-    text: np.ndarray  # int32, its first tokens and its end included
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class SoundRows:
-    """Rows with one sound and its text in each. The sound is decoded when it is read."""
+class SoundRows(media.Rows):
+    """Rows with one sound and its text in each."""
 
-    sounds: Sequence[Sound]
     seq: int
     source_seq: int
     model: ModelConfig
 
-    def __len__(self) -> int:
-        return len(self.sounds)
-
-    def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """What `pairs.PairRows` gives of pairs, with float32 source_frames [len(indices), source_seq, WINDOW, bands] in
-        place of source_tokens.
-
-        An index of -1 gives a row of padding. Raises an InputError that names a sound that cannot be decoded.
+    def empty(self, count: int) -> dict[str, np.ndarray]:
+        """What `pairs.PairRows` gives of pairs, with float32 source_frames [count, source_seq, WINDOW, bands] in place
+        of source_tokens.
         """
-        (rows, bands), count = sizes(self.model), len(indices)
-        frames = np.zeros((count, self.source_seq, WINDOW, bands), np.float32)
         widths = {"": self.seq, "source_": self.source_seq}
         fields = {f"{prefix}{name}": np.zeros((count, width), np.int32)
                   for prefix, width in widths.items() for name in ("segment_ids", "positions")}  # fmt: skip
         tokens, targets = np.zeros((count, self.seq), np.int32), np.full((count, self.seq), -1, np.int32)
-        assert self.model.encoder
-        start = self.model.encoder.start_token
-
-        def put(i: int, sound: Sound) -> None:
-            frames[i, :rows] = heard(sound.encoded, self.model)
-            fields["source_segment_ids"][i, :rows] = 1
-            fields["source_positions"][i, :rows] = np.arange(rows)
-            length = len(sound.text)
-            tokens[i, :length], targets[i, :length] = [start, *sound.text[:-1]], sound.text
-            fields["segment_ids"][i, :length] = 1
-            fields["positions"][i, :length] = np.arange(length)
-
-        media.at_once(put, [(i, self.sounds[index]) for i, index in enumerate(indices) if index >= 0])
+        frames = np.zeros((count, self.source_seq, WINDOW, sizes(self.model)[1]), np.float32)
         return fields | {"tokens": tokens, "targets": targets, "source_frames": frames}
+
+    def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
+        assert self.model.encoder
+        frames = heard(item.encoded, self.model)
+        rows, length = len(frames), len(item.text)
+        fields["source_frames"][i, :rows] = frames
+        fields["source_segment_ids"][i, :rows] = 1
+        fields["source_positions"][i, :rows] = np.arange(rows)
+        fields["tokens"][i, :length] = [self.model.encoder.start_token, *item.text[:-1]]
+        fields["targets"][i, :length] = item.text
+        fields["segment_ids"][i, :length] = 1
+        fields["positions"][i, :length] = np.arange(length)
 
 
 def sizes(model: ModelConfig) -> tuple[int, int]:
@@ -93,13 +77,13 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
     settings = sizes(model), model.encoder, data.seq, config.source_seq
     lines = [media.left_out(data, every, split[0], "sounds"), str(notes)]
-    return media.opened(data, "sounds", rows, split, settings, lambda sound: sound.text.tobytes(), lines)
+    return media.opened(data, "sounds", rows, split, settings, lines)
 
 
 def _found(
     config: Config, tokens: Tokenizer, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
     progress: Progress | None,
-) -> Iterator[Sound]:  # fmt: skip
+) -> Iterator[media.Item]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
     data, model = config.data, config.model
     assert model.encoder
@@ -116,7 +100,7 @@ def _found(
                 f"data.seq={data.seq:,} (model.context={model.context:,})\n"
                 f"  fix   {longer}, or leave the record out"
             )
-        yield Sound(media.Encoded.of(where, held, path), ids)
+        yield media.Item(media.Encoded.of(where, held, path), text=ids)
 
 
 def of_file(name: str, model: ModelConfig) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer.sampling import Choice, SamplingSettings, abstract_settings, allowed, choose
+from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, allowed, choose
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.images import PATCHES
@@ -220,7 +220,7 @@ class GenerationPrograms(Forward):
     @property
     def abstract_settings(self) -> SamplingSettings:
         """The shapes and shardings of SamplingSettings."""
-        return jax.tree.map(lambda like: placed(like, self.whole), abstract_settings())
+        return jax.tree.map(lambda x: placed(x, self.whole), Sampling().settings)
 
     @property
     def cache_bytes_per_device(self) -> int:

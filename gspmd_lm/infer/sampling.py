@@ -75,12 +75,6 @@ class Sampling:
         )
 
 
-def abstract_settings() -> SamplingSettings:
-    """The shapes of SamplingSettings."""
-    dtypes = SamplingSettings(jnp.uint32, jnp.float32, jnp.int32, jnp.float32, jnp.float32)
-    return SamplingSettings(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
-
-
 def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
     """The next token of each row. logits_BV: float32, not padded, whole on every device.
 

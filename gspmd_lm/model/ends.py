@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.layers import (
+    ACTIVATIONS,
     BLOCK_INPUT,
     EMBEDDED,
     RESIDUAL,
     Norm,
     activated,
-    activation,
     dropout,
     sinusoids,
     table_specs,
@@ -44,38 +44,31 @@ def embedded(
     dtype = jnp.dtype(cfg.compute_dtype)
     reduced_spec, gathered_spec = table_specs(cfg)
     width, axis = table_axis(cfg)
-    summed = width, axis  # of what positions and types are added to
+    wide, along = width, axis  # of what positions and types are added to
     if embedding is None:
         embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
     x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
     if cfg.embedding_width and cfg.embedding_in == "tokens":
-        x_BTD, summed = _widened(module, cfg, x_BTD), (cfg.embed, "embed")
+        x_BTD, wide, along = _widened(module, cfg, x_BTD), cfg.embed, "embed"
     if cfg.embedding_scale != 1:
         x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
     x_BTD = first(x_BTD)
     # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
     if cfg.positions == "learned":
-        table = _table(module, cfg, "position_embedding", "positions", cfg.position_offset + cfg.context, summed)
+        rows = cfg.position_offset + cfg.context
+        table = matrix(module, "position_embedding", f"positions {along}", (rows, wide), cfg)
         x_BTD += use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
     elif cfg.positions == "sinusoidal":
-        x_BTD += sinusoids(batch["positions"], summed[0]).astype(dtype)
+        x_BTD += sinusoids(batch["positions"], wide).astype(dtype)
     if cfg.token_types:
-        types = _table(module, cfg, "type_embedding", "types", cfg.token_types, summed)
+        types = matrix(module, "type_embedding", f"types {along}", (cfg.token_types, wide), cfg)
         x_BTD += use(types, jnp.float32)[batch["token_types"]].astype(dtype)
     if cfg.embedding_norm:
-        x_BTD = Norm(cfg, summed[1], name="embedding_norm")(x_BTD)
+        x_BTD = Norm(cfg, along, name="embedding_norm")(x_BTD)
     x_BTD, keys_BT = before_blocks(cfg, x_BTD, batch, dropout_key)
     if cfg.embedding_in == "sum":
         x_BTD = _widened(module, cfg, x_BTD, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
     return x_BTD, embedding, keys_BT
-
-
-def _table(
-    module: nn.Module, cfg: config.ModelConfig, name: str, rows_axis: str, rows: int, columns: tuple[int, str]
-) -> Weight:
-    """A table whose rows are added to those of the token table."""
-    width, axis = columns
-    return matrix(module, name, f"{rows_axis} {axis}", (rows, width), cfg)
 
 
 def _widened(
@@ -126,7 +119,7 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
     """
     of_text = cfg.classes_of == "text"
     read_BTD = like(x_BTD[:, :1], RESIDUAL) if of_text else x_BTD
-    pooled_BTO = activation(cfg.pooler_activation)(_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
+    pooled_BTO = ACTIVATIONS[cfg.pooler_activation](_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
     scores_BTX = scored(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
     return scores_BTX[:, 0] if of_text else scores_BTX
 

@@ -25,12 +25,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "tanh": jnp.tanh,
 }
-
-
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The function that `name` says, which may also be tanh."""
-    return jnp.tanh if name == "tanh" else ACTIVATIONS[name]
 
 
 def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
@@ -107,7 +103,7 @@ def convolved(
     matrix_AOD = matrix(module, "convolution", "taps stream_width embed", (taps, cfg.embed, cfg.embed), cfg)
     y_BTD = reduced(unreduced_matmul(windows_BTAO, matrix_AOD), BLOCK_INPUT, RESIDUAL)
     y_BTD += bias(module, "convolution_bias", "embed", (cfg.embed,), cfg)
-    return activation(cfg.convolution.activation)(dropout(y_BTD, cfg.dropout, keys_BT, 1))
+    return ACTIVATIONS[cfg.convolution.activation](dropout(y_BTD, cfg.dropout, keys_BT, 1))
 
 
 def root(x: jax.Array, least: float = 0.0) -> jax.Array:

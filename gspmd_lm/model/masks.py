@@ -13,7 +13,7 @@ from gspmd_lm import config
 from gspmd_lm.model.ends import TRANSFORMED
 from gspmd_lm.model.images import seen
 from gspmd_lm.model.kernels.attention import OUT, K, Q, Tokens, V, masked, of_heads
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Mlp, Norm, activation
+from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, Mlp, Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -140,7 +140,7 @@ def of_places(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
 
 def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
     """What is added to each patch for a mask that is a prompt, [B, T, D]: two convolutions and a matrix."""
-    few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, activation("gelu")
+    few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, ACTIVATIONS["gelu"]
     parts_BTAP = rearrange(
         mask_BTP.astype(jnp.dtype(cfg.compute_dtype)), "B T (y v x w) -> B T (y x) (v w)", y=2, v=2, x=2
     )
@@ -156,7 +156,7 @@ def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> 
 
 def upscaled(module: nn.Module, cfg: config.ModelConfig, image_BTD: jax.Array) -> jax.Array:
     """The pixels of each patch, [B, T, 16, D / 8]: a patch becomes four parts, and each part four pixels."""
-    wide, narrow, gelu = cfg.embed // 4, cfg.embed // 8, activation("gelu")
+    wide, narrow, gelu = cfg.embed // 4, cfg.embed // 8, ACTIVATIONS["gelu"]
     w_in = matrix(module, "upscale_in", "embed taps stream_width", (cfg.embed, QUARTERS, wide), cfg)
     with gathered(image_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
         x_BTAO = shard(project(in_BTD, w_in), UPSCALED)

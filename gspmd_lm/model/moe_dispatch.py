@@ -71,6 +71,7 @@ class _MoeLayout(NamedTuple):
 
     weights: tuple[Weight, ...]  # without their arrays
     tree: Any  # of these weights: the matrices with their adapters, the last one being w_down; then their biases
+    down: str  # the path of the last matrix, which is split as what experts compute
     batch: Split
     seq: Split
     expert: Split
@@ -80,11 +81,6 @@ class _MoeLayout(NamedTuple):
     activated: Any = None
     capacity: int = 0
     weighted_input: bool = False
-
-    @property
-    def down(self) -> str:
-        """The path of the last matrix, which is split as what experts compute."""
-        return _down(self.weights, self.tree)
 
     def holding(self, arrays: Sequence[Any]) -> tuple[Sequence[Adapted], Sequence[Weight | None]]:
         """The matrices and the biases with the arrays that a device has of them."""
@@ -120,21 +116,17 @@ class _MoeLayout(NamedTuple):
         return split_over(tuple(name for name in local if name not in weight_split))
 
 
-def _down(weights: tuple[Weight, ...], tree: Any) -> str:
-    return jax.tree.unflatten(tree, weights)[0][-1].weight.path
-
-
 def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) -> _MoeLayout:
     """How the tokens of an input of this shape are computed."""
     batch, seq = _tokens(shape[1])
-    down = _down(weights, tree)
+    down = jax.tree.unflatten(tree, weights)[0][-1].weight.path
     expert, mlp = split(down, "expert"), split(down, "mlp")
     tokens = {*batch.over, *seq.over}
     if tokens & {*mlp.over}:  # an axis splits tokens or their hidden layer, not both: the weights are gathered
         mlp = Split()
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
     inner = split_over(mlp.over + (() if all_to_all else expert.over))
-    return _MoeLayout(weights, tree, batch, seq, expert, mlp, all_to_all, inner)
+    return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner)
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,18 +70,22 @@ class ShardedProgram:
         with placed_by(placement or self.placement), jax.default_matmul_precision(self.matmul_precision):
             yield
 
-    def compile(self, lowered: jax.stages.Lowered, what: str = "", fix: str = "") -> jax.stages.Compiled:
-        """A program, compiled with the rules' options for the devices of the mesh.
+    def options(self, *also: str) -> Mapping[str, Any]:
+        """The rules' compiler options for the devices of the mesh, and for programs of `also`: see `compiler`."""
+        rules, kind = self.rules, self.mesh.devices.flat[0].device_kind
+        return compiler.options(meshes.platform(self.mesh), rules.compiler_options, rules.path, kind, also)
+
+    def compile(
+        self, lowered: jax.stages.Lowered, what: str = "", fix: str = "", also: Sequence[str] = ()
+    ) -> jax.stages.Compiled:
+        """A program, compiled with `options`.
 
         Raises InputError for an option that the compiler refuses and, if `what` is given, where the devices have not
         enough memory: it says that `what` does not fit, and `fix`.
         """
-        platform, devices = meshes.platform(self.mesh), list(self.mesh.devices.flat)
-        rows, path = self.rules.compiler_options, self.rules.path
-        options = compiler.options(platform, rows, path, devices[0].device_kind)
-        program = compiler.compile(lowered, options, platform, path)
+        program = compiler.compile(lowered, self.options(*also), meshes.platform(self.mesh), self.rules.path)
         if what:
-            compiler.check_room(program, devices, what, fix)
+            compiler.check_room(program, list(self.mesh.devices.flat), what, fix)
         return program
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -101,47 +101,52 @@ class Settings:
     unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
 
 
-class Placement(Protocol):
-    """The answers of rules and a mesh to a model's questions. The functions of this module ask the questions."""
+class Placement:
+    """The answers to a model's questions, which the functions of this module ask: those of a single device.
+
+    A subclass answers with rules and a mesh.
+    """
+
+    is_single = True  # whether there is one device, and nothing knows the names of the model's axes and arrays
 
     @property
     def vocabulary(self) -> Vocabulary:
         """The names of the model's axes and arrays."""
-        ...
+        return Vocabulary(axes={}, weights={}, activations={})
 
     def setting(self, name: str) -> Any:
         """The value of that name in `Settings`."""
-        ...
+        return getattr(Settings(), name)
 
     @property
     def stages(self) -> Stages | None:
         """The stages of the pipeline that the layers go through; None where there is none."""
-        ...
+        return None
 
     @property
     def of_a_stage(self) -> "Placement":
         """The placement for the work of one stage. The others are a batch dimension of this work."""
-        ...
+        return self
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         """`x`, placed where the rules place the array that `spec` names."""
-        ...
+        return x
 
     def split(self, array: str, axis: str) -> Split:
         """How an axis of an array in use is split, for code that makes a copy or a partial sum for each shard."""
-        ...
+        return Split()
 
     def num_shards(self, array: str, axis: str) -> int:
         """Into how many shards the rules split an axis of an activation, for a loop that takes a part of each."""
-        ...
+        return 1
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
         """The split over these mesh axes."""
-        ...
+        return Split(mesh_axes)
 
     def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """[num_shards, ...]: a copy of `x`, which is placed as `spec` says, for each shard of `split`."""
-        ...
+        return x[None]
 
     def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
         """The sum over the first dimension, which has a partial sum for each shard of `split`, placed as
@@ -149,7 +154,7 @@ class Placement(Protocol):
 
         The sum is a reduce-scatter where `spec` is split over mesh axes of `split`, else an all-reduce.
         """
-        ...
+        return self.constrain(partials.sum(0), spec)
 
     def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         """`x`, whose last axis is split as that of a table is, on the way to `target`, one mesh axis after the other.
@@ -157,21 +162,25 @@ class Placement(Protocol):
         Compilers make an all-to-all where one axis is exchanged for another one, but not where it is for two, nor where
         other axes split the same dimension of `target`.
         """
-        ...
+        return x
 
     def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
         """See `annotate.per_device`."""
-        ...
+        return function
 
 
-_current: ContextVar[Placement | None] = ContextVar("placement", default=None)
+_SINGLE = Placement()
+_current: ContextVar[Placement] = ContextVar("placement", default=_SINGLE)
 
 
 @contextlib.contextmanager
 def placed_by(placement: Placement | None) -> Iterator[None]:
-    """A context in which `placement` places the arrays of what is traced, flax's logical constraints included."""
+    """A context in which `placement` places the arrays of what is traced, flax's logical constraints included.
+
+    None: that of a single device.
+    """
     _answer_constraints()
-    token = _current.set(placement)
+    token = _current.set(placement or _SINGLE)
     try:
         with nn.logical_axis_rules([("", None)] if placement else ()):  # without rules, flax drops its constraints
             yield
@@ -179,8 +188,8 @@ def placed_by(placement: Placement | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def placement() -> Placement | None:
-    """The placement in effect; None on a single device."""
+def placement() -> Placement:
+    """The placement in effect."""
     return _current.get()
 
 
@@ -197,7 +206,7 @@ def parse(text: str, rank: int) -> Spec:
             f'shard(x, "{text}"): {array} has {len(axes)} axes here, and x has {rank} dimensions\n'
             '  fix   name each dimension of x once: "array: axis axis ..."'
         )
-    if place:
+    if not place.is_single:
         known, word = place.vocabulary, f'shard(x, "{text}")'
         _check_name(word, "activation", array, known.activations)
         for axis in axes:
@@ -218,34 +227,27 @@ def _check_name(word: str, what: str, name: str, known: Iterable[str]) -> None:
 
 def split(array: str, axis: str) -> Split:
     """How the rules split an axis of an array; in one piece on a single device."""
-    place = placement()
-    return place.split(array, axis) if place else Split()
+    return placement().split(array, axis)
 
 
 def split_over(mesh_axes: tuple[str, ...]) -> Split:
-    """The split over these mesh axes; in one piece on a single device."""
-    place = placement()
-    return place.over(mesh_axes) if place else Split()
-
-
-def _setting(name: str) -> Any:
-    place = placement()
-    return place.setting(name) if place else getattr(Settings(), name)
+    """The split over these mesh axes."""
+    return placement().over(mesh_axes)
 
 
 def remat() -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for a block, or None where a block is not computed again."""
-    return _setting("remat")
+    return placement().setting("remat")
 
 
 def interleave() -> int:
     """In how many parts, side by side, a layer computes the rows."""
-    return _setting("interleave")
+    return placement().setting("interleave")
 
 
 def unroll(turns: int) -> int:
     """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
-    short, some = _setting("unroll")
+    short, some = placement().setting("unroll")
     return turns if turns <= short else min(some, turns)
 
 
@@ -259,27 +261,27 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def replicas() -> str:
     """The name of the vmapped axis of replicas, where the work of one of them is traced; else ''."""
-    return _setting("replicas")
+    return placement().setting("replicas")
 
 
 def attention_kernel() -> str:
     """The attention kernel that the rules choose for the platform at hand."""
-    return _setting("attention")
+    return placement().setting("attention")
 
 
 def platform() -> str:
     """The platform that a program is traced for: cpu, gpu or tpu; `recorded` where nothing will run."""
-    return _setting("platform")
+    return placement().setting("platform")
 
 
 def device_kind() -> str:
     """What jax calls the devices that a program is traced for, such as TPU v6 lite."""
-    return _setting("device_kind")
+    return placement().setting("device_kind")
 
 
 def context() -> str:
     """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
-    return _setting("context")
+    return placement().setting("context")
 
 
 def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
@@ -288,8 +290,7 @@ def per_device(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
     An array is named as in `shard`, where a dimension called `whole` is not split, by a Spec, or by the mesh axes of
     each dimension; None has no place. `outputs` is one array or a sequence of them.
     """
-    place = placement()
-    return place.per_device(function, inputs, outputs) if place else function
+    return placement().per_device(function, inputs, outputs)
 
 
 # The words
@@ -330,8 +331,7 @@ def like(x: jax.Array, spec: str) -> jax.Array:
 
     Before a `shard` that gathers, it fixes the dtype that is sent: the dtype of `x`.
     """
-    place, parsed = placement(), parse(spec, x.ndim)
-    return place.constrain(x, parsed) if place else x
+    return placement().constrain(x, parse(spec, x.ndim))
 
 
 @functools.cache
@@ -345,7 +345,7 @@ def _answer_constraints() -> None:
 
     def constrained(axes: Any, x: Any, fallback: Any, rules: Any, mesh: Any) -> Any:
         place = placement()
-        if place is None or axes is None:
+        if place.is_single or axes is None:
             return of_flax(axes, x, fallback=fallback, rules=rules, mesh=mesh)
         text = f"nn.with_logical_constraint(x, {tuple(axes)})"
         if mesh is not None or fallback != spmd.RulesFallback.AXIS_IS_UNSHARDED or len(axes) > x.ndim:
@@ -381,10 +381,8 @@ def _use(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> jax.Array:
     place = placement()
     with scope("rules", spec.array):
         w = w.astype(compute_dtype)
-    if place:
-        # The cast weight is placed at rest too. Otherwise some compilers gather before they cast: twice the bytes.
-        w = place.constrain(place.constrain(w, spec._replace(table="weights")), spec)
-    return w.astype(dtype)
+    # The cast weight is placed at rest too. Otherwise some compilers gather before they cast: twice the bytes.
+    return place.constrain(place.constrain(w, spec._replace(table="weights")), spec).astype(dtype)
 
 
 def _use_forward(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -392,9 +390,7 @@ def _use_forward(spec: Spec, compute_dtype: Any, dtype: Any, w: jax.Array) -> tu
 
 
 def _use_backward(spec: Spec, compute_dtype: Any, dtype: Any, like: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
-    place = placement()
-    dw = place.constrain(dw, spec._replace(table="optimizer")) if place else dw
-    return (dw.astype(like.dtype),)
+    return (placement().constrain(dw, spec._replace(table="optimizer")).astype(like.dtype),)
 
 
 _use.defvjp(_use_forward, _use_backward)

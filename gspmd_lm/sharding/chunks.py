@@ -16,7 +16,7 @@ from gspmd_lm.sharding.annotate import placement
 def count(rows: int, length: int, tokens: int) -> int:
     """The number of equal chunks into which sequences are cut, each of at most so many tokens on a device."""
     most = length // _shards(length)
-    shared = _num_shards("logits", "batch") * min(_num_shards("logits", "seq"), length)
+    shared = placement().num_shards("logits", "batch") * min(placement().num_shards("logits", "seq"), length)
     wanted = -(-rows * length // (shared * tokens))
     return next((n for n in range(wanted, most) if most % n == 0), most)
 
@@ -38,13 +38,8 @@ def _shards(length: int) -> int:
     A loop cuts each shard further. Rules that split the sequence unequally are refused. For them there is one shard per
     token, so that nothing is cut.
     """
-    shards = math.lcm(_num_shards("logits", "seq"), _num_shards("block_input", "seq"))
+    shards = math.lcm(placement().num_shards("logits", "seq"), placement().num_shards("block_input", "seq"))
     return length if length % shards else shards
-
-
-def _num_shards(array: str, axis: str) -> int:
-    place = placement()
-    return place.num_shards(array, axis) if place else 1
 
 
 # Parts of the rows, side by side: while one part is multiplied, what another part needs is sent (arXiv 2409.15241).

@@ -39,7 +39,7 @@ def for_all_layers(weights: Any, x_BTD: jax.Array) -> Any:
     tokens = tokens_of(x_BTD, "BTD").sum
 
     def once(box: Any) -> Any:
-        if not is_box(box) or placement() is None or len(box.axes) < 2:
+        if not is_box(box) or placement().is_single or len(box.axes) < 2:
             return box
         if {name for axis in box.axes for name in split(box.path, axis).over} & {*tokens.over.over}:
             return box

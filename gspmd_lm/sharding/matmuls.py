@@ -127,7 +127,7 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     all but the first at once.
     """
     eight_bits = isinstance(w, Weight) and w.matmul_dtype
-    if placement() is None and not (isinstance(w, Weight) and quantised.is_read(w)):
+    if placement().is_single and not (isinstance(w, Weight) and quantised.is_read(w)):
         return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
     (a, b), out = letters_of(equation)
     if isinstance(w, Weight):
@@ -151,9 +151,7 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
         if over.num_shards == 1:
             rows_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
             at_rest = Spec(table.path, table.axes, "weights")
-            if not (place := placement()):
-                return rows_BTD
-            return place.reshard_axis_by_axis(rows_BTD, at_rest, parse(reduced_spec, rows_BTD.ndim))
+            return placement().reshard_axis_by_axis(rows_BTD, at_rest, parse(reduced_spec, rows_BTD.ndim))
         in_use = Spec(table.path, table.axes)
         table_rVD: Any = copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
         table_rzVD = table_rVD.reshape(tokens.sum.over.num_shards, over.num_shards, -1, table_rVD.shape[-1])
@@ -209,7 +207,7 @@ class _Gathered:
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
         equation = equation_of(self._gathered_spec.axes[:-1], 1, w)
-        if placement() is None and not quantised.is_read(w):
+        if placement().is_single and not quantised.is_read(w):
             return jnp.einsum(equation, self.x, use(w))
         (a, b), out = letters_of(equation)
         letter, sum_ = _summed(w, b, out)
@@ -315,7 +313,7 @@ def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w:
         matmul = matmul._replace(weight=dataclasses.replace(matmul.weight, used=True))
         return _product(matmul, x, slot, in_use, partials.astype(in_use.dtype))
     shared = _shared_weights.get()
-    if shared is None or w.used or placement() is None:
+    if shared is None or w.used or placement().is_single:
         return _product(matmul, x, slot, w.array, None)
     if w.path not in shared:
         in_use = jax.lax.stop_gradient(_in_use(matmul, w.array))

@@ -226,7 +226,7 @@ def _of_nnx_layer(kind: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method of a layer gives; its products are those of `_product`."""
-    if placement() is None:
+    if placement().is_single:
         return call(*args, **kwargs)
     layer = _Layer(module.dtype)
     token, before = _layer.set(layer), getattr(module, "dot_general", None)
@@ -248,7 +248,6 @@ def _dot_general(
 ) -> jax.Array:  # fmt: skip
     """`jax.lax.dot_general` of an input whose first dimension is that of the rows, with a parameter of the layer."""
     place, weight, rows = placement(), layer.weights.get(w.shape), _rows.get()
-    assert place is not None, "else the product is not replaced"
     (summed, _), (batch, _) = dimensions
     over, how = place.split("", place.vocabulary.rows), (dimensions, precision, preferred_element_type)
     of_rows = x.shape[0] == rows and 0 not in summed and not batch and rows % max(over.num_shards, 1) == 0
@@ -268,15 +267,14 @@ def _product_forward(gradient: Spec, over: Split, how: Any, x: jax.Array, w: jax
 
 
 def _product_backward(gradient: Spec, over: Split, how: Any, factors: tuple[jax.Array, jax.Array], dy: jax.Array):
-    (x, w), place = factors, placement()
-    assert place is not None, "a program is traced with one placement"
+    x, w = factors
     (dx,) = jax.vjp(lambda x: jax.lax.dot_general(x, w, *how), x)[1](dy)
 
     def of_a_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
         return jax.vjp(lambda w: jax.lax.dot_general(x, w, *how), w)[1](dy)[0]
 
     pieces = (array.reshape(over.num_shards, -1, *array.shape[1:]) for array in (x, dy))
-    return dx, place.total(jax.vmap(of_a_piece)(*pieces), over, gradient)
+    return dx, placement().total(jax.vmap(of_a_piece)(*pieces), over, gradient)
 
 
 _product.defvjp(_product_forward, _product_backward)

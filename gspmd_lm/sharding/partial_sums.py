@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import Placement, Spec, Split, Weight, like, parse, placement, platform, split
+from gspmd_lm.sharding.annotate import Spec, Split, Weight, like, parse, placement, platform, split
 from gspmd_lm.sharding.op_names import einsum_equation, scope
 from gspmd_lm.sharding.quantised import Quantised
 
@@ -40,11 +40,11 @@ class Sum(NamedTuple):
 
     def made(self, partials: jax.Array, spec: Spec) -> jax.Array:
         with scope("of", *self.of), scope("sum", *self.axes):
-            return _place().total(partials, self.over, spec)
+            return placement().total(partials, self.over, spec)
 
     def copies(self, x: jax.Array, spec: Spec) -> jax.Array:
         """The derivative of `made`: `x`, gathered as `spec` says, once for each partial sum."""
-        place = _place()
+        place = placement()
         with scope("of", *self.of):
             return place.copies(place.constrain(x, spec), self.over, spec)
 
@@ -68,10 +68,6 @@ class Unreduced:
 
     parts: tuple[PartialSums, ...] = ()
     rest: tuple[jax.Array, ...] = ()
-
-    @property
-    def rank(self) -> int:
-        return self.parts[0].array.ndim - 1
 
     def __add__(self, other: "Unreduced | jax.Array") -> "Unreduced":
         other = other if isinstance(other, Unreduced) else Unreduced((), (other,))
@@ -126,16 +122,17 @@ copied.defvjp(
 def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:
     """The sum, placed as `reduced_spec` says. Its gradient is gathered as `gathered_spec` says."""
     if y.parts:
-        return y.total(parse(reduced_spec, y.rank), parse(gathered_spec, y.rank))
+        rank = y.parts[0].array.ndim - 1
+        return y.total(parse(reduced_spec, rank), parse(gathered_spec, rank))
     return like(like(y.rest[0], gathered_spec), reduced_spec)
 
 
 def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
     """The gradient of `weight`, reduced to where the table `optimizer` places it."""
-    place, spec = placement(), Spec(weight.path, weight.axes, "optimizer")
+    spec = Spec(weight.path, weight.axes, "optimizer")
     total = dw.total(spec, spec)
-    if place and not dw.parts:
-        total = place.constrain(total, spec)
+    if not dw.parts:
+        total = placement().constrain(total, spec)
     return total.astype(weight.array.dtype)
 
 
@@ -187,12 +184,6 @@ def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Toke
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()
     return TokenSharding(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
-
-
-def _place() -> Placement:
-    place = placement()
-    assert place
-    return place
 
 
 # Einsums that make partial sums
@@ -264,8 +255,8 @@ def equation_of(outer: Sequence[str], summed: int, w: Weight) -> str:
 
     Letters are those of the model's axes, as far as they are known and differ.
     """
-    place, axes, count = placement(), (*outer, *w.axes), len(outer)
-    known = {axis: letter for axis, (letter, _) in place.vocabulary.axes.items()} if place else {}
+    axes, count = (*outer, *w.axes), len(outer)
+    known = {axis: letter for axis, (letter, _) in placement().vocabulary.axes.items()}
     wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
     free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
     letters = [

@@ -42,7 +42,7 @@ Part = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 def parts(stack: str) -> int:
     """Into how many parts a pipeline cuts the stack of layers of that name; 1 where it does not."""
     place, one = placement(), _one_stage.get()
-    if not place or place.vocabulary.stages != stack:
+    if place.vocabulary.stages != stack:
         return 1
     stages = place.stages
     return one.of if one else stages.split.num_shards * stages.repeats if stages else 1
@@ -57,7 +57,7 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     if one := _one_stage.get():
         return one.computed(part, weights, x_BTD, of_rows)
     place = placement()
-    assert place and place.stages
+    assert place.stages
     over, M, R, gather, _ = place.stages
     once = gather == "step"
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
@@ -106,10 +106,10 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     @each
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
-        row_arrays = jax.tree.map(lambda x: placed(x[microbatch], TOKENS), of_rows)
+        row_arrays = jax.tree.map(lambda x: placement().constrain(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
         weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=is_box)
-        return part(weights, repeat * S + stage, placed(x_BTD, RESIDUAL), row_arrays)
+        return part(weights, repeat * S + stage, placement().constrain(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
     if keep == "stage":
@@ -133,7 +133,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         return (sent(over, 1, state), waiting), of_layers
 
     waiting = placed_of_stages(over, x_SJBTD)
-    of_rows = jax.tree.map(lambda x: placed(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
+    of_rows = jax.tree.map(lambda x: placement().constrain(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
     spare = jax.lax.stop_gradient(waiting[:, 0])
     turns = R * M + S - 1
     (state, waiting), of_layers = jax.lax.scan(turn, (spare, waiting), jnp.arange(turns))
@@ -159,16 +159,10 @@ _where.defvjp(
 )
 
 
-def placed(x: jax.Array, spec: Spec) -> jax.Array:
-    place = placement()
-    assert place
-    return place.constrain(x, spec)
-
-
 def placed_of_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
     """The rows of several microbatches in each stage, placed as those of one of them."""
     spec = RESIDUAL._replace(axes=("", *RESIDUAL.axes))
-    return jax.vmap(functools.partial(placed, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
+    return jax.vmap(functools.partial(placement().constrain, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -237,7 +231,7 @@ class OneStage:
         if self.given:
             first = x_BTD, *jax.tree.map(jnp.zeros_like, self.given[1:])
             x_BTD, *before = jax.tree.map(lambda x, y: jnp.where(self.number == 0, x, y), first, self.given)
-        x_BTD, *own = part(weights, self.number, placed(x_BTD, RESIDUAL), of_rows)
+        x_BTD, *own = part(weights, self.number, placement().constrain(x_BTD, RESIDUAL), of_rows)
         before = before or jax.tree.map(lambda x: jnp.zeros((self.of * len(x), *x.shape[1:]), x.dtype), own)
         put = lambda all_, x: jax.lax.dynamic_update_slice_in_dim(all_, x, self.number * len(x), 0)  # noqa: E731
         self.passed = x_BTD, *jax.tree.map(put, before, own)
@@ -266,7 +260,7 @@ def one_forward_one_backward(
     batch: a tree of [M, ...].
     """
     place = placement()
-    assert place and place.stages
+    assert place.stages
     over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
     stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -277,7 +271,7 @@ def one_forward_one_backward(
     def apart(leaf: Named, w: jax.Array) -> jax.Array:
         """[S, ...]: the layers of each stage, or a copy for each stage."""
         w_S = w.reshape(S, -1, *w.shape[1:]) if is_cut(leaf) else jnp.broadcast_to(w, (S, *w.shape))
-        return each(functools.partial(placed, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
+        return each(functools.partial(placement().constrain, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
 
     def together(leaf: Named, dw_S: jax.Array, w: jax.Array) -> jax.Array:
         if not is_cut(leaf):

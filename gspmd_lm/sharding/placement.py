@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Settings, Spec, Split, Stages, placed_by
+from gspmd_lm.sharding.annotate import Placement, Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.remat_policy import policy
@@ -37,13 +37,15 @@ class Named:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshPlacement:
+class MeshPlacement(Placement):
     """Answers the model's questions with the rules and the mesh of one step."""
 
     rules: Rules
     mesh: Mesh
     replicas: str = ""  # see `Settings`
     mapped: int = 0  # dimensions of all arrays that a function does not see: within a stage, that of the stages
+
+    is_single = False
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -192,13 +194,15 @@ class MeshPlacement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=into, out_specs=out, check_vma=False)
 
 
-class Recorder:
+class Recorder(Placement):
     """A Placement that places nothing. It notes which activations a model names and where its rules do not fit them,
     and marks in the program where each array is placed: see `marked`.
 
     Loops have as many chunks as the rules say, and two axes compare as split alike or not. But each sum has one partial
     sum, because an axis whose size does not divide has no shards of one size.
     """
+
+    is_single = False
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -225,10 +229,6 @@ class Recorder:
         self.asked.add("pipeline")
         return None
 
-    @property
-    def of_a_stage(self) -> "Recorder":
-        raise AssertionError("there are no stages")
-
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
         array, axes, table = spec
@@ -252,22 +252,10 @@ class Recorder:
     def num_shards(self, array: str, axis: str) -> int:
         return _split(self.rules, array, axis).num_shards
 
-    def over(self, mesh_axes: tuple[str, ...]) -> Split:
-        return Split(mesh_axes)
-
-    def copies(self, x: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        return x[None]
-
-    def total(self, partials: jax.Array, split: Split, spec: Spec) -> jax.Array:
-        return self.constrain(partials.sum(0), spec)
-
     def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
             self.used.add(table.array)
         return x
-
-    def per_device(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
-        return function
 
     @property
     def unmapped(self) -> list[Spec]:

@@ -101,9 +101,8 @@ def use(weight: Weight, letters: str = "", summed: str = "") -> Quantised:
         with scope("rules", spec.array):
             small = quantise(small, letters, summed, EIGHT_BITS[weight.matmul_dtype])
     values, scale = small.values, small.scale
-    if place:
-        values = place.constrain(place.constrain(values, spec._replace(table="weights")), spec)
-        scale = place.constrain(scale, spec._replace(axes=tuple(small.kept(weight.axes))))
+    values = place.constrain(place.constrain(values, spec._replace(table="weights")), spec)
+    scale = place.constrain(scale, spec._replace(axes=tuple(small.kept(weight.axes))))
     return dataclasses.replace(small, values=values, scale=scale, dtype=weight.compute_dtype)
 
 

@@ -216,7 +216,7 @@ class _Training:
             self.agreed,
             contextlib.closing(self._log()) as self.log,
             contextlib.closing(run.rows[0].batches(start, run.step.batch_shardings, self.stop)) as batches,
-            self.shown.running(),
+            self.shown.bar,
             progress.profiled(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:

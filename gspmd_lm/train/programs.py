@@ -45,12 +45,12 @@ class TrainPrograms:
         return self._program("train step", self._train_step)
 
     def evaluate(self) -> Any:
-        return self._program("evaluation", lambda: self._compile(self.step.lower_evaluate(), self._options()))
+        return self._program("evaluation", lambda: self.step.compile(self.step.lower_evaluate()))
 
     def initial_state(self, from_weights: bool = False) -> Any:
         """The program that makes the state of step 0: from nothing, or from weights."""
         lower = self.step.lower_init_from if from_weights else self.step.lower_init
-        return self._program("initial state", lambda: self._compile(lower(), self._options("once")))
+        return self._program("initial state", lambda: self.step.compile(lower(), also=["once"]))
 
     def ready(self, program: Any) -> Any:
         """`program`, once every process has compiled it. A collective on the CPU fails after a wait of 30 seconds."""
@@ -66,11 +66,9 @@ class TrainPrograms:
 
     def _source(self, name: str, taken_s: float) -> str:
         """Where a program came from: a file, or the compiler and its cache."""
-        if name != "train step":
-            return f"compiled in {taken_s:.1f} s"
-        if self.executable:
+        if name == "train step" and self.executable:
             return "loaded, not compiled"
-        return f"compiled in {taken_s:.1f} s{self._cached()}"
+        return f"compiled in {taken_s:.1f} s{self._cached() if name == 'train step' else ''}"
 
     def _cached(self) -> str:
         cache = self.cache
@@ -81,16 +79,10 @@ class TrainPrograms:
         saved = f", {cache.saved_s:.0f} s saved" if cache.hits else ""
         return f", compile cache {cache.directory}: {cache.hits} found, {cache.misses} new{saved}"
 
-    def _options(self, *also: str) -> Mapping[str, Any]:
-        machine, rules = self.machine, self.step.rules
-        return compiler.options(machine.platform, rules.compiler_options, rules.path, machine.device_kind, also)
-
-    def _compile(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Any:
-        return compiler.compile(lowered, options, self.machine.platform, self.step.rules.path)
-
     def _train_step(self) -> Any:
         """The compiled train step, which fits into memory."""
-        options = self._options(*self.step.rules.compiled_for)
+        also = self.step.rules.compiled_for
+        options = self.step.options(*also)
         began = time.perf_counter()
         compiled, report_step = self.executable, self.report_step
         traced: Any = self.step.trace_train() if report_step or not compiled else None
@@ -98,7 +90,7 @@ class TrainPrograms:
         if not compiled:
             lowered, lowered_at = traced.lower(), time.perf_counter()
             try:
-                compiled = self._compile(lowered, options)
+                compiled = self.step.compile(lowered, also=also)
             except jax.errors.JaxRuntimeError as error:
                 if report_step and "RESOURCE_EXHAUSTED" in str(error):
                     report_step(str(error), traced, options, lowered_at - began, time.perf_counter() - lowered_at)

@@ -40,14 +40,9 @@ class Shown:
             TextColumn("{task.fields[left]}"),
         )
         watched = main and console.is_terminal
+        # A context, in which the bar is on the terminal.
         self.bar = Progress(*columns, console=console, transient=True, disable=not watched, expand=True)
         self.task = self.bar.add_task("", total=stop, completed=start, loss="", speed="", left="")
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """A context in which the bar is on the terminal."""
-        with self.bar:
-            yield
 
     def advance(self, step: int, speed: float | None, left_s: float | None) -> None:
         """Moves the bar to `step`. speed: tokens/s; None where it is not known yet, as is the time left."""

@@ -106,7 +106,7 @@ def test_rows_are_the_same_after_a_restart_and_equal_images_are_on_one_side(fold
     with open(folder / "table.csv", "a") as table:
         table.write("\npng/copy.png,another text")
     config = config_of(folder, held_out=0.4)
-    assert media.checked_restart(config, lambda rows: rows.captions) == 10
+    assert media.checked_restart(config, lambda rows: rows.items) == 10
 
 
 def broken(folder, what):

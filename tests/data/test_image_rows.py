@@ -92,12 +92,12 @@ def test_tables_hold_the_same_images(folder, tmp_path):
 def test_what_is_held_out_follows_from_the_contents(folder):
     before = loader.open_loaders(config_of(folder))
     assert [len(one.rows) for one in before] == [9, 3]
-    held_out = {image.encoded.sha256 for image in before[1].rows.images}
-    assert not held_out & {image.encoded.sha256 for image in before[0].rows.images}
+    held_out = {image.encoded.sha256 for image in before[1].rows.items}
+    assert not held_out & {image.encoded.sha256 for image in before[0].rows.items}
     for path in folder.glob("*/*.png"):
         path.rename(path.with_name(f"x{99 - int(path.stem)}.png"))
     after = loader.open_loaders(config_of(folder))
-    assert {image.encoded.sha256 for image in after[1].rows.images} == held_out
+    assert {image.encoded.sha256 for image in after[1].rows.items} == held_out
     assert before[0].fingerprint != loader.open_loaders(config_of(folder, images={"mean": [0.1]}))[0].fingerprint
 
 

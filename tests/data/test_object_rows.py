@@ -112,7 +112,7 @@ def test_a_table_may_hold_the_files_and_rows_are_the_same_after_a_restart(folder
     pyarrow.parquet.write_table(table, folder / "all.parquet")
     found = loader.open_loaders(config_of(folder / "all.parquet"))[0].rows.read(range(6))
     assert all(np.array_equal(found[name], want[name]) for name in want)
-    assert media.checked_restart(config_of(folder / "table.jsonl", held_out=0.4), lambda rows: rows.objects) == 6
+    assert media.checked_restart(config_of(folder / "table.jsonl", held_out=0.4), lambda rows: rows.items) == 6
 
 
 def broken(folder, what):

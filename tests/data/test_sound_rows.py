@@ -111,7 +111,7 @@ def test_rows_are_the_same_after_a_restart_and_equal_sounds_are_on_one_side(fold
     with open(folder / "table.csv", "a") as table:
         table.write("\nwav/copy.wav,text 9")
     config = config_of(folder, held_out=0.4)
-    assert media.checked_restart(config, lambda rows: rows.sounds) == 6
+    assert media.checked_restart(config, lambda rows: rows.items) == 6
 
 
 @pytest.mark.parametrize(("width", "channels"), [(1, 1), (2, 2), (3, 1), (4, 2)])

@@ -69,14 +69,14 @@ def test_headings_come_again_and_skipped_steps_are_said():
 
 def test_the_bar_of_a_terminal():
     bar, file = shown(True)
-    with bar.running():
+    with bar.bar:
         bar.line(10, LARGEST | {"loss": 2.5}, 60.0)
         bar.advance(11, 39_800.0, 125.0)
         bar.bar.refresh()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue()).replace("\r", "\n")
     assert re.search(r"^step 11/100 .*loss 2\.5000 39\.8k tok/s 0:00:00 2m05s left *$", last, re.M)
     logged, file = shown(False)
-    with logged.running():
+    with logged.bar:
         logged.advance(11, 39_800.0, 125.0)
     assert file.getvalue() == ""
 
