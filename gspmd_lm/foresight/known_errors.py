@@ -76,8 +76,8 @@ MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 # How far the estimates of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.
 ESTIMATES: Mapping[tuple[str, bool], tuple[int, float]] = {
-    ("h100", False): (32, 0.053),
-    ("h100", True): (16, 0.106),
+    ("h100", False): (32, 0.044),
+    ("h100", True): (16, 0.090),
     ("v5p", False): (31, 0.054),
     ("v6e", False): (15, 0.050),
     ("v6e", True): (15, 0.059),
