@@ -44,6 +44,20 @@ def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_
     assert len(found) > 100 and all(one.estimate.step_time_s > 0 for one in found)
 
 
+def test_integers_of_three_dimensions_change_no_role():
+    """What is split of a model whose batch also has integers that are neither of rows nor of tokens."""
+    plain, shape = own_models.POOLED, (own_models.ROWS, own_models.POSITIONS, own_models.LABELS)
+
+    def sums(params, batch, key):
+        moved = batch["rows"] + batch["places"].sum(-1, keepdims=True)
+        return plain.sums(params, {**batch, "rows": moved}, key)
+
+    places = gspmd_lm.Input(shape, "int32", "rows: batch position label")
+    task = dataclasses.replace(plain, inputs={**plain.inputs, "places": places}, sums=sums)
+    target = targets.parse("cpu:8")
+    assert Space(task, target).roles == Space(plain, target).roles
+
+
 def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
     """What its blocks read is gathered and what they write reduced: once each, forward and backward."""
     layout = rules(SEQUENCE)

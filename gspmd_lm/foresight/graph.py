@@ -27,7 +27,9 @@ _SAME_VALUES = (
 MATMULS = ("dot_general", GROUPED)
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
 _CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
-_TOKENS = Spec("tokens", ("batch", "seq"))  # where the rules place the integers that a program is given
+# Where the rules place the integers that a program is given, of rows or of tokens. Arrays with more dimensions have no
+# axes that are known here, as those of other numbers.
+_TOKENS = Spec("tokens", ("batch", "seq"))
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,7 +101,8 @@ class DataflowGraph:
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
         for node in inputs:
-            node.placed = None if node.is_float else _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
+            if not node.is_float and len(node.shape) <= len(_TOKENS.axes):
+                node.placed = _TOKENS._replace(axes=_TOKENS.axes[: len(node.shape)])
         results = self._add_operations(program.jaxpr, inputs, "", 1)
         live = {*results, *breadth_first(results, lambda node: [*node.inputs, *(node.residuals or ())], lambda _: True)}
         self.nodes = [node for node in self.nodes if node in live]

@@ -313,7 +313,7 @@ def describe(raw: Mapping[str, Any]) -> str:
 
 
 def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> Roles:
-    """`asked`: the model asks how keys reach the queries of a split sequence."""
+    """`splits_sequence`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.names.rows
     used = {path: nodes[0] for path, nodes in graph.used.items()}
     matrices = [path for path in used if path in graph.multiplied]
