@@ -17,7 +17,7 @@ SHOWN = 6  # lines of each kind in a message
 _FREE = {
     "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_dtype", "matmul_precision", "dropout", "z_loss",
     "init_std", "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
-    "row_multiple",
+    "row_multiple", "frozen",
 }  # fmt: skip
 _ABSENT = object()
 

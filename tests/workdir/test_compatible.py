@@ -40,7 +40,7 @@ OTHER = {
     "patches": Patches(image=8, size=4),
     "latent_attention": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(), "key_bias": False,
     "layer_scale": 0.1, "convolution": config.Convolution(), "windows": config.Windows(size=2),
-    "masks": config.Masks(),
+    "masks": config.Masks(), "memory_width": 8,
     "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
@@ -48,7 +48,7 @@ SAME = {
     "weight_dtype": "bfloat16", "matmul_dtype": "int8", "matmul_precision": "default",
     "attention_scores_dtype": "bfloat16",
     "balance_weight": 0.1, "balance_rate": 0.1, "router_z_loss": 0.1, "capacity_factor": 2.0,
-    "row_multiple": 8,
+    "row_multiple": 8, "frozen": ("embedding",),
 }  # fmt: skip
 OF_EXPERTS = ("expert", "shared_m", "shared_g", "rout", "balance", "groups", "dense_", "capacity", "normalized",
               "sparse_", "weighted_")  # fmt: skip
