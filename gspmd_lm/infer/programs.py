@@ -62,7 +62,7 @@ def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.Mo
 
 def attention_pass(sizes: Sizes) -> Pass:
     """What the prefill of prompts asks of attention. A decoded token has a form of its own, which XLA compiles."""
-    return Pass(sizes.prompt if sizes.image else sizes.given, padded=True)
+    return Pass(sizes.source or sizes.prompt, padded=True)
 
 
 def whole_context(config: Config) -> Sizes:
