@@ -176,6 +176,7 @@ class Config:
         """What of the sections does not go with what is predicted."""
         model, objective, data = self.model, self.objective, self.data
         queries = model.vision.queries if model.vision else None
+        predicts = "model.vision.queries" if queries else f"objective: {objective}"
         problems = {
             f"model.mask: full shows a token what objective: {objective} asks for: "
             "set objective: masked or mask: causal":
@@ -220,11 +221,11 @@ class Config:
                 data.fields and not data.label and not queries and objective not in ("seq2seq", "contrastive", "masks"),
             f"data.fields={list(data.fields)}: a record of texts has one or two":
                 len(data.fields) > 2 and objective != "masks",
-            f"objective: {objective} needs data.fields=[source, text], without data.label":
+            f"{predicts} needs data.fields=[source, text], without data.label":
                 (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
             "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
                 objective == "masks" and (data.label or len(data.fields) not in (0, 2, 3)),
-            f"objective: {objective} needs data.packing: documents, which keeps texts and padding apart":
+            f"{predicts} needs data.packing: documents, which keeps texts and padding apart":
                 (queries or objective != "causal") and data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}, and no images":
                 (queries or objective != "causal") and self.train.samples is not None,

@@ -213,6 +213,8 @@ class ModelConfig:
             wrong.append(f"activation_slope={self.activation_slope} belongs to activation: silu")
         if self.attention_sinks and self.positions in ("alibi", "alibi_bf16"):
             wrong.append(f"attention_sinks does not go with positions: {self.positions}")
+        if self.lora and self.frozen:
+            wrong.append("lora trains nothing but its adapters, also of frozen weights: set frozen to []")
         if self.lora and self.mlp_kind == "plain" and "w_gate" in self.lora.targets:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:

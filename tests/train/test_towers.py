@@ -189,7 +189,7 @@ READING = BLIP2["vision"].queries
             "a token stands behind them: set",
         ),
         ({}, {"data": {"seq": 24, "source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16"),
-        ({}, {"data": {"seq": 24, "packing": "stream"}}, "objective: causal needs data.packing: documents"),
+        ({}, {"data": {"seq": 24, "packing": "stream"}}, r"model\.vision\.queries needs data\.packing: documents"),
         ({}, {"lora": Lora(targets=("wq",))}, "vision does not go with lora"),
         ({}, {"embedding_width": 16}, "vision does not go with embedding_width"),
     ],
