@@ -92,7 +92,7 @@ def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:
             "workspace",
             f"cuDNN takes up to {human_bytes(most)} more while it computes gradients of attention: "
             f"{human_bytes(memory.limit_bytes - memory.peak_bytes)} are free",
-            "a smaller data.batch or data.seq, or train.microbatches",
+            "a smaller data.batch or data.seq, or more rules.microbatches",
         )
 
 
