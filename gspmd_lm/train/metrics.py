@@ -98,7 +98,7 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         return data.batch * (flops_per_token(model, active, data.seq, trained) * data.seq + of_images)
     of_source = _read_by_sources(arrays.named_params, arrays.params)
     of_source_trained = _read_by_sources(arrays.named_trained, arrays.trained)
-    of_text = flops_per_token(model, active - of_source, data.seq, trained - of_source_trained)
+    of_text = flops_per_token(model, active - of_source, data.seq, max(trained - of_source_trained, 0))
     no_table = dataclasses.replace(encoder, tied_embeddings=True)  # it is among the parameters of texts
     sources = flops_per_token(no_table, of_source, config.source_seq, of_source_trained)
     if model.frames:  # the first convolution makes two frames for each row
