@@ -101,7 +101,7 @@ _CODECS: tuple[FieldCodec, ...] = (
     Constant("head_dim", head_dim), MlpWidth(), Renamed(f"{_VISION}.layer_norm_eps", "norm_eps", _EPS),
     Activation(f"{_VISION}.hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), *PLAIN_LAYERNORM,
     Constant("final_norm", False), ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
-    WholeLayers(),    Constant("mask", "full"), Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
+    WholeLayers(), Constant("mask", "full"), Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
     Flag(f"{_VISION}.qkv_bias", ("qkv_bias",), True), Constant("attention_out_bias", True),
     Constant("mlp_bias", True), MaskParts(),
     *(_fixed(f"{part}.layer_norm_eps", _EPS) for part in (_PROMPT, _MASKS)), _fixed(f"{_PROMPT}.hidden_act", "gelu"),
