@@ -250,7 +250,7 @@ def test_a_row_of_tsv_with_too_many_fields_is_told():
     [
         ({"label": ""}, "fields needs label too"),
         ({"fields": []}, "label needs fields too"),
-        ({"fields": ["a", "b", "c"]}, "a record has one text or two"),
+        ({"fields": ["a", "b", "c"]}, "a record of texts has one or two"),
         ({"messages_field": "m"}, "labelled texts or conversations, not both"),
         ({"masked_share": 1.0}, "masked_share: must be below 1"),
     ],

@@ -145,7 +145,7 @@ def test_the_error_of_prices_is_said_with_what_it_rests_on(planned):
         return shown.estimate_error(dataclasses.replace(planned.plan, **changes))
 
     assert error(estimate_error=0.031) == "corrected estimates missed the layouts compiled here by 3.1% in the mean"
-    assert error().endswith("estimates missed 32 compiled layouts of h100, one host, by 5.3%")
+    assert error().endswith("estimates missed 32 compiled layouts of h100, one host, by 4.4%")
     assert error(target=targets.parse("2@v6e:2x4")).endswith("15 compiled layouts of v6e, several slices, by 5.9%")
     assert (
         error(target=targets.parse("v4:4x4x4")) == "no estimates were compared with compiled layouts of v4, one slice"
