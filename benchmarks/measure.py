@@ -23,7 +23,7 @@ from gspmd_lm.foresight import any_step, compile, explain
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.programs import GenerationPrograms
-from gspmd_lm.runtime import compiler, startup
+from gspmd_lm.runtime import startup
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import state, step
@@ -92,11 +92,9 @@ def explained(
     """A program of one device, compiled for it as a run does; what `explain` says of it; and its text."""
     (device,) = built.mesh.devices.flat
     also = rules.compiled_for if phase == "train" else ()
-    options = compiler.options(device.platform, rules.compiler_options, rules.path, device.device_kind, also)
     lowered, here = traced.lower(), target.from_devices([device])
-    compiled = compiler.compile(lowered, options, device.platform, rules.path)
-    reading = any_step.read(traced, lowered, built.mesh)
-    program = compile.described(built, compiled, reading, options, here, 0.0, 0.0)
+    compiled, reading = built.compile(lowered, also=also), any_step.read(traced, lowered, built.mesh)
+    program = compile.described(built, compiled, reading, built.options(*also), here, 0.0, 0.0)
     return compiled, explain.report(cfg, rules, here, arrays, problems, program, phase), program.text
 
 

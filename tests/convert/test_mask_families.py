@@ -30,7 +30,6 @@ DECODER = {"hidden_size": WIDTH, "mlp_dim": 40, "iou_head_hidden_dim": WIDTH}
 
 
 def case_of(**vision):
-
     return {"vision_config": VISION | vision, "prompt_encoder_config": PROMPT, "mask_decoder_config": DECODER}
 
 
