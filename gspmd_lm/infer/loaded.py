@@ -106,7 +106,7 @@ class Model:
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name, model = self.config.data.tokenizer, self.config.model
         if chat_template and (model.frames or model.vision):
-            raise InputError("chat_template: the prompts of this model are names of files\n  fix   drop it")
+            raise InputError("chat_template: the prompts of this model are files\n  fix   drop it")
         if chat_template:
             render = chat.Chat(name)
             ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]

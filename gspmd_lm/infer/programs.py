@@ -316,7 +316,7 @@ def check_causal(config: Config, or_of_source: bool = False) -> None:
     """
     if config.objective == "causal" and config.model.vision and not or_of_source:
         raise InputError(f"{config.name}: model.vision: scoring texts alone leaves out their images\n"
-                         "  fix   eval without --text and --continuations scores held-out texts behind theirs")  # fmt: skip
+                         "  fix   without --text and --continuations, eval scores texts behind theirs")  # fmt: skip
     if config.objective not in ("causal", *["seq2seq"] * or_of_source):
         raise InputError(
             f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "

@@ -90,7 +90,8 @@ def test_the_dimensions_of_activations(sized):
     found["cache"] = programs.recorded(config, arrays, programs.whole_context(config), one)["prefill"].arrays["cache"]
     of_others = {
         "embedded", "routing", "state", "q_latent", "kv_latent", "k_rope", "patches", "memory", "transformed",
-        "class_scores", "vectors", "merged", "compared", "frames", "frames_hidden", "around", "prompts", "upscaled", "drawn",
+        "class_scores", "vectors", "merged", "compared", "frames", "frames_hidden", "around", "prompts", "upscaled",
+        "drawn",
     }  # fmt: skip
     assert found.keys() == ARRAYS.keys() == axes.ACTIVATIONS.keys() - of_others
     for name, (names, shape) in found.items():
