@@ -40,10 +40,7 @@ ALIKE = {
     "Whisper": WHISPER,
 }
 # What no stack without a source has. test_promise.py has dropout, and test_image_layouts.py the biases and norms.
-LEAN = {
-    "T5 without dropout": T5 | {"dropout": 0.0},
-    "sounds": {name: WHISPER[name] for name in ("objective", "frames", "encoder", "positions", "data")},
-}
+LEAN = {"T5 without dropout": T5 | {"dropout": 0.0}}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 
 

@@ -23,16 +23,12 @@ CLIP = {
 }  # fmt: skip
 DROPOUT = CLIP | {"dropout": 0.1}
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
-# By default without what images and texts have by themselves: test_image_layouts.py has their norms and biases.
-LEAN = {name: CLIP[name] for name in ("objective", "vision", "mlp_kind", "positions", "data")}
 CASES = [(layout, CLIP, 1) for layout in ("fsdp2_tp4", "fsdp8", "tp8", "zero1_8", "cp8", "cp8_ulysses")]
 CASES += [("cp8", DROPOUT, 1), ("fsdp2_tp4", CLIP, 2)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "interleave"),
-    [("fsdp2_tp4", LEAN, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
-)
+@pytest.mark.slow  # below, a stack that sees images and one that reads texts have a layout by default
+@pytest.mark.parametrize(("layout", "kind", "interleave"), CASES)
 def test_a_layout_changes_nothing(layout, kind, interleave, small, course):
     config, rules = small(optimizer=UNCLIPPED, **kind), rules_file.load(layout)
     alone, found = course(config, "single", 3, unroll=1), course(config, rules, 3, interleave=interleave)
