@@ -102,7 +102,7 @@ def page() -> str:
 
 
 def _comments(kind: type) -> dict[str, str]:
-    """Field -> the comment above it and on its lines."""
+    """Field -> the comment above it and on its lines, in the class that has it."""
     source = textwrap.dedent(inspect.getsource(kind))
     fields = {
         token.start[0]: (token.string.lstrip("# "), token.line.strip().startswith("#"))
@@ -111,7 +111,8 @@ def _comments(kind: type) -> dict[str, str]:
     }
     (body,) = ast.parse(source).body
     assert isinstance(body, ast.ClassDef)
-    comments = {}
+    base = kind.__mro__[1]
+    comments = _comments(base) if dataclasses.is_dataclass(base) else {}
     for node in body.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno

@@ -10,7 +10,6 @@ from gspmd_lm.config.images import Patches
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Size
 
 Token = Annotated[int, pydantic.Field(ge=0)]
-_SIZES = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 # What stacks of BLIP-2 have in common, whatever the decoder has, and what they have like it.
 _PLAIN: dict[str, Any] = {
     "mask": "full", "vocab": 0, "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "qkv_bias": True,
@@ -32,10 +31,13 @@ class OtherStack:
         """The settings that differ from the model's, by their names."""
         return {name: size for name in self.SIZES if (size := getattr(self, name))}
 
+    def all_sizes(self, model: Any) -> dict[str, Any]:
+        """These settings by their names, with those of the model written out."""
+        return {name: getattr(self, name) or getattr(model, name) for name in self.SIZES}
+
     def with_all_sizes(self, model: Any) -> Self:
         """The same with the sizes of the model written out."""
-        written = {name: getattr(self, name) or getattr(model, name) for name in self.SIZES}
-        return dataclasses.replace(cast(Any, self), **written)
+        return dataclasses.replace(cast(Any, self), **self.all_sizes(model))
 
     def in_no_other_stack(self, model: Any, section: str) -> dict[str, Any]:
         """What neither of two stacks may have -> whether the model has it. section: the name of this one's settings."""
@@ -102,25 +104,31 @@ class Encoder(OtherStack):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Queries(OtherStack):
-    """Learned rows that read an image, and then stand before the tokens of its text (BLIP-2, arXiv 2301.12597).
+class Tower(OtherStack):
+    """A stack with sizes of its own, which reads no text."""
 
-    Their blocks are BERT's, whose norms stand after the sums, and the first of each `every` attends to the rows of the
-    image. A matrix brings their output to the width of the model. Sizes that are 0 are the model's.
-    """
+    SIZES: ClassVar = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 
-    SIZES: ClassVar = _SIZES
-
-    rows: Size  # how many
-    every: Size = 2  # of so many layers, the first attends to the image
-    token: Count = 0  # the token that stands in their places
-    start_token: Count = 0  # the token between them and the text
     layers: Count = 0  # how many blocks
     embed: Count = 0  # the width of the residual stream
     heads: Count = 0  # query heads
     kv_heads: Count = 0  # key and value heads
     head_dim: Count = 0  # the size of one head
     mlp: Count = 0  # the hidden width of the feed-forward network
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Queries(Tower):
+    """Learned rows that read an image, and then stand before the tokens of its text (BLIP-2, arXiv 2301.12597).
+
+    Their blocks are BERT's, whose norms stand after the sums, and the first of each `every` attends to the rows of the
+    image. A matrix brings their output to the width of the model. Sizes that are 0 are the model's.
+    """
+
+    rows: Size  # how many
+    every: Size = 2  # of so many layers, the first attends to the image
+    token: Count = 0  # the token that stands in their places
+    start_token: Count = 0  # the token between them and the text
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
     norm_eps: BelowOne = 1e-12  # added to the variance in a norm
 
@@ -133,7 +141,7 @@ class Queries(OtherStack):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Vision(OtherStack):
+class Vision(Tower):
     """A stack of blocks that sees an image, whose text the stack of the model reads (CLIP, arXiv 2103.00020).
 
     It is like that of texts but for its mask, which is full, a norm before the first block, and the sizes here; 0 means
@@ -142,17 +150,9 @@ class Vision(OtherStack):
     With `queries` it is a plain ViT, whatever the stack of texts is, and they read all of its rows.
     """
 
-    SIZES: ClassVar = _SIZES
-
     patches: Patches
     projection: Count = 0  # numbers of the common space
     queries: Queries | None = None  # what stands for an image before its text, in place of the common space (BLIP-2)
-    layers: Count = 0  # how many blocks
-    embed: Count = 0  # the width of the residual stream
-    heads: Count = 0  # query heads
-    kv_heads: Count = 0  # key and value heads
-    head_dim: Count = 0  # the size of one head
-    mlp: Count = 0  # the hidden width of the feed-forward network
     temperature: float = 2.6592  # what cosines are multiplied by begins as the exponential of it
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "gelu"  # with queries: of the feed-forward network
     norm_eps: BelowOne = 1e-6  # with queries: added to the variance in a norm
@@ -191,7 +191,6 @@ class Vision(OtherStack):
         return wrong if one_of_both else [*wrong, "vision needs projection or queries, and not both"]
 
 
-def _plain(part: OtherStack, model: Any, own: dict[str, Any]) -> Any:
+def _plain(part: Tower, model: Any, own: dict[str, Any]) -> Any:
     """The settings of a stack with the sizes of a section, which has of the model only how numbers are computed."""
-    sizes = {name: getattr(part, name) or getattr(model, name) for name in _SIZES}
-    return type(model)(**_PLAIN, **{name: getattr(model, name) for name in _SHARED}, **sizes, **own)
+    return type(model)(**_PLAIN, **{name: getattr(model, name) for name in _SHARED}, **part.all_sizes(model), **own)
