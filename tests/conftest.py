@@ -2,14 +2,16 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 from tests.quick import XLA_FLAGS
 
 gc.disable()  # until the tests begin: a third of the time to import and to collect them was spent on it
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Each of the forty processes that tests start would compile the package from its source again.
+# Each of the forty processes that tests start would compile the package from its source again, and workers the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The last bits of results are other ones with these flags: both sides of a comparison have them. What is recorded is
 # compiled by processes that do not inherit them.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"

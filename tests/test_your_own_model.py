@@ -16,6 +16,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import Input, InputError, parameter, shard, use
 from gspmd_lm.foresight import compile
+from gspmd_lm.runtime import compile_cache
 from gspmd_lm.sharding import annotate
 from tests.courses import begun
 from tests.launched import compiled_here
@@ -51,7 +52,7 @@ def steps():
 @pytest.fixture(scope="module")
 def runs(steps):
     """Layout -> the compiled step, the state after STEPS steps and the losses."""
-    found = {}
+    found, _ = {}, compile_cache.enable()  # for the reports
     for name, step in steps.items():
         program, state = step.compile(step.lower_train()), begun(step)
         found[name] = program, *train_mixer.train(step, program, state, 0, STEPS)
@@ -60,6 +61,7 @@ def runs(steps):
 
 @pytest.fixture(scope="module")
 def reports():
+    compile_cache.enable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_run_compiler", compiled_here)
         found = gspmd_lm.compare(mixer.TASK, [layout(name) for name in LAYOUTS], "cpu:8")

@@ -12,6 +12,7 @@ from gspmd_lm import InputError
 from gspmd_lm import config as configs
 from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.data import images, loader, media
+from tests.quick import QUICK_FLAGS
 
 Image = pytest.importorskip("PIL.Image", reason="pip install 'gspmd_lm[vision]'")
 CLASSES = ("cat", "dog", "owl")
@@ -145,7 +146,9 @@ def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
 
 
 def test_a_run_learns_the_classes_and_keeps_them(folder, tmp_path):
-    last = gspmd_lm.train(config_of(folder, steps=25), "none", tmp_path / "run", platform="cpu")
+    quick = [flag.removeprefix("--set=") for flag in QUICK_FLAGS]
+    rules = gspmd_lm.load_rules("none", overrides=quick)
+    last = gspmd_lm.train(config_of(folder, steps=25), rules, tmp_path / "run", platform="cpu")
     assert json.loads((tmp_path / "run" / "classes.json").read_text()) == list(CLASSES)
     assert last["loss"] < 0.4
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

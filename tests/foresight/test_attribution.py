@@ -3,12 +3,14 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import pytest
 import saved_programs
 from sample import network
 
+from gspmd_lm import config as configs
 from gspmd_lm.foresight import collectives, hlo, table
 from gspmd_lm.foresight.collectives.def_use import def_chain
 from gspmd_lm.foresight.compile import programs
@@ -25,9 +27,9 @@ L, B, T, D, F, N, H, V = 2, 32, 16, 32, 64, 8, 4, 64  # of `small`
 JOINT = {"rules.heads", "rules.kv_heads"}
 
 
-def simulated(rules):
+def simulated(rules, chip=None):
     ids = range(rules.devices)
-    return network(None, [(k,) for k in ids], [0 for _ in ids], [0 for _ in ids], rules.mesh.values(), rules.mesh)
+    return network(chip, [(k,) for k in ids], [0 for _ in ids], [0 for _ in ids], rules.mesh.values(), rules.mesh)
 
 
 def collectives_of(step, text, where):
@@ -68,9 +70,8 @@ def tensor(one):
     return *identity(one), one.source, one.elements
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fsdp8" else pytest.mark.slow) for name in SHIPPED]
-)
+@pytest.mark.slow  # by default test_said_once.py drops a row, and the rows of each collective are compared below
+@pytest.mark.parametrize("name", SHIPPED)
 def test_rows_that_are_named_are_the_causes(moved, name):
     """Without the rows that are named, a collective goes away, or moves over other axes or in another way; without
     one that is not named, it stays. Each row that is named for an array of a layer is enough to change its movement."""
@@ -156,7 +157,7 @@ def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
     assert any("rules.attention_out.seq" in one.rules for one in moves)
 
 
-@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("target", ["v5e:2x4", pytest.param("h100:8", marks=pytest.mark.slow)])
 def test_programs_of_accelerators(in_bfloat16, cache, target):
     """Each tensor by itself, though these compilers merge, split and rename: weights by their paths, rows of each."""
     request = in_bfloat16(target)
@@ -188,6 +189,22 @@ def test_programs_of_accelerators(in_bfloat16, cache, target):
     assert {one.mesh_axes for one in scales} == {("fsdp", "tensor")}
     assert any(one.overlapped for one in found) and not all(one.overlapped for one in found)
     assert [one for one in found if one.kind == "all-to-all"] == []
+
+
+def test_a_kept_program_of_a_gpu():
+    """Of an earlier version, which named fewer operations: each collective has rows, and each weight a gather."""
+    step = types.SimpleNamespace(config=configs.load("tiny"), rules=rules_file.load("fsdp8").fill(8))
+    found = collectives_of(step, saved_programs.text("gpu_h100"), simulated(step.rules, CHIPS["h100"]))
+    assert {one.link for one in found} == {"nvlink"} and {one.mesh_axes for one in found} == {("fsdp",)}
+    assert all(one.rules in (("weights.embed",), ("rules.batch",)) for one in found)
+    arrays = state.arrays(step.config)
+    weights = {leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)} - {"embedding"}
+    gathered = [one for one in found if one.kind == "all-gather" and one.op in weights]
+    assert {one.op for one in gathered} == weights and {one.rules for one in gathered} == {("weights.embed",)}
+    in_layers = [one for one in gathered if one.op.startswith("layers.mlp.")]
+    assert {one.phase for one in in_layers} == {"forward", "recomputation"}
+    assert sum(one.times_per_step for one in in_layers) == 3 * 2 * step.config.model.layers
+    assert any(one.overlapped for one in found) and not all(one.overlapped for one in found)
 
 
 # Single programs, written down

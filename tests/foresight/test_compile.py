@@ -5,11 +5,13 @@ import os
 import shutil
 
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile
 from gspmd_lm.hardware import target
 from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.train import state, step
 
 
 @pytest.mark.usefixtures("another_process")
@@ -30,14 +32,29 @@ def test_a_program_is_compiled_once(request_of, cache, monkeypatch):
 
 @pytest.mark.parametrize(
     ("target", "texts"),
-    [("v5e:2x4", ["estimated_cycles"]), ("h100:8", ["known_trip_count", "__cudnn$fmhaSoftmaxBackward"])],
+    [
+        ("v5e:2x4", ["estimated_cycles"]),
+        pytest.param("h100:8", ["known_trip_count", "__cudnn$fmhaSoftmaxBackward"], marks=pytest.mark.slow),
+    ],
 )
 def test_accelerators_are_compiled_for_without_one(in_bfloat16, cache, target, texts):
-    """cuDNN's attention, the default of a GPU in bfloat16, is compiled for without cuDNN."""
+    """By default, test_any_step.py has a step that is compiled for a GPU, and the next test cuDNN's attention."""
     (program,) = compile.programs([in_bfloat16(target)], cache=str(cache))
     assert all(text in program.text for text in texts)
     assert "num_partitions=8" in program.text
     assert program.memory["temp_size_in_bytes"] > 0
+
+
+def test_cudnn_is_asked_for_without_cudnn_or_a_gpu(in_bfloat16, monkeypatch):
+    """Its attention is the default of a GPU in bfloat16."""
+    for name in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
+        monkeypatch.setattr(fused_attention_stablehlo, name, getattr(fused_attention_stablehlo, name))
+    request = in_bfloat16("h100:8")
+    compile._answer_for(request.target.chip.gpu)
+    arrays, _ = state.arrays_and_warnings(request.config, request.rules, "gpu")
+    built = step.build_step(request.config, request.rules, arrays, target.devices(request.target))
+    text = built.lower_train().as_text()
+    assert "__cudnn$fmhaSoftmax(" in text and "__cudnn$fmhaSoftmaxBackward(" in text
 
 
 def test_what_decides_a_program_decides_its_key(request_of):

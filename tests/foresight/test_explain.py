@@ -104,7 +104,7 @@ def test_an_exported_step_trains(run, tmp_path):
     path, data = tmp_path / "step", ("--set=data.source=random:64", "--set=data.held_out=0.0")
     code, _, errors = run("explain", "fsdp8", "--target=cpu:8", *SMALL, *data, f"--export={path}")
     assert code == 0, errors
-    train = ("--rules=fsdp8", *SMALL, *data, "--steps=2", "--compile_cache=none")
+    train = ("--rules=fsdp8", *SMALL, *data, "--steps=2")
     code, out, errors = run(*train, f"--executable={path}", f"--workdir={tmp_path / 'a'}")
     assert code == 0 and "train step: loaded, not compiled" in out, errors
     code, _, errors = run(*train, "--set=model.layers=3", f"--executable={path}", f"--workdir={tmp_path / 'b'}")

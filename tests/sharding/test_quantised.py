@@ -52,7 +52,7 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(dtype):
         return reduced(unreduced_matmul(x_BTF, down.holding(w_FD)), BLOCK_INPUT, RESIDUAL)
 
     for function, x, w, dy in ((inward, x_BTD, up.array, dy_BTF), (outward, hidden_BTF, down.array, x_BTD)):
-        y, pull = jax.vjp(function, x, w)
+        y, pull = jax.vjp(jax.jit(function), x, w)
         found = y, *pull(dy)
         rows = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (x, w, dy))
         for got, want in zip(found, plain_product(*rows, DTYPES[dtype]), strict=True):

@@ -41,13 +41,12 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 # Each layout with two of the kinds.
 CASES = [(layout, kind) for i, layout in enumerate(LAYOUTS) for j, kind in enumerate(KINDS) if (i + j) % 3 == 0]
 CASES += [("pp2_fsdp2_tp2", "masked")]
-# model/kernels/test_context.py has the other masks and biases of a split sequence.
-DEFAULT = (("fsdp2_tp4", "shared"),)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+# By default test_image_layouts.py has a stack that sees all of a row, test_seq2seq.py one with relative positions, and
+# what layers share is followed below. model/kernels/test_context.py has masks and biases of a split sequence.
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, **KINDS[kind])
     alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
