@@ -16,6 +16,7 @@ from flax import nnx
 import gspmd_lm
 from benchmarks.collectives import count
 from gspmd_lm import InputError
+from gspmd_lm.foresight import compile
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import search
 from gspmd_lm.plan.estimate import Estimator
@@ -23,6 +24,7 @@ from gspmd_lm.plan.space import Space
 from gspmd_lm.sharding import rules_file
 from tests import own_models, plain_models
 from tests.courses import begun
+from tests.launched import compiled_here
 from tests.quick import QUICK
 
 FSDP = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}}
@@ -58,8 +60,9 @@ def test_integers_of_three_dimensions_change_no_role():
     assert Space(task, target).roles == Space(plain, target).roles
 
 
-def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it():
+def test_what_a_stream_sends_is_priced_as_the_compiler_counts_it(monkeypatch):
     """What its blocks read is gathered and what they write reduced: once each, forward and backward."""
+    monkeypatch.setattr(compile, "_run_compiler", compiled_here)
     layout = rules(SEQUENCE)
     estimator = Estimator(own_models.POOLED, targets.parse("cpu:8"))
     estimated = estimator.estimate(layout.fill(8)).sent_by_axis

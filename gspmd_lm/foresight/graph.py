@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
-from gspmd_lm.sharding.op_names import OpName, parse
+from gspmd_lm.sharding.op_names import LOSS, OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
@@ -346,9 +346,11 @@ def breadth_first(
 def _with_residuals(equation: Any, function: Any) -> Any:
     """The program of a function whose derivative is written by hand, which also gives what the derivative keeps.
 
-    None where nothing is multiplied, and where more is: the loss makes its gradients on its way forward.
+    None where nothing is multiplied, and where more is. The loss makes its gradients on its way forward, so that it is
+    not traced to find out.
     """
-    if not (least := _flops_within(function)):
+    names = (f"{eqn.source_info.name_stack}/{eqn.primitive.name}" for eqn in function.eqns)
+    if not (least := _flops_within(function)) or any(parse(name).owners == (LOSS,) for name in names):
         return None
     avals: list[Any] = [var.aval for var in function.invars]
     operands = [core.Var(aval) for aval in avals]

@@ -223,17 +223,18 @@ class Rules:
             if path.partition(".")[0] != axis:
                 return None  # layers outside of the stages, which all stages compute
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
-        weight = self.vocabulary.adapted(path)
-        for name in reversed(TABLES[: TABLES.index(table) + 1]):
-            rows = [row for row in self.rows if row.table == name and row.axis == axis]
-            matches = [row for row in rows if row.speaks_of(path) or row.speaks_of(weight)]
+        rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted(path)
+        for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
+            matches = [row for row in rows if row.table == name and (row.speaks_of(path) or row.speaks_of(weight))]
             if matches:
                 return max(matches, key=lambda row: (row.array != "" and row.speaks_of(path), len(row.array)))
         return None
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:
         """The mesh axes that split one axis of an array; the first is the outermost."""
-        row = self.row(table, path, axis)
+        return self._split_by(self.row(table, path, axis))
+
+    def _split_by(self, row: Row | None) -> tuple[str, ...]:
         return tuple(name for name in row.mesh_axes if self.mesh[name] > 1) if row else ()
 
     def resolve(
@@ -250,7 +251,7 @@ class Rules:
         for axis, size in zip(axes, shape, strict=True):
             row = self.row(table, path, axis)
             token = size == 1 and not itemsize and axis != self.vocabulary.rows
-            names = () if token else self.split(table, path, axis)
+            names = () if token else self._split_by(row)
             spec.append(names)
             if row is None or not names:
                 continue

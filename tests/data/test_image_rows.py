@@ -145,6 +145,7 @@ def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
         loader.open_loaders(config_of(folder, held_out=0.99))
 
 
+@pytest.mark.slow  # train/test_objectives.py has a run that learns classes of texts, and the tests above have images
 def test_a_run_learns_the_classes_and_keeps_them(folder, tmp_path):
     quick = [flag.removeprefix("--set=") for flag in QUICK_FLAGS]
     rules = gspmd_lm.load_rules("none", overrides=quick)

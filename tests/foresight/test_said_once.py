@@ -60,7 +60,7 @@ def graph(config, rules):
 # Those whose settings others of the list have as well, and one that takes long.
 HELD_BY_OTHERS = (
     "llama", "falcon", "z_loss", "cohere", "olmo", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora", "bert", "albert",
-    "blip2",
+    "blip2", "vit",
 )  # fmt: skip
 
 
@@ -259,6 +259,7 @@ def test_a_mixture_names_its_rows(small, compiled, family, form):
 NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_norm", "mlp_norm", "final_norm")
 
 
+@pytest.mark.slow  # by default test_attribution.py has norms within layers and behind them
 def test_every_norm_names_the_rows_that_split_what_it_reads(small, moved_by):
     for family, norms in ((dict(post_norms=True, embedding_norm=True), NORMS),):
         moved = moved_by(small(**family), rules_file.load("fsdp2_tp4"))

@@ -115,8 +115,8 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     assert len({token for result in results for token in result.tokens}) > 2
 
 
-# test_eight_bits.py has fsdp2_tp4 and latent attention by default.
-SLOW = ("dp2_tp4", "decode_tp8, latent", "fsdp2_tp4", "slots split, latent", "fsdp2_tp4, shared",
+# By default test_eight_bits.py has fsdp2_tp4 and latent attention, and cli/test_verbs.py has the same text under two.
+SLOW = ("dp2_tp4", "decode_tp8", "decode_tp8, latent", "fsdp2_tp4", "slots split, latent", "fsdp2_tp4, shared",
         "kv_heads on every device", *MIXTURES)  # fmt: skip
 
 

@@ -90,11 +90,13 @@ ENCODERS = {
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
 }  # fmt: skip
-# "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
-DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions"))]
+# "shared" has all that "masked" has, and windows what images and classes have. What tensor parallelism sends is a part
+# of what fsdp2_tp4 does.
+HELD_BY_OTHERS = ("masked", "captions", "classes", "images")
+DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in HELD_BY_OTHERS)]
 OTHERS = [
     ("tp8", "masked"),
-    ("fsdp2_tp4", "captions"),
+    *(("fsdp2_tp4", name) for name in HELD_BY_OTHERS[1:]),
     *(("cp8", name) for name in ENCODERS if name not in ("images", "windows")),
 ]  # refused
 
