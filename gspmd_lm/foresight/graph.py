@@ -91,13 +91,13 @@ class Matmul:
 
 
 class DataflowGraph:
-    """A recorded program as a graph. `weights` are the paths of the parameters."""
+    """A recorded program as a graph. `weights` are the paths of the parameters, and `trained` those of some of them."""
 
-    def __init__(self, program: Any, weights: Collection[str]):
+    def __init__(self, program: Any, weights: Collection[str], trained: Collection[str] = ()):
         # Caches stand in the instance, so that they go with the program.
         self.activations_around = functools.cache(self._activations_around)
         self.made_from = functools.cache(self._made_from)
-        self.weights = frozenset(weights)
+        self.weights, self.trained = frozenset(weights), frozenset(trained)
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
         for node in inputs:
@@ -114,7 +114,8 @@ class DataflowGraph:
     def from_recorder(cls, recorded: Recorder, arrays: Arrays) -> "DataflowGraph":
         """The graph of what was recorded of a model with these arrays."""
         with as_recorded(recorded):  # for hand-written derivatives, which are traced now
-            return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
+            every = pairs(arrays.named_params, arrays.params), pairs(arrays.named_trained, arrays.trained)
+            return cls(recorded.program, *([leaf.path for leaf, _ in leaves] for leaves in every))
 
     def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:
         shape, dtype = getattr(like, "shape", ()), getattr(like, "dtype", jnp.dtype("bool"))
@@ -220,6 +221,21 @@ class DataflowGraph:
     def multiplied(self) -> frozenset[str]:
         """Paths of the weights that are multiplied as matrices."""
         return frozenset(matmul.path for matmul in self.matmuls)
+
+    @functools.cached_property
+    def differentiable(self) -> frozenset[Node]:
+        """What depends on a trained weight: all that has a gradient."""
+        return self.made_of(self.trained)
+
+    def made_of(self, weights: Collection[str]) -> frozenset[Node]:
+        """What depends on some weights, themselves among it."""
+        start = [node for node in self.nodes if node.array in weights]
+        start += [node for path in self.looked_up if path in weights for node in self.looked_up[path]]
+
+        def derived(node: Node) -> list[Node]:
+            return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
+
+        return frozenset(start).union(breadth_first(start, derived, lambda _: True))
 
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.

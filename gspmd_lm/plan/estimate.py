@@ -17,7 +17,7 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan.decoder_transfers import DecoderTransfers
+from gspmd_lm.plan.decoder_transfers import NAMES_OF_TRANSFERS, DecoderTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
@@ -95,7 +95,7 @@ class _PartCosts:
     shards: Shards
     sum_bytes: float  # of the gradients that the turns of stages add up
     held_bytes: float  # of weights in use, or in another order, that a device holds through all turns, and of sums
-    transfers: dict[tuple[bool, ...], list[EstimatedTransfer]] = dataclasses.field(default_factory=dict)
+    transfers: dict[tuple[str, frozenset[str]], list[EstimatedTransfer]] = dataclasses.field(default_factory=dict)
 
     def local_bytes(self, arrays: Iterable[tuple[float, NamedNodes]]) -> float:
         """The bytes of arrays on one device."""
@@ -217,10 +217,11 @@ class Estimator:
     # Communication
 
     def _transfers(self, costs: _PartCosts, remat: Remat) -> list[EstimatedTransfer]:
-        """What a device sends. It depends on the remat policy in two ways only."""
+        """What a device sends. Of the remat policy, it depends on its kind and on few names only."""
         names = {*remat.save, *remat.offload}
-        named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
-        key = (remat.policy == "none", remat.policy == "block", *named)
+        # The outputs of frozen weights matter too: nothing but what is computed again may read their inputs again.
+        named = names if len(self._trained) < len(self._params) else names & NAMES_OF_TRANSFERS
+        key = remat.policy, frozenset(named)
         if key not in costs.transfers:
             config = self.traces.task.config
             one_stream = config and not (config.model.encoder or config.model.masks)

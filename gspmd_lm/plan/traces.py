@@ -22,8 +22,6 @@ class ForwardTrace:
 
     recorder: Recorder
     graph: DataflowGraph
-    trained: frozenset[str]
-    number: int
     _op_graphs: dict[tuple[bool, bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
 
     def op_graph(self, fused: bool, moves: bool = False, stack: str = "", within: bool = False) -> OpGraph:
@@ -33,7 +31,7 @@ class ForwardTrace:
         """
         key = fused, moves, stack, within
         if key not in self._op_graphs:
-            self._op_graphs[key] = OpGraph(self.graph, self.trained, *key)
+            self._op_graphs[key] = OpGraph(self.graph, *key)
         return self._op_graphs[key]
 
 
@@ -43,7 +41,6 @@ class TraceCache:
     def __init__(self, config: Config | Task):
         self.task = decoder.task(config)
         self.arrays = state.arrays(self.task)
-        self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
         self._compared: set[tuple[str, str]] = set()
         self._traces: dict[tuple, ForwardTrace] = {}
 
@@ -54,10 +51,8 @@ class TraceCache:
             recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
             self._compared |= recorder.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
-            trace = ForwardTrace(
-                recorder, DataflowGraph.from_recorder(recorder, self.arrays), self.trained, len(self._traces)
-            )
-            self._traces[key] = trace
+            graph = DataflowGraph.from_recorder(recorder, self.arrays)
+            self._traces[key] = ForwardTrace(recorder, graph)
         return self._traces[key]
 
     def _pattern(self, rules: Rules) -> tuple[int, ...]:
