@@ -232,10 +232,26 @@ class DataflowGraph:
         start = [node for node in self.nodes if node.array in weights]
         start += [node for path in self.looked_up if path in weights for node in self.looked_up[path]]
 
+        by_input = collections.defaultdict[Node, list[Node]](list)
+        for matmul in self._by_hand.values():
+            by_input[matmul.input].append(matmul.node)
+
         def derived(node: Node) -> list[Node]:
-            return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
+            users = [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
+            return [*users, *by_input[node]]
 
         return frozenset(start).union(breadth_first(start, derived, lambda _: True))
+
+    def gradients(self, matmul: Node) -> int:
+        """Of how many of its two operands a matmul or a convolution has gradients."""
+        by_hand = self._by_hand.get(matmul)
+        operands = (by_hand.input, by_hand.weight) if by_hand else matmul.inputs[:2]
+        return sum(operand in self.differentiable for operand in operands)
+
+    @functools.cached_property
+    def _by_hand(self) -> dict[Node, Matmul]:
+        """The matmuls whose derivative is written by hand: the gradient of what they read may go round the read."""
+        return {matmul.node: matmul for matmul in self.matmuls if matmul.node.residuals is not None}
 
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
@@ -267,6 +283,10 @@ class DataflowGraph:
         while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
             node = same[0]
         return [near for near in self.before(self._between([node])) if near is not node]
+
+    def weight_of(self, matmul: Node) -> Node | None:
+        """Where the weight was placed in use that a matmul or a convolution multiplies; None if it has none."""
+        return next(filter(None, map(self._weight, matmul.inputs[:2])), None)
 
     def _weight(self, node: Node) -> Node | None:
         """Where a weight was placed in use that has only changed its form since."""

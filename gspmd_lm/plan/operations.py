@@ -186,7 +186,7 @@ class OpGraph:
             kind = "matmul"
             if node not in self.matmuls and any(near.array == _OUT for near in self.graph.after([node])):
                 kind = "attention"
-            backward = float(sum(map(self._has_gradient, node.inputs[:2])))
+            backward = float(self.graph.gradients(node))
             nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
             moved = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
             itemsizes = tuple(near.itemsize for near in (*node.inputs[:2], node))
