@@ -29,7 +29,6 @@ from gspmd_lm.plan.transfers import (
     mesh_axes_except,
 )
 
-NAMES_OF_TRANSFERS = frozenset(["block_input", "residual", "dispatched", "attention_out"])  # kept, or sent once more
 _INT32_BYTES = 4
 _SHARED_KEY = K_ROPE.partition(":")[0]
 *_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))

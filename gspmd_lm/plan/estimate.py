@@ -17,7 +17,7 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan.decoder_transfers import NAMES_OF_TRANSFERS, DecoderTransfers
+from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
@@ -218,12 +218,13 @@ class Estimator:
 
     def _transfers(self, costs: _PartCosts, remat: Remat) -> list[EstimatedTransfer]:
         """What a device sends. Of the remat policy, it depends on its kind and on few names only."""
-        names = {*remat.save, *remat.offload}
+        config, names = self.traces.task.config, frozenset([*remat.save, *remat.offload])
         # The outputs of frozen weights matter too: nothing but what is computed again may read their inputs again.
-        named = names if len(self._trained) < len(self._params) else names & NAMES_OF_TRANSFERS
-        key = remat.policy, frozenset(named)
+        if len(self._trained) == len(self._params):
+            names &= {"block_input", "residual", *(["dispatched"] if config and config.model.experts else []),
+                      *(["attention_out"] if costs.part.rules.context == "ulysses" else [])}  # fmt: skip
+        key = remat.policy, names
         if key not in costs.transfers:
-            config = self.traces.task.config
             one_stream = config and not (config.model.encoder or config.model.masks)
             kind = DecoderTransfers if one_stream else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
