@@ -44,12 +44,12 @@ class DecoderTransfers(Transfers):
         graph = self.graph
         # Blocks read the residual stream, gathered, and their sums go back to it.
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
-        self.residual = graph.gathered_from(self.block_input) or self.block_input
+        self.residual = self.part.stream
         self.add_layers()
-        if self.part.of_stages:
+        if self.part.of_stages and not self.forward_alone:
             self.add_stages(self.residual)
         for matmul in self.matmuls:
-            if self.is_head(matmul):
+            if self.is_head(matmul) and not self.forward_alone:
                 self.add_loss(matmul)
         for path in filter(self.part.has, graph.looked_up):
             if path not in graph.used or path in graph.multiplied:
@@ -85,7 +85,9 @@ class DecoderTransfers(Transfers):
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
             passes = 2 if weight.trained or used.trip_count > 1 else 1
             passes = passes if self.has_gradient(matmul.node) and not self.is_shared(matmul) else 1
-            if self.part.gathers_once or self.part.gathers_ahead:
+            if self.forward_alone:
+                passes = 0 if self.part.gathers_once else 1
+            elif self.part.gathers_once or self.part.gathers_ahead:
                 whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
                 self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
                 passes = 0 if self.part.gathers_once else passes - 1

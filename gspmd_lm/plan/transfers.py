@@ -67,16 +67,17 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers."""
+    """What one device sends in a step: `all` transfers. forward_alone: of what a part does once more forward."""
 
-    def __init__(self, part: Part, arrays: Arrays):
+    def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
+        self.forward_alone = forward_alone
         rules, self.microbatches = part.rules, part.rules.microbatches
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         self.reduced_last = {*part.reduced_last}
         self.all: list[EstimatedTransfer] = []
         self.weights: dict[str, Parameter] = {}
-        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
+        trained = frozenset() if forward_alone else self.graph.trained
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
@@ -87,12 +88,17 @@ class Transfers(abc.ABC):
         self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
         self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
         self.add_model()
-        if part.of_stages:
+        if part.of_stages or forward_alone:
             return
+        step, pipeline = part.step_rules, part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
+        by_all = {*step.stages} if pipeline and pipeline.schedule == "1f1b" else set()  # stages with gradients of it
         for weight in self.weights.values():
             if not weight.trained:
                 continue
+            if by_all and part.has(weight.path):
+                float32_bytes = weight.elements * FLOAT32_BYTES
+                self.add(self.volume(float32_bytes, weight.gradient, weight.gradient, by_all), 1, "gradients")
             gradient_bytes = weight.elements * FLOAT32_BYTES
             self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
             # The update runs in the sharding of the optimizer's state; its result goes to that of stored weights.
@@ -100,7 +106,7 @@ class Transfers(abc.ABC):
 
     def has_gradient(self, node: Node | None) -> bool:
         """Whether an array depends on anything that is trained."""
-        return node in self.graph.differentiable
+        return not self.forward_alone and node in self.graph.differentiable
 
     def in_turns(self, transfer: EstimatedTransfer) -> EstimatedTransfer:
         """What stages send in their turns, of which each is one of several parts of the layers.
@@ -125,8 +131,9 @@ class Transfers(abc.ABC):
         # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
         # last turn is followed by an exchange of those that wait.
         self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
-        waiting = 2 * (self.part.turns + step.microbatches)
-        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+        if step.pipeline.schedule == "gpipe":
+            waiting = 2 * (self.part.turns + step.microbatches)
+            self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
         sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
         for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
             if repeats > 1 and self.part.has(weight.path):
