@@ -77,7 +77,8 @@ def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) 
         x_BTD = jnp.where(jnp.arange(T)[:, None] == place, row_D, x_BTD)
     if cfg.positions == "learned":
         table = matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg)
-        x_BTD += jnp.pad(for_each_row(table, len(x_BTD)), ((0, 0), (0, T - cfg.context), (0, 0)))
+        padding = (0, T - cfg.context), (0, 0)
+        x_BTD += for_each_row(table, len(x_BTD), lambda table_PD: jnp.pad(table_PD, padding))
     x_BTD = like(x_BTD, RESIDUAL)
     return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
 
