@@ -89,12 +89,18 @@ ENCODERS = {
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "own vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True, "key_bias": False,
+                    "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
 }  # fmt: skip
 # "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
-DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions"))]
+DEFAULT = [
+    ("cp8", "images"),
+    *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions", "own vectors")),
+]
 OTHERS = [
     ("tp8", "masked"),
     ("fsdp2_tp4", "captions"),
+    ("fsdp2_tp4", "own vectors"),
     *(("cp8", name) for name in ENCODERS if name not in ("images", "windows")),
 ]  # refused
 
