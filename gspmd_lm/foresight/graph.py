@@ -386,8 +386,8 @@ def _with_residuals(equation: Any, function: Any) -> Any:
     names = (f"{eqn.source_info.name_stack}/{eqn.primitive.name}" for eqn in function.eqns)
     if not (least := _flops_within(function)) or any(parse(name).owners == (LOSS,) for name in names):
         return None
-    operands = [core.Var(var.aval) for var in function.invars]
-    one = core.Jaxpr((), operands, equation.outvars, [equation.replace(invars=operands)], debug_info=function.debug_info)
+    given = [core.Var(var.aval) for var in function.invars]
+    one = core.Jaxpr((), given, equation.outvars, [equation.replace(invars=given)], debug_info=function.debug_info)
     alone = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))
     like: list[Any] = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in function.invars]
     # The leaves of a vjp function are what it keeps.
