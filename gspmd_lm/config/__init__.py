@@ -122,10 +122,10 @@ class Config:
 
     name: str  # of the run's folder and its reports; by default that of the file
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
-    # text, one of model.classes; or its number, with data.label_kind: number. seq2seq: each next token of a text that
-    # is made from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and
-    # which text to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA).
-    # masks: which pixels of an image are of the object that a prompt means, by model.masks.
+    # text, one of model.classes; or what else data.label_kind says. seq2seq: each next token of a text that is made
+    # from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and which text
+    # to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA). masks: which
+    # pixels of an image are of the object that a prompt means, by model.masks.
     objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced", "masks"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
@@ -249,7 +249,7 @@ class Config:
                 {len(data.images.mean), len(data.images.std)} - {1, patches.channels},
         }  # fmt: skip
         problems |= {} if not model.patches else {
-            "model.patches does not go with data.label_kind: number": data.label_kind == "number",
+            f"model.patches does not go with data.label_kind: {data.label_kind}": data.label_kind != "class",
             "model.patches needs objective: classes or masks": self.objective not in ("classes", "masks"),
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":

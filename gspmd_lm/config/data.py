@@ -63,8 +63,9 @@ class Data:
     # draws masks: the image, the mask of an object, and, if there is one, the prompt that means it.
     fields: tuple[str, ...] = ()
     label: str = ""  # the field or column of the label
-    # class: a label is the name of a class, and the training data has them all. number: it is a number to predict.
-    label_kind: Literal["class", "number"] = "class"
+    # class: a label is the name of a class, and the training data has them all. classes: it is a list of such names, of
+    # up to 31 classes, and each is scored for itself. number: it is a number to predict.
+    label_kind: Literal["class", "classes", "number"] = "class"
     # objective: masks. What a record without a prompt has: a point of its mask, or the box around it.
     prompt: Literal["point", "box"] = "point"
     images: Images = dataclasses.field(default_factory=Images)  # how those of a model with `patches` are prepared

@@ -28,7 +28,7 @@ class Classes:
         if names and len(names) != values["classes"]:
             reader.refuse("num_labels", values["classes"], f"contradicts id2label, which has {len(names)}")
         if (kind := reader.get(["problem_type"], "")) == "multi_label_classification":
-            reader.refuse("problem_type", kind, "gives a text several classes, which is not supported")
+            reader.notes.append(f"problem_type: {kind}: training and eval need --set data.label_kind=classes")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         names = [f"LABEL_{number}" for number in range(model.classes)]

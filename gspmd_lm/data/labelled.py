@@ -22,6 +22,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 # token of the second text, and the last token of a record of which something was cut. LAST ends a record.
 SECOND, CUT = np.uint32(1 << 28), np.uint32(1 << 29)
 LABEL_WORDS = 2
+MOST_OF_SEVERAL = 31  # classes of which a text may have several: one bit for each in a label, and none for its sign
 TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")
@@ -48,7 +49,8 @@ class Labelled:
         """
         texts = [text_of(record, name, place) for name in self.data.fields]
         label = label_of(self.data, record, place)
-        check_class(label, self.classes, f"{place}: {self.data.label}")
+        for one in label if isinstance(label, list) else [label]:
+            check_class(one, self.classes, f"{place}: {self.data.label}")
         return json.dumps([texts, label]).encode()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -73,7 +75,14 @@ class Labelled:
         if path.is_file():
             self.classes = tuple(files.read_json(path))
             return
-        found = {json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)}
+        labels = [json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)]
+        several = self.data.label_kind == "classes"
+        found = {one for label in labels for one in label} if several else {*labels}
+        if several and len(found) > MOST_OF_SEVERAL:
+            raise InputError(
+                f"data.label={self.data.label}: {len(found):,} classes, and data.label_kind: classes supports up to "
+                f"{MOST_OF_SEVERAL}\n  fix   leave out those that are rare"
+            )
         if len(found) < 2:
             raise InputError(
                 f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
@@ -92,11 +101,14 @@ class Labelled:
         self.replaced_bytes += sum(replaced for _, replaced in cleaned)
         return cleaned[0][0] if len(cleaned) == 1 else tuple(text for text, _ in cleaned)
 
-    def _marked(self, encoding: tokenizers.Encoding, label: str | float) -> np.ndarray:
+    def _marked(self, encoding: tokenizers.Encoding, label: str | float | list[str]) -> np.ndarray:
         ids = np.asarray(encoding.ids, np.uint32)
         ids[np.asarray(encoding.type_ids) > 0] |= SECOND
         ids[-1] |= LAST | CUT if encoding.overflowing else LAST
-        value = np.float32(label) if self.data.label_kind == "number" else np.int32(self.classes.index(str(label)))
+        if isinstance(label, list):
+            value = np.int32(sum(1 << self.classes.index(one) for one in label))
+        else:
+            value = np.float32(label) if self.data.label_kind == "number" else np.int32(self.classes.index(str(label)))
         word = int(value.view(np.uint32))
         return np.concatenate([np.asarray([word >> 16, word & 0xFFFF], np.uint32), ids])
 
@@ -118,10 +130,20 @@ def cutting(tokens: Tokenizer, key: str, size: int, is_pair: bool = False) -> to
     return made
 
 
-def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float:
-    """The label of a record: the name of a class, or a number. Raises an InputError that names `place`."""
+def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float | list[str]:
+    """The label of a record: the name of a class, those of several, or a number. Raises an InputError that names
+    `place`.
+    """
     name = data.label
     label = _found(record, name, place, "label")
+    if data.label_kind == "classes":
+        if not isinstance(label, list):
+            raise InputError(
+                f"{place}: {name}={label!r} is not a list of classes\n"
+                "  fix   correct it, or set data.label_kind to class for one class of each text"
+            )
+        one = dataclasses.replace(data, label_kind="class")
+        return sorted({str(label_of(one, {name: each}, place)) for each in label})
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
         raise InputError(f"{place}: {name} is empty: there is no label\n  fix   add it, or leave the record out")
     try:
@@ -180,7 +202,8 @@ class LabelledRows:
         """int32 tokens, token_types, segment_ids and positions [len(indices), seq], and labels [len(indices)].
 
         token_types: 1 for a second text. segment_ids: 1, and 0 for padding. labels: int32 classes, or float32 numbers.
-        An index of -1 gives a row of padding, with the class -1 or the number 0.
+        Of several classes, a label has the bit of each. An index of -1 gives a row of padding, with the class -1 or the
+        number 0.
         """
         fields = {name: np.zeros((len(indices), self.seq), np.int32) for name in _INT_FIELDS}
         words = np.full(len(indices), 0 if self.numbers else 0xFFFFFFFF, np.uint32)

@@ -305,7 +305,7 @@ def _source(
                 "  fix   name the model's own tokenizer.json, or set model.token_types to 2"
             )
         tokens.learn_classes(source, progress)
-        if data.label_kind == "class" and len(tokens.classes) != config.model.classes:
+        if data.label_kind != "number" and len(tokens.classes) != config.model.classes:
             raise InputError(
                 f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "
                 f"{config.model.classes:,} ({labelled.about_classes(tokens.classes)})\n"

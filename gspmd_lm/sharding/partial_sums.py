@@ -125,7 +125,7 @@ def for_each_row(w: Weight, rows: int, made: Callable[[jax.Array], jax.Array]) -
     """
     in_use, batch = Spec(w.path, w.axes), Sum(split(TOKENS, "batch"), (f"{TOKENS}.batch",))
     with scope("of", w.path):
-        copies = copied(batch, in_use._replace(table="optimizer"), in_use, use(w))
+        copies: Any = copied(batch, in_use._replace(table="optimizer"), in_use, use(w))
     return jnp.repeat(jax.vmap(made)(copies), rows // len(copies), axis=0)
 
 

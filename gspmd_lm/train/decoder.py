@@ -65,9 +65,10 @@ def inputs(config: Config) -> Mapping[str, Input]:
     pixels that are not of the image. Otherwise:
     tokens, positions [B, T]: positions count from 0 in each text.
     targets [B, T]: the token to predict at a place, -1 for none; with objective: replaced, whether another token stands
-    there. labels [B], in their place if the objective is classes: the class of the row's text, -1 for none, or its
-    number. segment_ids [B, T], if texts are kept apart: alike within a text, 0 for padding. token_types [B, T], if the
-    model has any. row [B]: the number of the row in the batch. Of a source: see `transformer.Decoder`.
+    there. labels [B], in their place if the objective is classes: the class of the row's text, -1 for no text, or its
+    number; with data.label_kind: classes, a bit for each class. segment_ids [B, T], if texts are kept apart: alike
+    within a text, 0 for padding. token_types [B, T], if the model has any. row [B]: the number of the row in the batch.
+    Of a source: see `transformer.Decoder`.
     """
     data, classes = config.data, config.objective == "classes"
     if patches := config.model.patches:
@@ -93,7 +94,7 @@ def inputs(config: Config) -> Mapping[str, Input]:
         if frames:
             arrays[f"{SOURCE}frames"] = Input((*shape, WINDOW, frames.bands), "float32", FRAMES)
     if classes:
-        kind = "int32" if data.label_kind == "class" else "float32"
+        kind = "float32" if data.label_kind == "number" else "int32"
         arrays["labels"] = Input((data.batch,), kind, "tokens: batch")
     return arrays | {"row": Input((data.batch,), "int32", "tokens: batch")}
 

@@ -38,7 +38,7 @@ class Objective:
 def of(config: Config) -> Objective:
     """The objective of a config."""
     if config.objective == "classes":
-        return CLASSES if config.data.label_kind == "class" else NUMBERS
+        return {"class": CLASSES, "classes": SEVERAL, "number": NUMBERS}[config.data.label_kind]
     return {"contrastive": PAIRS, "replaced": REPLACED, "masks": MASKS}.get(config.objective, TOKENS)
 
 
@@ -94,8 +94,8 @@ def _scores_of_tokens(totals: Mapping[str, float]) -> dict[str, float]:
 class ClassSums(NamedTuple):
     """Sums over the rows whose label is not negative."""
 
-    loss: jax.Array  # the cross-entropy
-    correct: jax.Array  # labels with the highest score
+    loss: jax.Array  # the cross-entropy; of several classes, the mean of theirs
+    correct: jax.Array  # labels with the highest score; of several classes, the share that is right
 
 
 def _summed(scores_BX: jax.Array, labels_B: jax.Array) -> ClassSums:
@@ -154,6 +154,28 @@ def _means_of_classes(sums: ClassSums, count: jax.Array) -> dict[str, jax.Array]
 def _scores_of_classes(totals: Mapping[str, Any]) -> dict[str, float]:
     count = float(totals["true"].sum())
     return {"eval_loss": totals["loss"] / max(count, 1)} | class_scores(totals) | {"eval_labels": count}
+
+
+def _sums_of_several(model: ModelConfig, params: Any, batch: Batch, key: jax.Array | None) -> ClassSums:
+    totals = _totals_of_several(model, params, batch, key)
+    return ClassSums(totals["loss"], totals["correct"])
+
+
+def _totals_of_several(model: ModelConfig, params: Any, batch: Batch, key: Any = None) -> dict[str, jax.Array]:
+    scores_BX, labels_B1 = classify(model, params, dict(batch), key), batch["labels"][:, None]
+    true_BX, said_BX = (labels_B1 >> jnp.arange(model.classes)) % 2 == 1, scores_BX > 0
+    of_row = {"loss": jax.nn.softplus(scores_BX) - true_BX * scores_BX, "correct": said_BX == true_BX}
+    each = {name: x_BX / model.classes for name, x_BX in of_row.items()} | {"right": true_BX & said_BX}
+    each["either"] = true_BX.astype(jnp.float32) + said_BX
+    sums = {name: jnp.where(labels_B1 >= 0, x_BX, 0).sum(dtype=jnp.float32) for name, x_BX in each.items()}
+    return sums | {"labels": _labels(batch)}
+
+
+def _scores_of_several(totals: Mapping[str, float]) -> dict[str, float]:
+    """The means of loss and accuracy over texts and classes, and the F1 of all classes of all texts together."""
+    loss, correct, count = totals["loss"], totals["correct"], max(totals["labels"], 1)
+    scores = {"eval_loss": loss / count, "eval_accuracy": correct / count}
+    return scores | {"eval_f1": 2 * totals["right"] / max(totals["either"], 1), "eval_labels": totals["labels"]}
 
 
 # Numbers that are said of texts
@@ -369,6 +391,7 @@ def _scores_of_masks(totals: Mapping[str, float]) -> dict[str, float]:
 
 TOKENS = Objective(_sums_of_tokens, _targets, _totals_of_tokens, _means_of_tokens, _scores_of_tokens)
 CLASSES = Objective(_sums_of_classes, _labels, _totals_of_classes, _means_of_classes, _scores_of_classes)
+SEVERAL = Objective(_sums_of_several, _labels, _totals_of_several, _means_of_classes, _scores_of_several)
 NUMBERS = Objective(_sums_of_numbers, _numbers, _totals_of_numbers, _means_of_numbers, _scores_of_numbers)
 PAIRS = Objective(_sums_of_pairs, _pairs, _totals_of_pairs, _means_of_pairs, _scores_of_pairs)
 REPLACED = Objective(_sums_of_replaced, _targets, _totals_of_replaced, _means_of_replaced, _scores_of_replaced)

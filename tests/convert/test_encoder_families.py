@@ -159,7 +159,6 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("BertForMaskedLM", {"position_embedding_type": "relative_key"}, "has positions within attention"),
         ("BertForMaskedLM", {"is_decoder": True}, "sees only earlier tokens"),
         ("BertForMaskedLM", {"something_new": 1}, "something_new: 1 is an unknown field"),
-        ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "several classes"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
         ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),
         ("DebertaV2ForMaskedLM", {"position_buckets": 10}, "position_buckets: 10 is not supported if it is"),
@@ -186,6 +185,11 @@ def test_one_class_is_a_number(tmp_path):
     assert (other.objective, other.model.classes, other.model.head_transform) == ("masked", 0, True)
     (tmp_path / "x.yaml").write_text(json.dumps(to_dict(config)))
     assert load(str(tmp_path / "x.yaml")) == config
+
+
+def test_a_classifier_of_several_classes_says_what_its_data_need():
+    raw = _config("BertForSequenceClassification") | {"problem_type": "multi_label_classification"}
+    assert any("data.label_kind=classes" in note for note in architecture.notes(_model(raw)[0], raw))
 
 
 def _batch(cfg, pad):

@@ -149,6 +149,20 @@ def test_numbers_to_predict():
     assert (read["segment_ids"][:4].sum(1) == 4).all()  # a label takes no part in what ends a record
 
 
+def test_a_text_has_several_classes_or_none():
+    labels = [["b", "a"], [], ["c", 7, "b", "b"]]
+    _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in labels])
+    train, _ = _open(4, label_kind="classes")
+    assert train.classes == ("7", "a", "b", "c")
+    assert train.rows.read([0, 1, 2, -1])["labels"].tolist() == [0b0110, 0, 0b1101, -1]
+    _lines("b.jsonl", [{"a": "x", "b": "z", "label": ["a", "d"]}])
+    with pytest.raises(InputError, match=r"b\.jsonl:1: label=d is no label of .* \(7, a, b, c\)"):
+        _open(4, label_kind="classes", held_out="b.jsonl")
+    _lines("a.jsonl", [{"a": "x", "b": "y", "label": [*range(32)]}])
+    with pytest.raises(InputError, match=r"label: 32 classes, and .*classes supports up to 31\n  fix "):
+        _open(32, label_kind="classes")
+
+
 def test_every_record_is_on_one_side_and_the_table_is_the_training_data(monkeypatch):
     train, held_out = _open(held_out=0.25)
     assert held_out and len(held_out.rows) == 15 and len(train.rows) == 45
@@ -212,6 +226,7 @@ def test_a_stopped_build_goes_on(folder, monkeypatch):
         ({"label": ""}, {}, r"a\.jsonl:61: label is empty"),
         ({"label": float("nan")}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label is empty"),
         ({"label": [1]}, {}, r"a\.jsonl:61: label=\[1\] is not a text or a number"),
+        ({"label": "x"}, {"label_kind": "classes"}, r"a\.jsonl:1: label='no' is not a list of classes\n  fix "),
         ({"label": "x"}, {"label_kind": "number"}, r"a\.jsonl:1: label='no' is not a finite number\n  fix "),
         ({"label": True}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=True is not a finite"),
         ({"label": 1e39}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=1e\+39 is not a finite"),

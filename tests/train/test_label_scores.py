@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from etils import epath
 
+from gspmd_lm.config import ModelConfig
 from gspmd_lm.errors import InputError
-from gspmd_lm.train import metrics
-from gspmd_lm.train.objectives import class_scores, class_sums, number_scores, number_sums
+from gspmd_lm.train import metrics, objectives
+from gspmd_lm.train.objectives import SEVERAL, class_scores, class_sums, number_scores, number_sums
 from gspmd_lm.workdir import history
 
 CUTS = (0, 37, 44, 100)  # three uneven batches
+SIZES = dict.fromkeys(("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context"), 8)
 PADDING = 9  # rows at the end of each
 
 
@@ -73,6 +75,20 @@ def test_the_correlation_is_that_of_all_rows_at_once():
     totals = metrics.added(number_sums(*map(jnp.asarray, one)) for one in padded)
     assert totals["labels"] == 100
     assert number_scores(totals)["eval_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-6)
+
+
+def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
+    draw = np.random.default_rng(0)
+    logits, true = draw.normal(size=(100, 3)).astype(np.float32), draw.integers(0, 2, (100, 3))
+    model, labels = ModelConfig(**SIZES, classes=3, mask="full"), (true @ [1, 2, 4]).astype(np.int32)
+    monkeypatch.setattr(objectives, "classify", lambda model, params, batch, key: jnp.asarray(batch["logits"]))
+    batches = _batches(logits, labels, padding=(3, -1))
+    found = metrics.added(SEVERAL.evaluate(model, None, {"logits": x, "labels": y}) for x, y in batches)
+    of_true, said = np.where(true, 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(logits))), logits > 0
+    precision, recall = true[said].mean(), said[true == 1].mean()
+    wanted = {"eval_loss": -np.log(of_true).mean(), "eval_accuracy": (said == true).mean(),
+              "eval_f1": 2 * precision * recall / (precision + recall), "eval_labels": 100}  # fmt: skip
+    assert SEVERAL.scores(found) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):

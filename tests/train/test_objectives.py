@@ -28,6 +28,7 @@ KINDS = {
     "masked": ({"head_transform": True, "tied_embeddings": True, "unembedding_bias": True}, {"seq": 32}, "perplexity"),
     "replaced": ({"classes": 1, "classes_of": "tokens"}, {"seq": 32}, "recall"),
     "classes": ({"classes": 2}, LABELS, "f1"),
+    "several": ({"classes": 3}, LABELS | {"label": "moods", "label_kind": "classes"}, "f1"),
     "numbers": ({"classes": 1}, LABELS | {"label": "size", "label_kind": "number"}, "pearson"),
 }
 
@@ -37,7 +38,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     moods = [("glad", "nice"), ("sad", "poor")]
-    lines = [{"text": f"{moods[i % 2][1]} {i * i}", "mood": moods[i % 2][0], "size": i / 60} for i in range(60)]
+    lines = [{"text": f"{moods[i % 2][1]} {i * i}", "mood": moods[i % 2][0], "size": i / 60,
+              "moods": [moods[i % 2][0], *["late"] * (i > 29)]} for i in range(60)]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return tmp_path
 
@@ -83,7 +85,7 @@ def test_it_trains_evaluates_and_goes_on(kind, in_parts, rules, folder, capsys):
     if in_parts:
         said = run("eval")
         assert KINDS[kind][2] in said and f"{last[count]:,.0f} {count.removeprefix('eval_')} were scored" in said
-    assert (folder / "W" / "classes.json").exists() == (kind == "classes")
+    assert (folder / "W" / "classes.json").exists() == (kind in ("classes", "several"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
