@@ -31,7 +31,8 @@ def flops_per_token(model: ModelConfig, parameter_count: int, seq: int, *, last:
     tables = [2 * (2 * layer.windows.size - 1) for layer in model.each_layer if layer.windows and layer.windows.vectors]
     looked_up += sum(tables) * model.head_dim  # see `attention_flops`
     if vectors := model.relative_vectors:  # layers multiply them once for all tokens
-        looked_up += vectors.ranges * model.embed
+        own = 2 * model.embed * model.heads * model.head_dim if vectors.own_projections else 0
+        looked_up += vectors.ranges * model.embed + model.layers * own
     if model.classes and model.classes_of == "text":  # one token of a row is scored, of a text after a matrix
         looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":

@@ -105,9 +105,11 @@ ENCODERS = {
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "own vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True, "key_bias": False,
+                    "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
 }  # fmt: skip
 # "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
-RARE = ("captions", "summaries", "objects")
+RARE = ("captions", "summaries", "objects", "own vectors")
 DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", *RARE))]
 OTHERS = [
     ("tp8", "masked"),

@@ -90,10 +90,21 @@ def test_the_command_of_the_readme(tmp_path, capfd):
     assert len(losses(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("and_a_task", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_processes_of_four_devices_compute_what_one_of_eight_does(and_a_task, tmp_path):
+# Each process computes a stage.
+STAGES = "--set=model.layers=2", "--rules=pp2_fsdp2_tp2", "--set=rules.pipeline.schedule=1f1b"
+
+
+@pytest.mark.parametrize(
+    ("layout", "and_a_task"),
+    [
+        (("--rules=fsdp2_tp4",), False),
+        pytest.param(("--rules=fsdp2_tp4",), True, marks=pytest.mark.slow),
+        pytest.param(STAGES, False, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_of_four_devices_compute_what_one_of_eight_does(layout, and_a_task, tmp_path):
     port, what = free_port(), ("-c", THEN_A_TASK) if and_a_task else ("main.py",)
-    flags = [*SMALL, "--rules=fsdp2_tp4", "--steps=4"]
+    flags = [*SMALL, *layout, "--steps=4"]
     together = [
         start(*flags, f"--workdir={tmp_path}/two", f"--coordinator=127.0.0.1:{port}", "--num_processes=2",
               f"--process_id={i}", what=what, PYTHONPATH=str(ROOT))

@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.collectives import count, ring_bytes
 from examples import mixer
+from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
-from gspmd_lm.foresight import advice, hlo
+from gspmd_lm.foresight import advice, explain, hlo
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.infer import programs, score
 from gspmd_lm.model.supported import pipeline_problems
 from gspmd_lm.sharding import mesh as meshes
@@ -371,6 +373,32 @@ def test_a_model_of_ones_own_is_told_that_it_has_no_stages():
     rules = rules_file.from_dict(raw, "here.yaml", vocabulary=mixer.TASK.names)
     _, warnings = state.arrays_and_warnings(mixer.TASK, rules, "cpu")
     assert "pipeline: the model does not use this key, so the key has no effect" in [one.message for one in warnings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_between_slices_stages_send_activations_and_the_gradients_of_tables(schedule):
+    """Compiled for two slices of TPUs, one for each stage."""
+    sizes = ["layers=2", "embed=512", "mlp=512", "head_dim=128", "heads=4", "kv_heads=4", "compute_dtype=bfloat16",
+             "matmul_precision=default"]  # fmt: skip
+    config = configs.load("tiny", [*(f"model.{one}" for one in sizes), "data.batch=16"])
+    raw = {
+        "mesh": {"stage": 2, "fsdp": 4}, "dcn": {"stage": 2}, "remat": "block", "rules": {"batch": ["stage", "fsdp"]},
+        "weights": {"layers": "stage", "embed": "fsdp"}, "pipeline": {"microbatches": 4, "schedule": schedule},
+    }  # fmt: skip
+    (found,) = explain.reports(config, [rules_file.from_dict(raw, "here.yaml")], targets.parse("2@v5e:2x2"))
+    between = [one for one in found.collectives if one.link == "dcn"]
+    sent = collections.Counter()
+    for one in between:
+        sent[one.kind] += one.bytes_per_device_per_step
+    assert all("stage" in one.mesh_axes for one in between)
+    counted = sum(size for axes, size in found.floor.communication_by_axis.items() if "stage" in axes)
+    assert sum(sent.values()) <= 1.05 * counted
+    model = config.model
+    tables_bytes = 2 * model.vocab_rows * model.embed * 4 // 4  # float32, split over fsdp; two stages send it once
+    assert sent["all-reduce"] <= 1.05 * tables_bytes and sent["all-gather"] < 0.02 * sent["collective-permute"]
+    activations_bytes = config.data.batch * config.data.seq * model.embed * 2 // 4
+    assert sent["collective-permute"] >= activations_bytes
 
 
 def test_what_crosses_slices_may_be_the_stages(small):
