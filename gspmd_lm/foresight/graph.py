@@ -229,23 +229,21 @@ class DataflowGraph:
     def made_of(self, weights: Collection[str]) -> frozenset[Node]:
         """What depends on some weights, themselves among it."""
         start = [node for node in self.nodes if node.array in weights]
-        start += [node for path in self.looked_up if path in weights for node in self.looked_up[path]]
-
-        by_input = collections.defaultdict[Node, list[Node]](list)
-        for matmul in self._by_hand.values():
-            by_input[matmul.input].append(matmul.node)
+        start += [node for path in weights for node in self.looked_up.get(path, ())]
+        read_by: dict[Node, list[Node]] = collections.defaultdict(list)
+        for node, matmul in self._by_hand.items():
+            read_by[matmul.input].append(node)
 
         def derived(node: Node) -> list[Node]:
-            users = [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
-            return [*users, *by_input[node]]
+            users = *node.users, *read_by[node]
+            return [user for user in users if user.is_float and user.primitive != "stop_gradient"]
 
         return frozenset(start).union(breadth_first(start, derived, lambda _: True))
 
     def gradients(self, matmul: Node) -> int:
         """Of how many of its two operands a matmul or a convolution has gradients."""
-        by_hand = self._by_hand.get(matmul)
-        operands = (by_hand.input, by_hand.weight) if by_hand else matmul.inputs[:2]
-        return sum(operand in self.differentiable for operand in operands)
+        one = self._by_hand.get(matmul)
+        return sum(x in self.differentiable for x in ((one.input, one.weight) if one else matmul.inputs[:2]))
 
     @functools.cached_property
     def _by_hand(self) -> dict[Node, Matmul]:

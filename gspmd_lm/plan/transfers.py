@@ -242,8 +242,11 @@ class AnyModelTransfers(Transfers):
 
     def add_model(self) -> None:
         forward_alone = {matmul.path for matmul in self.graph.matmuls if not self.has_gradient(matmul.node)}
+        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
+        self.blocks = {node.name.modules[:1] for node in self.graph.nodes if node.checkpoint_name == "layer_input"}
         for path, nodes in self.graph.used.items():
-            again = self.rules.remat.policy != "none" and path not in forward_alone  # for the backward pass
+            # For the backward pass, unless compilers find that it is there already.
+            again = path not in forward_alone and (nodes[0].trip_count > 1 or self.is_in_block(nodes[0]))
             for _ in range(1 + again):
                 self.gather(self.weights[path], nodes[0].itemsize)
         readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
@@ -261,6 +264,11 @@ class AnyModelTransfers(Transfers):
                 summed_over = mesh_axes_except(sharding, *weight.sizes)
                 self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
 
+    def is_in_block(self, node: Node) -> bool:
+        """Whether the backward pass computes an operation again, unless the policy keeps its result."""
+        within = not self.blocks or node.name.modules[:1] in self.blocks
+        return within and self.rules.remat.policy != "none"
+
     def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
         """Adds the reduction of a matmul's partial sums. Results that one `reduced` adds up are reduced once."""
         x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
@@ -276,7 +284,10 @@ class AnyModelTransfers(Transfers):
         computed = {
             axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()
         }
-        self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
+        kept = self.rules.remat.policy == "dots" or "residual" in self.saved or not self.blocks
+        recomputed = not kept and self.has_gradient(y) and self.is_in_block(matmul.node)
+        for _ in range(2 if recomputed and self.read_in_same_block(destination) else 1):
+            self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
 
     def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
         """Adds the gradients of matmuls that have one input.
@@ -285,8 +296,8 @@ class AnyModelTransfers(Transfers):
         """
         sharding = self.sharding(x)
         if source:
-            input_saved = self.rules.remat.policy == "none" or x.array in self.saved
-            again = not input_saved and any(self.has_gradient(matmul.node) for matmul in matmuls)
+            again = x.array not in self.saved and self.is_in_block(matmuls[0].node)
+            again &= any(self.has_gradient(matmul.node) for matmul in matmuls)
             for _ in range(1 + again):
                 self.transfer(x.bytes, self.sharding(source), sharding, times=x.trip_count)
         passed_back = matmuls if self.has_gradient(x) else []

@@ -4,7 +4,17 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, Lora, Masks, Queries, RelativePositions, RelativeVectors, Vision, Windows
+from gspmd_lm.config import (
+    Encoder,
+    LatentAttention,
+    Lora,
+    Masks,
+    Queries,
+    RelativePositions,
+    RelativeVectors,
+    Vision,
+    Windows,
+)
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
@@ -86,6 +96,12 @@ ENCODERS = {
     "captions": {"positions": "learned", "mlp_kind": "plain", "qkv_bias": True, "vision": Vision(
         patches=Patches(image=16, size=4), embed=48, head_dim=6, queries=Queries(rows=8, embed=40, head_dim=5)),
         "data": {"seq": 24, "source_seq": 24}},
+    "summaries": {"objective": "seq2seq", "encoder": Encoder(layers=2), "positions": "none", "data": {"source_seq": 16},
+                  "relative_positions": RelativePositions(ranges=8, distance=6)},
+    "objects": {"objective": "masks", "masks": Masks(embed=64, mlp=256), "mask": "full", "mlp_kind": "plain",
+                "vocab": 0, "padded_vocab": 0, "patches": Patches(image=24, size=4, class_row=False, pool="mean"),
+                "context": 36, "positions": "none", "windows": Windows(size=4, vectors=True),
+                "layer_pattern": ("full", "whole"), "final_norm": False, "data": {"seq": 40}},
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
@@ -94,13 +110,15 @@ ENCODERS = {
 }  # fmt: skip
 # "shared" has all that "masked" has, and windows what images and classes have. What tensor parallelism sends is a part
 # of what fsdp2_tp4 does.
-HELD_BY_OTHERS = ("masked", "captions", "own vectors", "classes", "images")
-DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in HELD_BY_OTHERS)]
+HELD_BY_OTHERS = ("masked", "classes", "images")
+RARE = ("captions", "summaries", "objects", "own vectors")
+DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in (*HELD_BY_OTHERS, *RARE))]
 OTHERS = [
     ("tp8", "masked"),
     *(("fsdp2_tp4", name) for name in HELD_BY_OTHERS[1:]),
-    *(("cp8", name) for name in ENCODERS if name not in ("images", "windows")),
-]  # refused
+    *((layout, name) for name in RARE for layout in ("fsdp2_tp4", "fsdp8")),
+    *(("cp8", name) for name in ENCODERS if name not in ("images", "windows", "objects", "summaries")),
+]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +128,9 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout
     config = small(**ENCODERS[kind])
     step = built(config, layout)
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
+    of_axes = {axis: size for axis, size in found.items() if axis in step.rules.mesh}
     # Scales, biases and small tables are left out, and a first token is priced as its whole row: here they weigh much.
-    assert found == pytest.approx(sent(step), rel=0.12)
+    assert of_axes == pytest.approx(sent(step), rel=0.12)
 
 
 FROZEN = {
@@ -142,14 +161,12 @@ def test_what_is_frozen_sends_no_gradients_and_what_lies_below_does_not_either(s
 
 
 @pytest.mark.slow
-def test_what_a_decoder_of_masks_sends_is_not_underestimated(small, built, sent):
-    """Its tokens are no residual stream, so the estimate is that of any model, which gathers more than compilers do."""
-    config = small(
-        objective="masks", masks=Masks(embed=64, mlp=256), mask="full", mlp_kind="plain", vocab=0, padded_vocab=0,
-        patches=Patches(image=24, size=4, class_row=False, pool="mean"), context=36, positions="none",
-        windows=Windows(size=4, vectors=True), layer_pattern=("full", "whole"), final_norm=False, data={"seq": 40},
-    )  # fmt: skip
-    step = built(config, "fsdp2_tp4")
+@pytest.mark.parametrize("remat", ["none", "dots", "residual"])
+@pytest.mark.parametrize("kind", ["summaries", "objects"])
+def test_what_two_stacks_send_depends_on_what_is_computed_again(small, built, sent, kind, remat):
+    """Blocks alone are computed again: what stands behind them is gathered once for both passes."""
+    config = small(**ENCODERS[kind])
+    step = built(config, dataclasses.replace(rules_file.load("fsdp2_tp4"), remat=REMATS[remat]))
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     for axis, size in sent(step).items():
-        assert size < found[axis] < 1.5 * size
+        assert found[axis] == pytest.approx(size, rel=0.07)
