@@ -246,10 +246,15 @@ class DataflowGraph:
                 return node
         return None
 
-    def combined_with(self, node: Node) -> list[Node]:
-        """The activations that an activation meets in the operations after it."""
+    def placed_last(self, node: Node) -> Node:
+        """An activation where it is placed for the last time under its name."""
         while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
             node = same[0]
+        return node
+
+    def combined_with(self, node: Node) -> list[Node]:
+        """The activations that an activation meets in the operations after it."""
+        node = self.placed_last(node)
         return [near for near in self.before(self._between([node])) if near is not node]
 
     def _weight(self, node: Node) -> Node | None:

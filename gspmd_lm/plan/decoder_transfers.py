@@ -107,8 +107,8 @@ class DecoderTransfers(Transfers):
         assert stream and x.placed
         input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
         any_trained = any(self.weights[matmul.path].trained for matmul in readers)
-        # The input is gathered, and once more for the gradients of the weights.
-        for _ in range(2 if any_trained and not input_saved else 1):
+        times = 2 if any_trained and not input_saved else 1  # it is gathered once more for the gradients of the weights
+        for _ in range(0 if self.gather_vectors(stream, times) else times):
             self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=x.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
@@ -197,6 +197,7 @@ class DecoderTransfers(Transfers):
         sent_bytes = inner_end.bytes if inner_end.placed.array in (*_READ, _OUT) else inner_bytes
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
+        whole_rows = query_axes and not stream["seq"]  # what keys are made from was gathered
         recomputed = self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
             self.transfer(sent_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
@@ -204,7 +205,7 @@ class DecoderTransfers(Transfers):
             recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
             for _ in range(2 + recomputed):  # to heads, back for the gradients, and once more where it is recomputed
                 self.transfer(sent_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
-        elif query_axes:  # each query reads all keys; their gradients come from everywhere
+        elif query_axes and not whole_rows:  # each query reads all keys; their gradients come from everywhere
             all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
             self.transfer(sent_bytes, computed, all_keys, summed_over, times, kind)
             self.transfer(sent_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
@@ -228,7 +229,7 @@ class DecoderTransfers(Transfers):
                 **{axis: stream[axis] for axis in stream_axes},
                 **{axis: inner[axis] for axis in inner_axes},
             }
-            token_axes = mesh_axes(stream, "batch", "seq")
+            token_axes = mesh_axes(stream, "batch", "seq") | (query_axes if whole_rows else set())
             if self.part.gathers_once:
                 whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
                 self.add_once(whole, "gradients", self.part.step_rules.microbatches)
@@ -239,6 +240,7 @@ class DecoderTransfers(Transfers):
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
+            self.gather_vectors(inner_end, 1 + recomputed)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
             # are summed as those of the keys.
