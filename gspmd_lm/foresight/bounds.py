@@ -55,7 +55,7 @@ def of_training(
         flops, params = model_flops(task.config, arrays), pairs(arrays.named_params, arrays.params)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, arrays, graph)
-        narrow = task.config.model.matmul_dtype, sum(flops for matmul, flops in matmuls if _is_narrow(matmul))
+        narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
     else:
         flops, narrow = reading.model_flops, (None, 0.0)
     return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
@@ -129,17 +129,20 @@ def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: Dataflo
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
-    total = sum(flops for _, flops in _matmul_flops(config, rules, arrays, graph))
+    total = sum(flops for flops, _ in _matmul_flops(config, rules, arrays, graph))
     return total + attention_flops_of_row(config) * config.data.batch / rules.devices
 
 
-def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:
-    """Each matmul of an activation and a weight, and its FLOPs on one device in a train step."""
+def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
+    """Of each matmul of an activation and a weight: its FLOPs on one device in a train step, and those of 8 bits."""
     trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     for matmul in graph.matmuls:
         # The derivative to the first layer's input is left out where nothing before it is trained.
         passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / config.model.layers
-        yield matmul, rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count / rules.devices
+        # Gradients of the matrices of experts are products of wider operands.
+        narrow = passes - (bool(matmul.group_axis) and passes == 3.0) if _is_narrow(matmul) else 0.0
+        each = rules.microbatches * matmul.node.flops * matmul.node.trip_count / rules.devices
+        yield passes * each, narrow * each
 
 
 def _is_narrow(matmul: Matmul) -> bool:
