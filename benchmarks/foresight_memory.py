@@ -42,7 +42,7 @@ def one(name: str) -> dict[str, Any]:
     ours = measure.ours(cfg, rules_file.load(name))
     analysis = ours.train.memory_analysis()
     program = ours.start()
-    batch = ours.place(measure.random_batch(cfg, jax.random.key(0)))
+    batch = ours.place(measure.random_batch(ours.step, jax.random.key(0)))
     state, _ = jax.block_until_ready(ours.train(program, batch))  # whatever is allocated once is allocated now
     live = {id(array): array for array in jax.tree.leaves((state, batch))}.values()
     live_bytes = sum(shard.data.nbytes for array in live for shard in array.addressable_shards)

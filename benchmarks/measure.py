@@ -52,13 +52,24 @@ def provenance() -> dict[str, Any]:
     return {"date": datetime.date.today().isoformat(), "machine": machine, **versions}
 
 
-def random_batch(cfg: config.Config, key: jax.Array) -> dict[str, jax.Array]:
-    """Rows of random tokens, whole texts."""
-    B, T = cfg.data.batch, cfg.data.seq
-    tokens = jax.random.randint(key, (B, T + 1), 0, cfg.model.vocab)
-    positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "row": jnp.arange(B),
-            "segment_ids": jnp.ones((B, T), jnp.int32)}  # fmt: skip
+def random_batch(built: step.Step, key: jax.Array) -> dict[str, jax.Array]:
+    """A batch of random numbers for a step: whole texts where it has texts, whose targets are the next tokens."""
+    keys = dict(zip(built.abstract_batch, jax.random.split(key, len(built.abstract_batch)), strict=True))
+    below = built.config.model.vocab or built.config.model.classes
+
+    def values(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if name in ("tokens", "targets"):
+            text = jax.random.randint(key, (shape[0], shape[1] + 1), 0, below, dtype)
+            return text[:, :-1] if name == "tokens" else text[:, 1:]
+        if name == "row" or name.endswith("positions"):
+            return jnp.broadcast_to(jnp.arange(shape[-1], dtype=dtype), shape)
+        if name.endswith("segment_ids"):
+            return jnp.ones(shape, dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jax.random.normal(keys[name], shape, dtype)
+        return jax.random.randint(keys[name], shape, 0, below, dtype)
+
+    return {name: values(name, like.shape, like.dtype) for name, like in built.abstract_batch.items()}
 
 
 @dataclasses.dataclass(frozen=True)

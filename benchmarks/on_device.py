@@ -228,7 +228,7 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
 
 def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str) -> dict[str, Any]:
     """What the device did, beside what was predicted."""
-    batch = ready.place(_random(ready.step))
+    batch = ready.place(measure.random_batch(ready.step, jax.random.key(0)))
     now, _ = jax.block_until_ready(ready.train(ready.start(), batch))
 
     def run() -> Any:
@@ -264,23 +264,6 @@ def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, t
     except ValueError as error:  # cuBLAS may compute one matmul in two kernels, as it does for DeepSeek's
         print(f"the times of single matmuls are left out: {error}", file=sys.stderr)
         return row | shown
-
-
-def _random(built: step.Step) -> dict[str, jax.Array]:
-    """A batch of random numbers, whole texts where it has texts."""
-    keys = dict(zip(built.abstract_batch, jax.random.split(jax.random.key(0), len(built.abstract_batch)), strict=True))
-
-    def values(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        if name == "row" or name.endswith("positions"):
-            return jnp.broadcast_to(jnp.arange(shape[-1], dtype=dtype), shape)
-        if name.endswith("segment_ids"):
-            return jnp.ones(shape, dtype)
-        if jnp.issubdtype(dtype, jnp.floating):
-            return jax.random.normal(keys[name], shape, dtype)
-        below = built.config.model.vocab or built.config.model.classes
-        return jax.random.randint(keys[name], shape, 0, below, dtype)
-
-    return {name: values(name, like.shape, like.dtype) for name, like in built.abstract_batch.items()}
 
 
 def _kernels() -> int:

@@ -122,7 +122,7 @@ def alone(name: str, steps: int, unroll: str) -> None:
     """Runs our steps and prints what they took of the CPU and how many pages of memory they got."""
     cfg = config.load(name)
     ours = measure.ours(cfg, _rules(unroll))
-    state, batch = ours.start(), ours.place(measure.random_batch(cfg, jax.random.key(0)))
+    state, batch = ours.start(), ours.place(measure.random_batch(ours.step, jax.random.key(0)))
     used = []
     for turns in (3, steps):
         print(f"process {os.getpid()}: {turns} steps", flush=True)
@@ -144,7 +144,7 @@ def compare(name: str, rounds: int, unroll: str) -> dict[str, Any]:
     cfg = config.load(name)
     ours = measure.ours(cfg, _rules(unroll))
     state = ours.start()
-    batch = measure.random_batch(cfg, jax.random.key(0))
+    batch = measure.random_batch(ours.step, jax.random.key(0))
     theirs, placed = torch_step(cfg, jax.device_get(state.params), batch), ours.place(batch)
 
     def run() -> Any:

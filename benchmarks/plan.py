@@ -17,32 +17,28 @@ import collections
 import dataclasses
 import datetime
 import itertools
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks import measure, step_times
 from benchmarks.layouts import LLAMA_1B, PAIRS
+from benchmarks.plan_pricing import pricing
 from benchmarks.published_plans import kept, published, published_prices, show_published, show_published_prices
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.known_errors import is_several
-from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan import search
-from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.space import Space, describe
-from gspmd_lm.plan.traces import TraceCache, parts
+from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
-from gspmd_lm.train.step import build_step
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.95  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
@@ -85,7 +81,6 @@ CASES = {
         for target in ("h100:8", "h100:2x8", "h100:2x8/100", "v5p:2x2x2")
     },
 }
-LARGE = _llama("405b", "v5p:8x8x8", 512)
 
 
 class Bench:
@@ -278,41 +273,6 @@ def recorded() -> None:
         for estimated, told, name in sorted(points, key=lambda point: point[1]):
             print(f"{estimated:8.4f} {told:8.4f} {estimated / told - 1:+6.1%}  {name}")
         print(f"Spearman {spearman(*zip(*(point[:2] for point in points), strict=True)):.3f} over {len(points)}")
-
-
-def pricing() -> dict[str, Any]:
-    began = time.monotonic()
-    config, target = LARGE.load(), targets.parse(LARGE.target)
-    traces = TraceCache(config)
-    space = Space(config, target, traces)
-    count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
-    seconds, cpu_s = time.monotonic() - began, time.process_time()
-    asked = sum(len(part.transfers) for layout in space.estimator._layouts.values() for part in layout.parts)
-    return {"config": LARGE.config, "target": LARGE.target, "layouts": count, "seconds": round(seconds, 1),
-            "cpu_s": round(cpu_s, 1), "transfers_asked": asked, **_reading_ms(config, target, traces)}  # fmt: skip
-
-
-def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str, float]:
-    """CPU milliseconds for what one layout sends: by the rules of `plan`, and read from a trace as in `explain`."""
-    raw = {"mesh": {"fsdp": target.devices // 8, "tensor": 8}, "rules": {"batch": "fsdp", "heads": "tensor",
-           "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}, "weights": {"embed": "fsdp"}}  # fmt: skip
-    rules = rules_file.from_dict(raw, "fsdp_tensor").fill(target.devices)
-    (whole,) = parts(rules, traces)
-    step = build_step(config, rules, traces.arrays, targets.devices(target))
-    took = {}
-
-    def timed(name: str, function: Callable[[], Any], times: int = 10) -> Any:
-        result = function()
-        began = time.process_time()
-        for _ in range(times):
-            function()
-        took[name] = round(1000 * (time.process_time() - began) / times, 1)
-        return result
-
-    timed("transfers_ms", lambda: DecoderTransfers(whole, traces.arrays).all)
-    traced = timed("trace_ms", step.trace_train, 1)
-    timed("reading_ms", lambda: read_train(step, traced))
-    return took
 
 
 def regret(name: str, minutes: float, count: int = 40) -> None:

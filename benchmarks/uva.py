@@ -53,7 +53,7 @@ def task(name: str) -> dict[str, Any]:
     """`uva` learns one random batch by heart; the last step's loss and accuracy."""
     cfg = config.load("uva")
     ours = measure.ours(cfg, rules_file.load(name))
-    state, batch = ours.start(), ours.place(measure.random_batch(cfg, jax.random.key(0)))
+    state, batch = ours.start(), ours.place(measure.random_batch(ours.step, jax.random.key(0)))
     metrics = {}
     for _ in range(cfg.train.steps):
         state, metrics = ours.train(state, batch)

@@ -170,7 +170,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     full = ["model.mask=full", "model.token_types=2"]
     configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
-    vectors = ["model.relative_vectors={}", "model.positions=none", "model.qkv_bias=true", *full]
+    vectors = ["model.relative_vectors={own_projections: true}", "model.positions=none", "model.qkv_bias=true", *full]
     configs.append(config.load("tiny", ["objective=masked", "model.convolution={}", *vectors]))
     configs.append(config.load("tiny", ["objective=masked", *narrow, *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))

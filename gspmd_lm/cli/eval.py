@@ -55,7 +55,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     from gspmd_lm import session
     from gspmd_lm.cli import inputs
     from gspmd_lm.data import tokenizer
-    from gspmd_lm.infer import eight_bits, generate, score
+    from gspmd_lm.infer import eight_bits, generate, programs, score
     from gspmd_lm.runtime import compile_cache
 
     folder = inputs.folder_with_weights(values, "eval --workdir=DIR --text=FILE")
@@ -67,6 +67,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
     begun, read = inputs.begin_with_weights(values, folder, config, rules, stderr=not values.text)
     config = begun.config
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
+    programs.check_causal(config)
     generate.check_tokenizer(config, tokens)
     if values.text:
         text, notes = _text(values.text, config.data.text_field)

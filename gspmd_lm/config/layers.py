@@ -88,11 +88,13 @@ class RelativeVectors:
 
     A norm, and then each layer's projections of queries and keys, make a query and a key of each vector. To the score
     of a query and a key is added: the query times the key of their distance, and the key times its query. Half of the
-    ranges are of keys that come after the query, and half of these hold one distance each.
+    ranges are of keys that come after the query, and half of these hold one distance each. If `distance` is half of
+    `ranges`, all of them do.
     """
 
     ranges: Size = 512  # how many ranges of distances there are
     distance: Size = 512  # from this distance on, all keys are in the last range
+    own_projections: bool = False  # each layer has projections for the vectors alone, and they have no norm (DeBERTa 1)
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not go with vectors of distances."""
@@ -103,10 +105,9 @@ class RelativeVectors:
             f"positions: {model.positions}": model.positions == "rope", "patches": model.patches,
             "shared_layers": model.shared_layers, "attention_softcap": model.attention_softcap,
             "attention_sinks": model.attention_sinks, "qkv_bias: false": not model.qkv_bias,
-            "key_bias: false": not model.key_bias,
+            "key_bias: false": not model.key_bias and not self.own_projections,
             f"ranges={self.ranges}, no multiple of 4": self.ranges % 4,
-            f"distance={self.distance}, which must be above half of ranges={self.ranges}":
-                self.distance <= self.ranges // 2,
+            f"distance={self.distance}, less than half of ranges={self.ranges}": self.distance < self.ranges // 2,
         }  # fmt: skip
         return [f"relative_vectors does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
 

@@ -93,12 +93,14 @@ def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
     )
 
 
-def _blocks(base: str, projections: tuple[str, str, str] = QUERY_KEY_VALUE) -> tuple[Tensor, ...]:
-    """The blocks. projections: the names of those of queries, keys and values."""
+def _blocks(
+    base: str, projections: tuple[str, str, str] = QUERY_KEY_VALUE, qkv: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...]:
+    """The blocks. projections: the names of those of queries, keys and values. qkv: their tensors, if not those."""
     layer = f"{base}encoder.layer.{{}}"
     attention = f"{layer}.attention"
     return (
-        *separate_qkv(f"{attention}.self", projections),
+        *(qkv or separate_qkv(f"{attention}.self", projections)),
         *linear(f"{attention}.output.dense", "D (N H)", "attention.wo"),
         *norm(f"{attention}.output.LayerNorm", "attention_sum_norm", bias=True),
         *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
@@ -218,33 +220,46 @@ _TERMS = {
     "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
     "position_biased_input": False,
 }  # fmt: skip
+_SHARED_TERMS = ("share_att_key", "norm_rel_ebd")  # which the first DeBERTa does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class Disentangled:
-    """DeBERTa's terms of scores by distance: both, with the projections of tokens, in ranges, and normed."""
+    """DeBERTa's terms of scores by distance: both, with the projections of tokens, and normed.
+
+    own: those of the first DeBERTa, with projections of their own and no norm.
+    """
+
+    own: bool = False
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        return {name: value for name, value in _TERMS.items() if not self.own or name not in _SHARED_TERMS}
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        for name, wanted in _TERMS.items():
+        for name, wanted in self.terms.items():
             value = reader.get([name])
             found = value.lower().split("|") if name == "pos_att_type" and isinstance(value, str) else value
             if value is None:
                 reader.problems.append(f"{name}: missing, and only {wanted} is supported")
             elif (sorted(map(str, found)) if isinstance(found, list) else found) != wanted:
                 reader.refuse(name, value, f"is not supported, only {wanted}")
-        buckets, distance = (reader.get([name], -1) for name in ("position_buckets", "max_relative_positions"))
+        distance = reader.get(["max_relative_positions"], -1)
         distance = values["context"] if type(distance) is int and distance < 1 else distance
-        if buckets == -1:
-            reader.problems.append("position_buckets: missing, and distances without ranges are not supported")
-            buckets = 1
-        sizes = reader.positive("position_buckets", buckets), reader.positive("max_relative_positions", distance)
-        values["relative_vectors"] = {"ranges": 2 * sizes[0], "distance": sizes[1]}
+        distance = reader.positive("max_relative_positions", distance)
+        buckets = -1 if self.own else reader.get(["position_buckets"], -1)
+        half = distance if buckets == -1 else reader.positive("position_buckets", buckets)
+        if buckets == distance:
+            reader.refuse("position_buckets", buckets, "is not supported if it is max_relative_positions, only -1")
+        values["relative_vectors"] = {"ranges": 2 * half, "distance": distance, "own_projections": self.own}
         values["query_scale"] = max(3 * values["head_dim"], 1) ** -0.5
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (vectors := model.relative_vectors):
             return {}
-        return _TERMS | {"position_buckets": vectors.ranges // 2, "max_relative_positions": vectors.distance}
+        written = self.terms | {"max_relative_positions": vectors.distance}
+        half = vectors.ranges // 2
+        return written if self.own else written | {"position_buckets": -1 if half == vectors.distance else half}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,28 +287,69 @@ def _has_convolution(model: config.ModelConfig) -> bool:
     return model.convolution is not None
 
 
-_DEBERTA = (
+_EACH_DEBERTA = (
     *(one for one in _BERT if getattr(one, "setting", "") not in ("positions", "norm_eps", "token_types")),
     Renamed("layer_norm_eps", "norm_eps", 1e-7), Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
-    Constant("positions", "none"), Disentangled(),
-    ConvolutionOfTokens(),
+    Constant("positions", "none"),
     MustEqual("embedding_size", "embed", "is another width than hidden_size, which is not supported"),
 )  # fmt: skip
-_DEBERTA_TENSORS = (
+_DEBERTA = (*_EACH_DEBERTA, Disentangled(), ConvolutionOfTokens())
+_DEBERTA_1 = (
+    *_EACH_DEBERTA, Constant("key_bias", False), Disentangled(own=True),
+    Fixed("talking_head", False, "mixes the scores of heads, which is not supported"),
+)  # fmt: skip
+_DEBERTA_TABLES = (
     Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
     Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",),
            is_of=lambda model: model.token_types > 0),
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
+)  # fmt: skip
+_DEBERTA_TENSORS = (
+    *_DEBERTA_TABLES,
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
     *linear("deberta.encoder.conv.conv", "D O A", "convolution", biases=("convolution_bias",), is_of=_has_convolution),
     *norm("deberta.encoder.conv.LayerNorm", "convolution_norm", bias=True, is_of=_has_convolution),
     *_blocks("deberta.", ("query_proj", "key_proj", "value_proj")),
 )  # fmt: skip
+_SELF = "deberta.encoder.layer.{}.attention.self"
+_DEBERTA_1_TENSORS = (
+    *_DEBERTA_TABLES,
+    *_blocks("deberta.", qkv=(
+        Tensor(f"{_SELF}.in_proj.weight", "(R H) D", ("attention.wq", "attention.wk", "attention.wv"), order="grouped"),
+        Tensor(f"{_SELF}.q_bias", "(N H)", ("attention.bq",)), Tensor(f"{_SELF}.v_bias", "(K H)", ("attention.bv",)),
+        *linear(f"{_SELF}.pos_q_proj", "(N H) D", "attention.wq_relative"),
+        *linear(f"{_SELF}.pos_proj", "(N H) D", "attention.wk_relative", bias=False),
+    )),
+)  # fmt: skip
 _DEBERTA_SHARED = {
     "no_weights": (*_NUMBERS, r"embeddings\.position_embeddings\."),  # of a model without such positions
     "older_names": _OLD_NORMS, "heads": (r"^(cls|lm_predictions|mask_predictions|pooler|classifier)\.",),
 }  # fmt: skip
+
+
+def _deberta(
+    model_type: str, kind: str, fields: tuple[FieldCodec, ...], tensors: tuple[Tensor, ...]
+) -> tuple[Family, Family]:
+    """The rows of a DeBERTa. kind: how the names of its classes begin."""
+    return (
+        Family(
+            "DeBERTa", model_type, f"{kind}ForMaskedLM", "deberta.",
+            (*fields, *_MASKED, Fixed("legacy", True, "has a head of other names")), (*tensors, *_BERT_MASKED),
+            irrelevant=("pooler_hidden_size", "pooler_hidden_act"),
+            twice={"cls.predictions.decoder.bias": "cls.predictions.bias"}, **_DEBERTA_SHARED,
+        ),
+        Family(
+            "DeBERTa", model_type, f"{kind}ForSequenceClassification", "deberta.",
+            (*fields, Classes(), Constant("pooler_activation", "gelu"),
+             Fixed("pooler_hidden_act", "gelu", "is not supported"),
+             MustEqual("pooler_hidden_size", "embed", "is another width than hidden_size, which is not supported")),
+            (*tensors, *_classes("pooler.dense", "classifier")), irrelevant=("legacy", "tie_word_embeddings"),
+            **_DEBERTA_SHARED,
+        ),
+    )  # fmt: skip
+
+
 # Of its authors' own code, which nothing of transformers' reads.
 _ALBERT_UNUSED = ("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks")
 
@@ -334,18 +390,6 @@ ENCODER_FAMILIES: tuple[Family, ...] = (
         (*_ELECTRA_TENSORS, *_classes("classifier.dense", "classifier.out_proj")),
         irrelevant=(*_SUMMARY, "tie_word_embeddings"), **_ELECTRA_SHARED,
     ),
-    Family(
-        "DeBERTa", "deberta-v2", "DebertaV2ForMaskedLM", "deberta.",
-        (*_DEBERTA, *_MASKED, Fixed("legacy", True, "has a head of other names")), (*_DEBERTA_TENSORS, *_BERT_MASKED),
-        irrelevant=("pooler_hidden_size", "pooler_hidden_act"),
-        twice={"cls.predictions.decoder.bias": "cls.predictions.bias"}, **_DEBERTA_SHARED,
-    ),
-    Family(
-        "DeBERTa", "deberta-v2", "DebertaV2ForSequenceClassification", "deberta.",
-        (*_DEBERTA, Classes(), Constant("pooler_activation", "gelu"),
-         Fixed("pooler_hidden_act", "gelu", "is not supported"),
-         MustEqual("pooler_hidden_size", "embed", "is another width than hidden_size, which is not supported")),
-        (*_DEBERTA_TENSORS, *_classes("pooler.dense", "classifier")), irrelevant=("legacy", "tie_word_embeddings"),
-        **_DEBERTA_SHARED,
-    ),
+    *_deberta("deberta", "Deberta", _DEBERTA_1, _DEBERTA_1_TENSORS),
+    *_deberta("deberta-v2", "DebertaV2", _DEBERTA, _DEBERTA_TENSORS),
 )  # fmt: skip

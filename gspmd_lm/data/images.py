@@ -130,15 +130,16 @@ def of_file(name: str, patches: Patches, prepared: Images) -> np.ndarray:
 @contextlib.contextmanager
 def reading(place: str) -> Iterator[None]:
     """A context in which what Pillow says of a file becomes an InputError that names its place."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         yield
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         if isinstance(error, InputError):
             raise
+        reason = "its format is unknown" if isinstance(error, UnidentifiedImageError) else error
         raise InputError(
-            f"{place}: cannot be read as an image ({error})\n  fix   make it whole, or leave it out"
+            f"{place}: cannot be read as an image ({reason})\n  fix   make it whole, or leave it out"
         ) from error
 
 

@@ -52,9 +52,10 @@ def of_training(
     """
     moved_bytes = updated_bytes(rules, arrays) + 2 * reading.saved_bytes
     if task.config:
-        flops, params = model_flops(task.config, arrays), pairs(arrays.named_params, arrays.params)
+        params = pairs(arrays.named_params, arrays.params)
+        flops = model_flops(task.config, arrays) - lacking_flops(task.config, rules, graph)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
-        matmuls = _matmul_flops(task.config, rules, arrays, graph)
+        matmuls = _matmul_flops(task.config, rules, graph)
         narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
     else:
         flops, narrow = reading.model_flops, (None, 0.0)
@@ -124,23 +125,54 @@ def _bounds(
     )
 
 
-def necessary_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> float:
+def necessary_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
     """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions.
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
-    total = sum(flops for flops, _ in _matmul_flops(config, rules, arrays, graph))
-    return total + attention_flops_of_row(config) * config.data.batch / rules.devices
+    total = sum(flops for flops, _ in _matmul_flops(config, rules, graph))
+    attention = sum(attention_flops_of_row(config).values()) * config.data.batch
+    return total + (attention - _lacking_of_attention(config, graph)) / rules.devices
 
 
-def _matmul_flops(config: Config, rules: Rules, arrays: Arrays, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
+def lacking_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
+    """The FLOPs of the gradients that a train step does without, of all devices.
+
+    Frozen weights have none, and no input of a matmul has one if nothing that is trained lies below it.
+    """
+    of_weights = sum(
+        (2 - graph.gradients(node)) * node.flops * node.trip_count
+        for node in graph.nodes
+        if node.flops and graph.weight_of(node)
+    )
+    return rules.microbatches * of_weights + _lacking_of_attention(config, graph)
+
+
+def _lacking_of_attention(config: Config, graph: DataflowGraph) -> float:
+    """The same of the scores of stacks and of the sums of their values."""
+    by_stack, lacking = attention_flops_of_row(config), 0.0
+    own = {stack.name for stack in config.model.stacks}
+    for word, flops in by_stack.items():
+        words = {word} if word else own
+        matmuls = [
+            node for node in graph.nodes
+            if node.flops and words & {*node.name.modules[:1]} and not graph.weight_of(node)
+        ]  # fmt: skip
+        both = sum(2 * node.flops * node.trip_count for node in matmuls)
+        made = sum(graph.gradients(node) * node.flops * node.trip_count for node in matmuls)
+        lacking += flops * (1 - _FORWARD) * (1 - made / both) if both else 0.0
+    return lacking * config.data.batch
+
+
+def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
     """Of each matmul of an activation and a weight: its FLOPs on one device in a train step, and those of 8 bits."""
-    trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
     for matmul in graph.matmuls:
-        # The derivative to the first layer's input is left out where nothing before it is trained.
-        passes = 3.0 if matmul.path in trained else 2.0 - 1.0 / config.model.layers
+        passes, trained = 1.0 + graph.gradients(matmul.node), matmul.path in graph.trained
+        if not trained and passes > 1:
+            # The derivative to the first layer's input is left out where nothing before it is trained.
+            passes -= 1.0 / config.model.layers
         # Gradients of the matrices of experts are products of wider operands.
-        narrow = passes - (bool(matmul.group_axis) and passes == 3.0) if _is_narrow(matmul) else 0.0
+        narrow = passes - (trained and bool(matmul.group_axis)) if _is_narrow(matmul) else 0.0
         each = rules.microbatches * matmul.node.flops * matmul.node.trip_count / rules.devices
         yield passes * each, narrow * each
 

@@ -130,7 +130,7 @@ def report(
         )
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
-        needed = bounds.necessary_flops(config, rules, arrays, graph) if config else lower_bounds.flops
+        needed = bounds.necessary_flops(config, rules, graph) if config else lower_bounds.flops
     narrow = matmul_operands(config, rules, target.platform) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
     compared = phase == "train" and target.chip and not narrow and not rules.stages

@@ -91,13 +91,13 @@ class Matmul:
 
 
 class DataflowGraph:
-    """A recorded program as a graph. `weights` are the paths of the parameters."""
+    """A recorded program as a graph. `weights` are the paths of the parameters, and `trained` those of some of them."""
 
-    def __init__(self, program: Any, weights: Collection[str]):
+    def __init__(self, program: Any, weights: Collection[str], trained: Collection[str] = ()):
         # Caches stand in the instance, so that they go with the program.
         self.activations_around = functools.cache(self._activations_around)
         self.made_from = functools.cache(self._made_from)
-        self.weights = frozenset(weights)
+        self.weights, self.trained = frozenset(weights), frozenset(trained)
         self.nodes: list[Node] = []
         inputs = [self._node("input", "", var.aval, 1) for var in program.jaxpr.invars]
         for node in inputs:
@@ -114,7 +114,8 @@ class DataflowGraph:
     def from_recorder(cls, recorded: Recorder, arrays: Arrays) -> "DataflowGraph":
         """The graph of what was recorded of a model with these arrays."""
         with as_recorded(recorded):  # for hand-written derivatives, which are traced now
-            return cls(recorded.program, [leaf.path for leaf, _ in pairs(arrays.named_params, arrays.params)])
+            every = pairs(arrays.named_params, arrays.params), pairs(arrays.named_trained, arrays.trained)
+            return cls(recorded.program, *([leaf.path for leaf, _ in leaves] for leaves in every))
 
     def _node(self, primitive: str, stack: str, like: Any, times: int, inputs: Iterable[Node] = ()) -> Node:
         shape, dtype = getattr(like, "shape", ()), getattr(like, "dtype", jnp.dtype("bool"))
@@ -221,6 +222,37 @@ class DataflowGraph:
         """Paths of the weights that are multiplied as matrices."""
         return frozenset(matmul.path for matmul in self.matmuls)
 
+    @functools.cached_property
+    def differentiable(self) -> frozenset[Node]:
+        """What depends on a trained weight: all that has a gradient."""
+        return self.made_of(self.trained)
+
+    def made_of(self, weights: Collection[str]) -> frozenset[Node]:
+        """What depends on some weights, themselves among it."""
+        start = [node for node in self.nodes if node.array in weights]
+        start += [node for path in self.looked_up if path in weights for node in self.looked_up[path]]
+
+        by_input = collections.defaultdict[Node, list[Node]](list)
+        for matmul in self._by_hand.values():
+            by_input[matmul.input].append(matmul.node)
+
+        def derived(node: Node) -> list[Node]:
+            users = [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
+            return [*users, *by_input[node]]
+
+        return frozenset(start).union(breadth_first(start, derived, lambda _: True))
+
+    def gradients(self, matmul: Node) -> int:
+        """Of how many of its two operands a matmul or a convolution has gradients."""
+        by_hand = self._by_hand.get(matmul)
+        operands = (by_hand.input, by_hand.weight) if by_hand else matmul.inputs[:2]
+        return sum(operand in self.differentiable for operand in operands)
+
+    @functools.cached_property
+    def _by_hand(self) -> dict[Node, Matmul]:
+        """The matmuls whose derivative is written by hand: the gradient of what they read may go round the read."""
+        return {matmul.node: matmul for matmul in self.matmuls if matmul.node.residuals is not None}
+
     def applied_to(self, path: str) -> Node | None:
         """The activation that a small weight, such as a bias or the scale of a norm, is added to or multiplied with.
 
@@ -246,16 +278,15 @@ class DataflowGraph:
                 return node
         return None
 
-    def placed_last(self, node: Node) -> Node:
-        """An activation where it is placed for the last time under its name."""
-        while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
-            node = same[0]
-        return node
-
     def combined_with(self, node: Node) -> list[Node]:
         """The activations that an activation meets in the operations after it."""
-        node = self.placed_last(node)
+        while same := [near for near in self.after([node]) if near.array == node.array and near is not node]:
+            node = same[0]
         return [near for near in self.before(self._between([node])) if near is not node]
+
+    def weight_of(self, matmul: Node) -> Node | None:
+        """Where the weight was placed in use that a matmul or a convolution multiplies; None if it has none."""
+        return next(filter(None, map(self._weight, matmul.inputs[:2])), None)
 
     def _weight(self, node: Node) -> Node | None:
         """Where a weight was placed in use that has only changed its form since."""

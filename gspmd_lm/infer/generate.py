@@ -104,7 +104,11 @@ def programs_for(
 
 
 def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """What gives of a prompt what the model reads: its tokens, or what is in the wav file or image that it names."""
+    """What gives of a prompt what the model reads: its tokens, or what is in the wav file or image that it names.
+
+    Raises InputError for a model that writes no text.
+    """
+    programs.check_causal(config, or_of_source=True)
     if config.model.frames:
         return functools.partial(sounds.of_file, model=config.model)
     if config.model.vision:

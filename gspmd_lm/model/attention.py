@@ -49,6 +49,11 @@ class Attention(nn.Module):
             self.of_heads = bias(self, "sinks", "heads", (N,), cfg)
         elif relative and not relative.shared:
             self.of_heads = use(matrix(self, "relative_bias", "ranges heads", (relative.ranges, N), cfg))
+        if cfg.relative_vectors and cfg.relative_vectors.own_projections:
+            to_q, to_k = (matrix(self, f"w{name}_relative", "embed heads head_dim", (D, N, H), cfg) for name in "qk")
+            self.of_ranges = (to_q, bias(self, "bq_relative", "heads head_dim", (N, H), cfg)), (to_k, 0.0)
+        elif cfg.relative_vectors:
+            self.of_ranges = (wq, self.bq), (w_keys[0], self.b_keys["k"])
         self.vectors = []
         if cfg.windows and cfg.windows.vectors:
             of, distances = "whole_" * config.is_whole(cfg), 2 * cfg.windows.size - 1
@@ -120,8 +125,7 @@ class Attention(nn.Module):
             k_BSKH, v_BSKH = cache.of(layer)
         of_heads = batch.get("relative_RN", self.of_heads)
         if cfg.relative_vectors:
-            pairs = (self.wq.weight, self.bq), (self.w_keys[0].weight, self.b_keys["k"])
-            of_heads = of_ranges(batch["relative_RD"], *pairs)
+            of_heads = of_ranges(batch["relative_RD"], *self.of_ranges)
         if cfg.windows:
             beyond = [self.b_keys.get(name) if cfg.qkv_bias else None for name in "kv"]
             out_BTNH = attend_in_windows(q_BTNH, k_BSKH, v_BSKH, cfg, of_heads, beyond, self.vectors)
@@ -140,7 +144,7 @@ class Attention(nn.Module):
             return [project(in_BSM, w) for w in self.w_keys]
 
 
-def of_ranges(vectors_RD: jax.Array, *projections: tuple[Weight, jax.Array]) -> jax.Array:
+def of_ranges(vectors_RD: jax.Array, *projections: tuple[Weight, jax.Array | float]) -> jax.Array:
     """The query and the key of each range of distances as numbers of each head, [2 R H, N] (arXiv 2006.03654).
 
     projections: weight and bias of queries, and of keys.

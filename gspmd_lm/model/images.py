@@ -12,6 +12,7 @@ from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project
+from gspmd_lm.sharding.partial_sums import for_each_row
 
 PATCHES = "patches: batch seq pixels"
 MERGED = "merged: batch seq stream_width"
@@ -75,8 +76,9 @@ def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) 
         row_D = use(matrix(module, name, "embed", (cfg.embed,), cfg))
         x_BTD = jnp.where(jnp.arange(T)[:, None] == place, row_D, x_BTD)
     if cfg.positions == "learned":
-        table_PD = use(matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg))
-        x_BTD += jnp.pad(table_PD, ((0, T - cfg.context), (0, 0)))
+        table = matrix(module, "position_embedding", "positions embed", (cfg.context, cfg.embed), cfg)
+        padding = (0, T - cfg.context), (0, 0)
+        x_BTD += for_each_row(table, len(x_BTD), lambda table_PD: jnp.pad(table_PD, padding))
     x_BTD = like(x_BTD, RESIDUAL)
     return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
 

@@ -181,7 +181,9 @@ class Stack(nn.Module):
         if cfg.relative_vectors:
             sizes = cfg.relative_vectors.ranges, cfg.embed
             vectors_RD = use(matrix(self, "relative_embedding", "ranges embed", sizes, cfg))
-            batch = batch | {"relative_RD": shard(Norm(cfg, name="relative_norm")(vectors_RD), VECTORS)}
+            if not cfg.relative_vectors.own_projections:
+                vectors_RD = Norm(cfg, name="relative_norm")(vectors_RD)
+            batch = batch | {"relative_RD": shard(vectors_RD, VECTORS)}
         if cfg.residual_streams > 1:
             streams = Streams(cfg, name="streams")
             x_BTD = streams.apart(x_BTD)

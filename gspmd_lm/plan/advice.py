@@ -130,16 +130,15 @@ def with_fixes(
 ) -> list[Report]:
     """Reports of train steps, each under its rules. Of one that does not fit, the fix is a change that was tried.
 
-    Tried are fewer saved activations and more microbatches. Of those that are estimated to fit, the fix is the one that
-    is estimated to be fastest. Nothing is compiled.
+    Tried are fewer saved activations, more microbatches, and stages that keep their inputs alone. Of those that are
+    estimated to fit, the fix is the one that is estimated to be fastest. Nothing is compiled.
     """
     if all(report.memory.fits or report.phase != "train" for report in reports):
         return list(reports)  # without tracing the model once more
     traces, fixed = TraceCache(config), []
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
-        priced = rules.pipeline is None or rules.pipeline.is_estimated
-        if not report.memory.fits and report.phase == "train" and priced:
+        if not report.memory.fits and report.phase == "train":
             filled = settled(config, rules.fill(target.devices), target.processor)
             fix = _fix(report, filled, target, Estimator(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
@@ -152,22 +151,24 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
     fitting, key, before = [], "pipeline.microbatches" if rules.pipeline else "microbatches", _microbatches(rules)
     # What the compiler says of this layout corrects the estimates of those that are like it.
     correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
-    for remat, times in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES):
+    keeps = (False, True) if rules.pipeline and not rules.pipeline.keeps_inputs else (False,)
+    for remat, times, keep in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES, keeps):
         changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
+        if keep and changed.pipeline:
+            changed = dataclasses.replace(changed, pipeline=dataclasses.replace(changed.pipeline, keep="stage"))
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
             peak_bytes = correction * estimate.peak_bytes
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
-        less = "--set rules.pipeline.keep=stage keeps less, as explain says, and "
-        return (
-            f"no rules.remat and no rules.{key} is estimated to fit under this mesh; "
-            f"{less if rules.pipeline else ''}plan --target={target.text} looks for another layout"
-        )
+        tried = f"no rules.remat and no rules.{key}{', not even with rules.pipeline.keep=stage,' * (len(keeps) > 1)}"
+        return f"{tried} is estimated to fit under this mesh; plan --target={target.text} looks for another layout"
     _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
     flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []
     flags += [f"--set rules.{key}={_microbatches(changed)}"] if _microbatches(changed) != before else []
+    if changed.pipeline and rules.pipeline and changed.pipeline.keep != rules.pipeline.keep:
+        flags.append("--set rules.pipeline.keep=stage")
     return f"{' '.join(flags)}, which is estimated to fit with {human_bytes(round(peak_bytes))}"
 
 

@@ -44,12 +44,12 @@ class DecoderTransfers(Transfers):
         graph = self.graph
         # Blocks read the residual stream, gathered, and their sums go back to it.
         self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
-        self.residual = graph.gathered_from(self.block_input) or self.block_input
+        self.residual = self.part.stream
         self.add_layers()
-        if self.part.of_stages:
+        if self.part.of_stages and not self.forward_alone:
             self.add_stages(self.residual)
         for matmul in self.matmuls:
-            if self.is_head(matmul):
+            if self.is_head(matmul) and not self.forward_alone:
                 self.add_loss(matmul)
         for path in filter(self.part.has, graph.looked_up):
             if path not in graph.used or path in graph.multiplied:
@@ -59,10 +59,6 @@ class DecoderTransfers(Transfers):
 
     # The layers
 
-    def is_head(self, matmul: Matmul) -> bool:
-        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
-        return not set(matmul.node.name.owners) & set(self.weights)
-
     def add_layers(self) -> None:
         """Adds what the matmuls of all layers move. matmuls.py says how they read and write the stream."""
         matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
@@ -70,7 +66,6 @@ class DecoderTransfers(Transfers):
         adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
         writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
-        self.matmul_inputs = {matmul.input for matmul in matmuls}
         for matmul in matmuls:
             if self.graph.gathered_from(matmul.input) and not (matmul.group_axis and matmul.output):
                 reads[matmul.input].append(matmul)
@@ -89,8 +84,10 @@ class DecoderTransfers(Transfers):
             weight, used = self.weights[matmul.path], self.graph.used[matmul.path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
             passes = 2 if weight.trained or used.trip_count > 1 else 1
-            passes = 1 if self.is_shared(matmul) else passes
-            if self.part.gathers_once or self.part.gathers_ahead:
+            passes = passes if self.has_gradient(matmul.node) and not self.is_shared(matmul) else 1
+            if self.forward_alone:
+                passes = 0 if self.part.gathers_once else 1
+            elif self.part.gathers_once or self.part.gathers_ahead:
                 whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
                 self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
                 passes = 0 if self.part.gathers_once else passes - 1
@@ -106,22 +103,31 @@ class DecoderTransfers(Transfers):
         stream = self.graph.gathered_from(x)
         assert stream and x.placed
         input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
-        any_trained = any(self.weights[matmul.path].trained for matmul in readers)
-        times = 2 if any_trained and not input_saved else 1  # it is gathered once more for the gradients of the weights
+        # The input is gathered, and once more for the gradients of the weights, and for what is computed again.
+        times = 1 + (not input_saved and any(map(self.reads_again, readers)))
         for _ in range(0 if self.gather_vectors(stream, times) else times):
             self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=x.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
         self.add_dispatch(x, [matmul for matmul in matmuls if matmul.group_axis])
-        self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
+        if self.has_gradient(x):
+            self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
+
+    def reads_again(self, matmul: Matmul) -> bool:
+        """Whether the backward pass needs what a matmul reads."""
+        trained, remat = self.weights[matmul.path].trained, self.rules.remat
+        saved = remat.policy == "dots" or (matmul.output and matmul.output.array in self.saved)
+        return self.has_gradient(matmul.node) and (trained or not saved)
 
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
-        recomputed = self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
+        has_gradient = self.has_gradient(y)
+        recomputed = has_gradient and self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
         for _ in range(2 if recomputed and self.read_in_same_block(stream) else 1):
             self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls])
-        self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)  # the gradient
+        if has_gradient:
+            self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
 
@@ -155,30 +161,18 @@ class DecoderTransfers(Transfers):
             return
         rows, width = matmul.node.shape[0], x.shape[-1]
         # Dispatch and combine, the same for the gradients, and one more dispatch where it is recomputed.
-        recomputed = self.rules.remat.policy != "none" and "dispatched" not in self.saved
+        passes = 1 + self.has_gradient(matmul.node)
+        recomputed = passes > 1 and self.rules.remat.policy != "none" and "dispatched" not in self.saved
         by_tokens = {"batch": tuple(token_axes)}
         by_experts = {"batch": tuple(token_axes - expert_axes), matmul.group_axis: tuple(expert_axes)}
-        for _ in range(4 + recomputed):
+        for _ in range(2 * passes + recomputed):
             self.transfer(rows * width * x.itemsize, by_tokens, by_experts, times=x.trip_count)
-        # One number for each expert of a token: the gradient of its router weight.
-        self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
+        if passes > 1:  # one number for each expert of a token: the gradient of its router weight
+            self.transfer(rows * FLOAT32_BYTES, by_tokens, by_experts, times=x.trip_count)
 
     def expert_axes(self, matmul: Matmul) -> set[str]:
         """The mesh axes that split the experts of a matmul."""
         return set(self.weights[matmul.path].compute[matmul.group_axis])
-
-    def read_in_same_block(self, node: Node) -> bool:
-        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
-        waiting, seen = [node], {node}
-        while waiting:
-            for user in waiting.pop().users:
-                if user in seen or user.checkpoint_name == "layer_input":
-                    continue
-                if user in self.matmul_inputs:
-                    return True
-                seen.add(user)
-                waiting.append(user)
-        return False
 
     def add_matmul(self, matmul: Matmul, stream_end: Node, inner_end: Node | None) -> None:
         """Adds what a matmul and its gradients move, but for the partial sums at the residual stream."""
@@ -198,20 +192,23 @@ class DecoderTransfers(Transfers):
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
         whole_rows = query_axes and not stream["seq"]  # what keys are made from was gathered
-        recomputed = self.rules.remat.policy != "none"
+        goes_back = self.has_gradient(inner_end)
+        recomputed = goes_back and self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
             self.transfer(sent_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
             by_heads = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
             recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
-            for _ in range(2 + recomputed):  # to heads, back for the gradients, and once more where it is recomputed
+            # To heads, back for the gradients, and once more where it is recomputed.
+            for _ in range(1 + goes_back + recomputed):
                 self.transfer(sent_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
         elif query_axes and not whole_rows:  # each query reads all keys; their gradients come from everywhere
             all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
             self.transfer(sent_bytes, computed, all_keys, summed_over, times, kind)
-            self.transfer(sent_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
-            if recomputed or self.rules.context == "ring":
+            if goes_back:
+                self.transfer(sent_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
+            if recomputed or (goes_back and self.rules.context == "ring"):
                 self.transfer(sent_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
-        else:
+        elif goes_back or stream_end is matmul.input:  # of what writes to the stream, it is the gradient
             self.transfer(inner_bytes, computed, inner, summed_over, times)
         matrix_bytes = matmul.weight.bytes
         gradient_bytes = math.prod(matmul.weight.shape) * max(matmul.weight.itemsize, stream_end.itemsize)
@@ -222,7 +219,8 @@ class DecoderTransfers(Transfers):
             gathered = [self.volume(matrix_bytes, weight.compute, {**weight.compute, **dict.fromkeys(stream_axes, ())})]
             reduced = [self.volume(inner_bytes, computed, inner, weight_only)]
             result = [self.volume(stream_end.bytes, {**stream, stream_axes[0]: tuple(weight_only)}, stream)]
-            for alternative in (reduced, result):
+            ways = (reduced, result) if stream_end is matmul.input else (result, reduced)  # forward and backward
+            for alternative in ways[: 1 + self.has_gradient(matmul.node)]:
                 self.add_cheapest(gathered, *([] if weight_only & mesh_axes(computed) else [alternative]), times=times)
         if weight.trained:
             local_gradient = {
@@ -238,9 +236,12 @@ class DecoderTransfers(Transfers):
                 self.transfer(size_bytes, local_gradient, weight.gradient, token_axes, kind="gradients")
             else:
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
+        if inner_end.placed.array == _SHARED_KEY:
+            self.gather_vectors(inner_end, 1 + recomputed)
+        if not goes_back:
+            return
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
-            self.gather_vectors(inner_end, 1 + recomputed)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
             # are summed as those of the keys.
@@ -263,13 +264,6 @@ class DecoderTransfers(Transfers):
         return {
             axis: self.weights[path].compute[axis] for axis in compute_spec.axes if axis not in stream_end.placed.axes
         }
-
-    def sharding_of_queries(self, keys: Node) -> Sharding:
-        """The sharding of the queries that read keys or values; empty for other activations."""
-        if not keys.placed or "kv_seq" not in keys.placed.axes:
-            return {}
-        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
-        return self.sharding(queries[0]) if queries else {}
 
     def add_adapter(self, first: Matmul, second: Matmul) -> None:
         """Adds what a low-rank adapter moves: its two matrices, their gradients, and the sum between the two matmuls.
@@ -381,7 +375,8 @@ class DecoderTransfers(Transfers):
         by_token = {axis: logits[axis] for axis in ("batch", "seq")}
         for _ in range(3):  # the highest logit, the sum of exponentials, the target's logit
             self.transfer(math.prod(head.input.shape[:2]) * FLOAT32_BYTES, by_token, by_token, summed_over)
-        self.transfer(head.input.bytes, x, stream, summed_over)
+        if self.has_gradient(head.input):
+            self.transfer(head.input.bytes, x, stream, summed_over)
         if table.trained:
             local_gradient = {axis: table.compute[axis] for axis in vocab_axes}
             token_axes = mesh_axes(x, "batch", "seq")

@@ -95,11 +95,15 @@ class _PartCosts:
     shards: Shards
     sum_bytes: float  # of the gradients that the turns of stages add up
     held_bytes: float  # of weights in use, or in another order, that a device holds through all turns, and of sums
-    transfers: dict[tuple[bool, ...], list[EstimatedTransfer]] = dataclasses.field(default_factory=dict)
+    transfers: dict[tuple[str, frozenset[str]], list[EstimatedTransfer]] = dataclasses.field(default_factory=dict)
 
     def local_bytes(self, arrays: Iterable[tuple[float, NamedNodes]]) -> float:
         """The bytes of arrays on one device."""
         return sum(size / self.shards.count(nodes) for size, nodes in arrays)
+
+    def is_computed_once_more(self, op: AnyOp) -> bool:
+        """Whether a stage computes an op forward a second time; the loss is computed where it goes back alone."""
+        return self.part.again and (bool(self.part.of_stages) or any(map(self.op_graph.in_block, op.nodes)))
 
     def forward_s(self, ops: Collection[AnyOp]) -> float:
         """The seconds of some ops in the forward pass, of all iterations."""
@@ -199,12 +203,15 @@ class Estimator:
                 executions = timed.trip_count * runs
                 if timed.kind == "matmul" and kept.on_host:
                     executions *= chip.offloading_slowdown
-                op_backward_s = timed.backward_s + (timed.forward_s if timed.op in kept.recomputed else 0.0)
+                op_backward_s = timed.backward_s + timed.forward_s * (
+                    costs.is_computed_once_more(timed.op) + (timed.op in kept.recomputed)
+                )
                 by_kind_s[timed.kind] += executions * (timed.forward_s + op_backward_s)
                 if timed.in_loop:
                     forward_s += executions * timed.forward_s
                     backward_s += executions * op_backward_s
-            passes = (SAVED_PASSES_OF_TURNS if costs.part.of_stages else SAVED_PASSES)[chip.platform] * runs
+            of_turns = costs.part.of_stages and not costs.part.again
+            passes = (SAVED_PASSES_OF_TURNS if of_turns else SAVED_PASSES)[chip.platform] * runs
             saved_s = passes * costs.local_bytes(kept.on_device) / op_time.hbm_bytes_per_s(chip)
             sums_s = SUM_PASSES[chip.platform] * costs.part.turns * costs.sum_bytes / op_time.hbm_bytes_per_s(chip)
             iterations = 2 * runs * sum(costs.op_graph.trip_counts)
@@ -217,16 +224,20 @@ class Estimator:
     # Communication
 
     def _transfers(self, costs: _PartCosts, remat: Remat) -> list[EstimatedTransfer]:
-        """What a device sends. It depends on the remat policy in two ways only."""
-        names = {*remat.save, *remat.offload}
-        named = tuple(name in names for name in ("block_input", "residual")) if remat.policy == "names" else ()
-        key = (remat.policy == "none", remat.policy == "block", *named)
+        """What a device sends. Of the remat policy, it depends on its kind and on few names only."""
+        config, names = self.traces.task.config, frozenset([*remat.save, *remat.offload])
+        # The outputs of frozen weights matter too: nothing but what is computed again may read their inputs again.
+        if len(self._trained) == len(self._params):
+            names &= {"block_input", "residual", *(["dispatched"] if config and config.model.experts else []),
+                      *(["attention_out"] if costs.part.rules.context == "ulysses" else [])}  # fmt: skip
+        key = remat.policy, names
         if key not in costs.transfers:
-            config = self.traces.task.config
             one_stream = config and not (config.model.encoder or config.model.masks)
             kind = DecoderTransfers if one_stream else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
             costs.transfers[key] = kind(part, self.traces.arrays).all
+            if part.again:
+                costs.transfers[key] += kind(part, self.traces.arrays, forward_alone=True).all
         return costs.transfers[key]
 
     def _host_s(self, saved: _Saved, passes_s: tuple[float, float]) -> float:
@@ -277,6 +288,11 @@ class Estimator:
 
     def _stage_bytes(self, part: Part) -> tuple[float, float]:
         """The sums of gradients, and what a device holds besides through all turns, or through all layers."""
+        pipeline = part.step_rules.pipeline
+        if not part.of_stages and pipeline and pipeline.schedule == "1f1b":
+            outside = (pair for pair in self._trained if part.has(pair[0].path))
+            sums = [bounds.held_bytes(part.rules, "optimizer", [pair], FLOAT32_BYTES) for pair in outside]
+            return sum(sums), max(sums, default=0.0)  # the gradients of stages are added up, and the result is another
         if not part.of_stages:
             shared = {one.path for one in part.graph.matmuls if one.node.trip_count > one.weight.trip_count}
             of_layers = [one for one in self._trained if one[0].path in shared and one[0].path.startswith("layers.")]
@@ -288,6 +304,7 @@ class Estimator:
         if part.gathers_once or part.gathers_ahead:
             held += bounds.held_bytes(rules, "rules", of_stages, FLOAT32_BYTES // 2)
         held += sum_bytes if part.gathers_once else 0.0
+        held += part.inputs_kept * part.stream.bytes / Shards(part.rules).count((part.stream,))
         if rules.pipeline and rules.pipeline.repeats > 1:
             # Stages that exchange their layers hold them in both orders, and their gradients.
             held += 2 * bounds.held_bytes(rules, "weights", of_stages, FLOAT32_BYTES)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
@@ -70,6 +70,7 @@ class AttentionOp:
     values: Node
     trip_count: int
     nodes: frozenset[Node]
+    backward: float  # 0 where nothing that is trained lies before it
 
     @functools.cached_property
     def mask_window(self) -> str:
@@ -84,15 +85,11 @@ class MoveOp:
     node: Node
     nodes: frozenset[Node]  # with which it is computed again: of a sort, the gathers that it serves too
     sharded_like: NamedNodes
+    backward: float  # its runs there: what moves tokens moves their gradients back; a choice has no gradient
 
     @property
     def trip_count(self) -> int:
         return self.node.trip_count
-
-    @property
-    def backward(self) -> float:
-        """Its runs in the backward pass: what moves tokens moves their gradients back; a choice has no gradient."""
-        return 0.0 if self.node.primitive == "top_k" else 1.0
 
 
 AnyOp = Op | AttentionOp | MoveOp
@@ -124,7 +121,6 @@ class OpGraph:
     def __init__(
         self,
         graph: DataflowGraph,
-        trained: Collection[str],
         fused: bool,
         moves: bool = False,
         stack: str = "",
@@ -140,7 +136,7 @@ class OpGraph:
         self.matmuls = {matmul.node: matmul for matmul in graph.matmuls}
         rules = collections.Counter(matmul.node.residuals for matmul in graph.matmuls)
         # What a frozen weight is multiplied with has no use in the backward pass.
-        frozen = (matmul.node.residuals for matmul in graph.matmuls if matmul.path not in trained)
+        frozen = (matmul.node.residuals for matmul in graph.matmuls if matmul.path not in graph.trained)
         self.unused_residuals = {kept for kept in frozen if kept is not None and rules[kept] == 1}
         self.blocks = {
             matmul.node.name.modules[0]
@@ -148,7 +144,7 @@ class OpGraph:
             if matmul.node.name.modules and self._covers(matmul.node)
         }
         self.move_ops = {op.node: op for op in self._move_ops()} if moves else {}
-        self.ops = [*self._matmul_ops(trained), *self._elementwise_ops()]
+        self.ops = [*self._matmul_ops(), *self._elementwise_ops()]
         self.every_op: list[AnyOp] = [*self.ops, *self.attention_ops, *self.move_ops.values()]
 
     @functools.cached_property
@@ -175,21 +171,22 @@ class OpGraph:
         )
         return tuple(itertools.islice((one for one in neighbours if one.placed), 1))
 
+    def _has_gradient(self, node: Node) -> bool:
+        return node in self.graph.differentiable
+
     def in_block(self, node: Node) -> bool:
         return bool(node.name.modules) and node.name.modules[0] in self.blocks
 
     # What there is to do
 
-    def _matmul_ops(self, trained: Collection[str]) -> Iterable[Op]:
+    def _matmul_ops(self) -> Iterable[Op]:
         for node in filter(self._covers, self.graph.nodes):
             if node.primitive not in _MATMULS or node in self.inside_attention:
                 continue
-            matmul, kind = self.matmuls.get(node), "matmul"
-            backward = 2.0
-            if matmul:
-                backward = 2.0 if matmul.path in trained else 1.0
-            elif any(near.array == _OUT for near in self.graph.after([node])):
+            kind = "matmul"
+            if node not in self.matmuls and any(near.array == _OUT for near in self.graph.after([node])):
                 kind = "attention"
+            backward = float(self.graph.gradients(node))
             nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
             moved = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
             itemsizes = tuple(near.itemsize for near in (*node.inputs[:2], node))
@@ -204,7 +201,8 @@ class OpGraph:
                 continue
             after = breadth_first([node], lambda one: one.users, lambda one: one.primitive != "gather")
             served = [one for one in after if one.primitive == "gather"] if node.primitive in _SORTS else []
-            yield MoveOp(node, frozenset([node, *served]), self.sharded_like(node))
+            goes_back = node.primitive != "top_k" and (self._has_gradient(node) or not node.is_float)
+            yield MoveOp(node, frozenset([node, *served]), self.sharded_like(node), float(goes_back))
 
     def _elementwise_ops(self) -> Iterable[Op]:
         """Groups of elementwise operations that nothing interrupts: neither a matmul nor an array that has a name."""
@@ -249,8 +247,8 @@ class OpGraph:
                     bytes_of[node] = float(node.bytes)
             if bytes_of:
                 moved = tuple((size, self.sharded_like(near)) for near, size in bytes_of.items())
-                in_block = any(map(self.in_block, nodes))
-                yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, 2.0, frozenset(nodes), in_block)
+                in_block, backward = any(map(self.in_block, nodes)), 2.0 * any(map(self._has_gradient, nodes))
+                yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, backward, frozenset(nodes), in_block)
 
     def _attention_ops(self) -> list[AttentionOp]:
         ops = []
@@ -271,35 +269,33 @@ class OpGraph:
                 [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in _READ
             )
             if queries and keys and values and inside:
-                ops.append(AttentionOp(queries[0], keys[0], values[0], out.trip_count, frozenset(inside)))
+                backward = float(self._has_gradient(out))
+                ops.append(AttentionOp(queries[0], keys[0], values[0], out.trip_count, frozenset(inside), backward))
         return ops
 
     # What is kept
 
     @functools.cached_property
-    def _differentiable(self) -> frozenset[Node]:
-        """What depends on a weight: all that has a derivative."""
-        weights = [node for node in self.graph.nodes if node.array in self.graph.weights]
-
-        def derived(node: Node) -> list[Node]:
-            return [user for user in node.users if user.is_float and user.primitive != "stop_gradient"]
-
-        return frozenset(weights).union(breadth_first(weights, derived, lambda _: True))
+    def _computed(self) -> frozenset[Node]:
+        """What depends on a weight, trained or not."""
+        return self.graph.made_of(self.graph.weights)
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
         on_host, on_device, recomputed = dict[Node, None](), dict[Node, None](), set[Node]()
         waiting = [
             near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
         ]
-        waiting += [near for kernel in self.attention_ops for node in kernel.nodes for near in node.inputs
-                    if near not in kernel.nodes]  # fmt: skip
+        waiting += [near for kernel in self.attention_ops if kernel.backward for node in kernel.nodes
+                    for near in node.inputs if near not in kernel.nodes]  # fmt: skip
         while waiting:
             node = waiting.pop()
             if node in recomputed or node in on_host or node in on_device:
                 continue
-            if not node.is_float or node not in self._differentiable or self._is_weight(node):
+            if not node.is_float or node not in self._computed or self._is_weight(node):
                 continue
-            if node.always_recomputed:
+            if not self._has_gradient(node):  # what stands before all that is trained is no part of its recomputation
+                on_device[node] = None
+            elif node.always_recomputed:
                 recomputed.add(node)
                 waiting += node.inputs
             elif node.checkpoint_name in remat.offload and remat.policy == "names":
@@ -345,7 +341,7 @@ class OpGraph:
 
     def _needed_by_derivative(self, node: Node) -> Iterable[Node]:
         """The values that the derivative of an operation needs."""
-        if node in self.inside_attention or node not in self._differentiable:
+        if node in self.inside_attention or not self._has_gradient(node):
             return ()
         if node.residuals is not None:
             return () if node.residuals in self.unused_residuals else node.residuals
@@ -353,7 +349,7 @@ class OpGraph:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *MATMULS):
             first, second = node.inputs[0], node.inputs[:2][-1]
-            return [one for one, other in ((first, second), (second, first)) if other in self._differentiable]
+            return [one for one, other in ((first, second), (second, first)) if self._has_gradient(other)]
         return () if node.primitive in _LINEAR else node.inputs
 
     def _is_saved(self, node: Node, remat: Remat) -> bool:

@@ -302,6 +302,8 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts.append(f"{pipeline['microbatches']} microbatches in stages")
         parts += [f"{pipeline['repeats']} repeats"] if "repeats" in pipeline else []
         parts += [f"gathered once a {pipeline['gather']}"] if "gather" in pipeline else []
+        parts += ["stages keep their inputs"] if "keep" in pipeline else []
+        parts += ["one forward and one backward"] if "schedule" in pipeline else []
     if "interleave" in raw:
         parts.append(f"in {raw['interleave']} parts")
     if "unroll" in raw:

@@ -54,7 +54,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             yield TimedOp(op.kind, seconds, op.backward * seconds, op.trip_count, op)
             for sum_op in filter(None, map(op_graph.move_ops.get, op.nodes)):
                 longer_s = max(0.0, _sum_s(chip, sum_op, shards) - seconds)
-                yield TimedOp(op.kind, longer_s, longer_s, op.trip_count, sum_op)
+                yield TimedOp(op.kind, longer_s, sum_op.backward * longer_s, op.trip_count, sum_op)
             if fused_s := FUSED_PASSES[chip.platform] * memory_s:
                 yield TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
             continue
@@ -89,8 +89,9 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
     for attention_op in op_graph.attention_ops:
         kernels_s, beside_s = _attention_s(chip, attention_op, shards)
         forward_s, backward_s = (launch_s + seconds for seconds in kernels_s)
-        yield TimedOp("attention", forward_s, backward_s, attention_op.trip_count, attention_op)
-        yield TimedOp("other", beside_s[0], beside_s[1], attention_op.trip_count, attention_op)
+        times, backward = attention_op.trip_count, attention_op.backward
+        yield TimedOp("attention", forward_s, backward * backward_s, times, attention_op)
+        yield TimedOp("other", beside_s[0], backward * beside_s[1], times, attention_op)
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:

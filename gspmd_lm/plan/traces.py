@@ -4,9 +4,10 @@ An estimate prices the parts of a step apart: what stages of a pipeline compute 
 """
 
 import dataclasses
+import functools
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.operations import NamedNodes, OpGraph
 from gspmd_lm.sharding import placement
@@ -22,8 +23,6 @@ class ForwardTrace:
 
     recorder: Recorder
     graph: DataflowGraph
-    trained: frozenset[str]
-    number: int
     _op_graphs: dict[tuple[bool, bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
 
     def op_graph(self, fused: bool, moves: bool = False, stack: str = "", within: bool = False) -> OpGraph:
@@ -33,7 +32,7 @@ class ForwardTrace:
         """
         key = fused, moves, stack, within
         if key not in self._op_graphs:
-            self._op_graphs[key] = OpGraph(self.graph, self.trained, *key)
+            self._op_graphs[key] = OpGraph(self.graph, *key)
         return self._op_graphs[key]
 
 
@@ -43,7 +42,6 @@ class TraceCache:
     def __init__(self, config: Config | Task):
         self.task = decoder.task(config)
         self.arrays = state.arrays(self.task)
-        self.trained = frozenset(leaf.path for leaf, _ in pairs(self.arrays.named_trained, self.arrays.trained))
         self._compared: set[tuple[str, str]] = set()
         self._traces: dict[tuple, ForwardTrace] = {}
 
@@ -54,10 +52,8 @@ class TraceCache:
             recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
             self._compared |= recorder.compared
             key = rules.microbatches, self._pattern(rules)  # of all that it compares
-            trace = ForwardTrace(
-                recorder, DataflowGraph.from_recorder(recorder, self.arrays), self.trained, len(self._traces)
-            )
-            self._traces[key] = trace
+            graph = DataflowGraph.from_recorder(recorder, self.arrays)
+            self._traces[key] = ForwardTrace(recorder, graph)
         return self._traces[key]
 
     def _pattern(self, rules: Rules) -> tuple[int, ...]:
@@ -103,6 +99,7 @@ class Part:
     of_stages: bool | None  # None: the whole step
     runs: float  # how often in a step a device does what the trace has of this part
     kept: float  # of how many runs a device keeps at once what the backward pass needs
+    again: bool = False  # whether it runs forward once more, from what a stage was given
 
     @property
     def graph(self) -> DataflowGraph:
@@ -117,6 +114,21 @@ class Part:
         """How many turns the stages of a pipeline have in a step."""
         return self.step_rules.microbatches * self.step_rules.turns[1]
 
+    @functools.cached_property
+    def stream(self) -> Node:
+        """The residual stream, which blocks read, gathered, and to which their sums go back."""
+        block_input = next(matmul.input for matmul in self.graph.matmuls if self.graph.gathered_from(matmul.input))
+        return self.graph.gathered_from(block_input) or block_input
+
+    @property
+    def inputs_kept(self) -> int:
+        """Of how many turns a stage keeps what it was given; 0 where that is among what its layers keep."""
+        pipeline = self.step_rules.pipeline
+        if not (self.of_stages and self.again and pipeline):
+            return 0
+        stages = self.step_rules.num_shards(self.step_rules.stages)
+        return 2 * stages - 3 if pipeline.schedule == "1f1b" else self.step_rules.turns[1]
+
     @property
     def gathers_once(self) -> bool:
         """Whether a stage gathers its matrices once in a step, and sums their gradients once."""
@@ -127,8 +139,9 @@ class Part:
     def gathers_ahead(self) -> bool:
         """Whether a stage gathers its matrices once for the forward pass: jax takes what no turn changes out of it."""
         pipeline = self.step_rules.pipeline
-        whole = self.rules.remat.policy == "none" and pipeline and pipeline.repeats == 1
-        return bool(self.of_stages and whole and not self.gathers_once)
+        if not self.of_stages or not pipeline or self.gathers_once:
+            return False
+        return self.rules.remat.policy == "none" and pipeline.repeats == 1 and pipeline.schedule == "gpipe"
 
     @property
     def reduced_last(self) -> tuple[str, ...]:
@@ -150,14 +163,17 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
     trace, times = traces.trace(rules), rules.microbatches
     if not rules.pipeline or not rules.stages:
         return [Part(rules, rules, trace, None, times, 1.0)]
-    assert rules.pipeline.is_estimated
-    within = dataclasses.replace(rules.of_a_stage, microbatches=times * rules.pipeline.microbatches)
+    pipeline, turns = rules.pipeline, rules.turns[1]
+    within = dataclasses.replace(rules.of_a_stage, microbatches=times * pipeline.microbatches)
+    trace_within = traces.trace(within)
     # In a turn, a stage computes one of so many parts of the layers, whether it has rows or not.
-    runs = rules.turns[1] / (rules.num_shards(rules.stages) * rules.pipeline.repeats)
-    return [
-        Part(rules, rules, trace, False, times, 1.0),
-        Part(rules, within, traces.trace(within), True, times * runs, runs),
-    ]
+    share = 1 / (rules.num_shards(rules.stages) * pipeline.repeats)
+    kept = share if pipeline.keeps_inputs else share * turns
+    outside = Part(rules, rules, trace, False, times, 1.0)
+    if pipeline.schedule == "1f1b":  # what is outside of stages is computed by each of them in each turn
+        in_turns = dataclasses.replace(within, microbatches=turns)
+        outside = Part(rules, in_turns, trace_within, False, turns, 1.0, again=True)
+    return [outside, Part(rules, within, trace_within, True, times * turns * share, kept, pipeline.keeps_inputs)]
 
 
 class Shards:

@@ -28,7 +28,7 @@ Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that s
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
-_OF_KEYS = [spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)]  # what keys of latent attention are made from
+_OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
 def mesh_axes(sharding: Sharding, *axes: str) -> set[str]:
@@ -69,16 +69,17 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers."""
+    """What one device sends in a step: `all` transfers. forward_alone: of what a part does once more forward."""
 
-    def __init__(self, part: Part, arrays: Arrays):
+    def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
+        self.forward_alone = forward_alone
         rules, self.microbatches = part.rules, part.rules.microbatches
         self.saved = {*rules.remat.save, *rules.remat.offload}  # names of activations
         self.reduced_last = {*part.reduced_last}
         self.all: list[EstimatedTransfer] = []
         self.weights: dict[str, Parameter] = {}
-        trained = {leaf.path for leaf, _ in pairs(arrays.named_trained, arrays.trained)}
+        trained = frozenset() if forward_alone else self.graph.trained
         for leaf, like in pairs(arrays.named_params, arrays.params):
             tables = ("weights", "rules", "optimizer")
             specs = (rules.resolve(table, leaf.path, leaf.axes, like.shape)[0] for table in tables)
@@ -86,18 +87,28 @@ class Transfers(abc.ABC):
             sizes, itemsize = dict(zip(leaf.axes, like.shape, strict=True)), like.dtype.itemsize
             self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, *shardings, trained=leaf.path in trained)
         self.matmuls = [matmul for matmul in self.graph.matmuls if part.has(matmul.path)]
+        self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
         self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
         self.add_model()
-        if part.of_stages:
+        if part.of_stages or forward_alone:
             return
+        step, pipeline = part.step_rules, part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
+        by_all = {*step.stages} if pipeline and pipeline.schedule == "1f1b" else set()  # stages with gradients of it
         for weight in self.weights.values():
             if not weight.trained:
                 continue
+            if by_all and part.has(weight.path):
+                float32_bytes = weight.elements * FLOAT32_BYTES
+                self.add(self.volume(float32_bytes, weight.gradient, weight.gradient, by_all), 1, "gradients")
             gradient_bytes = weight.elements * FLOAT32_BYTES
             self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
             # The update runs in the sharding of the optimizer's state; its result goes to that of stored weights.
             self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
+
+    def has_gradient(self, node: Node | None) -> bool:
+        """Whether an array depends on anything that is trained."""
+        return not self.forward_alone and node in self.graph.differentiable
 
     def in_turns(self, transfer: EstimatedTransfer) -> EstimatedTransfer:
         """What stages send in their turns, of which each is one of several parts of the layers.
@@ -122,8 +133,9 @@ class Transfers(abc.ABC):
         # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
         # last turn is followed by an exchange of those that wait.
         self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
-        waiting = 2 * (self.part.turns + step.microbatches)
-        self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+        if step.pipeline.schedule == "gpipe":
+            waiting = 2 * (self.part.turns + step.microbatches)
+            self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
         sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
         for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
             if repeats > 1 and self.part.has(weight.path):
@@ -138,6 +150,30 @@ class Transfers(abc.ABC):
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
+    def sharding_of_queries(self, keys: Node) -> Sharding:
+        """The sharding of the queries that read keys or values; empty for other activations."""
+        if not keys.placed or "kv_seq" not in keys.placed.axes:
+            return {}
+        queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
+        return self.sharding(queries[0]) if queries else {}
+
+    def is_head(self, matmul: Matmul) -> bool:
+        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
+        return not set(matmul.node.name.owners) & set(self.weights)
+
+    def read_in_same_block(self, node: Node) -> bool:
+        """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""
+        waiting, seen = [node], {node}
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user.checkpoint_name == "layer_input":
+                    continue
+                if user in self.matmul_inputs:
+                    return True
+                seen.add(user)
+                waiting.append(user)
+        return False
+
     def transfer(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = (),
                  times: int = 1, kind: str = "activations") -> None:  # fmt: skip
         """Adds what a device sends to bring an array from one sharding to another, `times` in each microbatch.
@@ -149,13 +185,16 @@ class Transfers(abc.ABC):
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
         """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
-        whole = self.graph.placed_last(vectors) if vectors.array in _OF_KEYS else vectors
+        whole, names = vectors, {vectors.array} & _OF_KEYS
+        while same := [near for near in self.graph.after([whole]) if near.array in names and near is not whole]:
+            whole = same[0]
         if not whole.placed or "kv_seq" not in whole.placed.axes:
             return False
         split, gathered = self.sharding(vectors), self.sharding(whole)
         for _ in range(times):
             self.transfer(whole.bytes, split, gathered, times=whole.trip_count)
-        self.transfer(whole.bytes, gathered, split, mesh_axes(split, "seq"), whole.trip_count)
+        if self.has_gradient(vectors):
+            self.transfer(whole.bytes, gathered, split, mesh_axes(split, "seq"), whole.trip_count)
         return True
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
@@ -218,8 +257,10 @@ class AnyModelTransfers(Transfers):
     """
 
     def add_model(self) -> None:
+        forward_alone = {matmul.path for matmul in self.graph.matmuls if not self.has_gradient(matmul.node)}
         for path, nodes in self.graph.used.items():
-            for _ in range(1 if self.rules.remat.policy == "none" else 2):  # for the backward pass again
+            again = self.rules.remat.policy != "none" and path not in forward_alone  # for the backward pass
+            for _ in range(1 + again):
                 self.gather(self.weights[path], nodes[0].itemsize)
         readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
         for matmul in self.graph.matmuls:
@@ -243,7 +284,7 @@ class AnyModelTransfers(Transfers):
         summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
         destination = self.graph.written_to(y) if matmul.output else y
         if destination is not y:
-            if y not in written:
+            if y not in written and self.has_gradient(y):
                 self.transfer(y.bytes, self.sharding(destination), self.sharding(y), times=times)  # the gradient
             if summed_over in written.setdefault(y, set()):
                 return
@@ -261,9 +302,11 @@ class AnyModelTransfers(Transfers):
         sharding = self.sharding(x)
         if source:
             input_saved = self.rules.remat.policy == "none" or x.array in self.saved
-            for _ in range(1 if input_saved else 2):
+            again = not input_saved and any(self.has_gradient(matmul.node) for matmul in matmuls)
+            for _ in range(1 + again):
                 self.transfer(x.bytes, self.sharding(source), sharding, times=x.trip_count)
-        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in matmuls]
+        passed_back = matmuls if self.has_gradient(x) else []
+        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in passed_back]
         for summed_over in dict.fromkeys(sums) if source else sums:
             self.transfer(x.bytes, sharding, self.sharding(source or x), summed_over, x.trip_count)
         for matmul in matmuls:

@@ -1,8 +1,10 @@
 """What a mesh and its tables are tried with: pipelines of stages, and remat policies.
 
-Pipelines differ in microbatches, repeats, and when weights are gathered. More microbatches and repeats make the bubble
-shorter, and smaller products, more exchanges and more gathers make the turns slower. Weights that are gathered once in
-a step take memory. Pipelines are estimated with `remat: block`, and few of them are tried with other policies.
+Pipelines differ in microbatches, repeats, when weights are gathered, and what stages keep. More microbatches and
+repeats make the bubble shorter, and smaller products, more exchanges and more gathers make the turns slower. Weights
+that are gathered once in a step take memory. Stages that keep their inputs alone, of all microbatches or, one forward
+and one backward, of a few, compute their layers once more: they are tried where memory is short. Pipelines are
+estimated with `remat: block`, and few of them are tried with other policies.
 
 A remat policy says what is saved, what is offloaded, and what is computed again. It is a knapsack over names. A name
 that is kept spares what the backward pass would compute again for it. On the device it takes memory. On the host it
@@ -29,6 +31,9 @@ Estimates = Callable[[Pipeline], Estimate | None]  # None where a check of the r
 MOST_STAGES = 16
 MICROBATCHES = (1, 2, 4, 8)  # times as many as stages
 REPEATS = (1, 2, 4)
+# The share of a device's memory from which on the inputs of stages are tried to be all that they keep.
+SHORT = 0.85
+INPUTS_ALONE = ({"keep": "stage"}, {"schedule": "1f1b"})
 
 # Shares of a device's memory that are filled: estimates of memory are up to a sixth too low or too high.
 FILLED = (0.85, 0.95, 1.05, 1.15)
@@ -73,26 +78,31 @@ def across(target: Target, outer: int, mesh: Mapping[str, int]) -> list[dict[str
 def pipelines(task: Task, mesh: Mapping[str, int], estimate: Estimates, limit_bytes: float) -> list[Pipeline]:
     """For each way to gather weights, the pipeline of a mesh that is estimated to be fastest of those that fit.
 
-    Microbatches are chosen first, then repeats. Where nothing fits, what needs least memory is chosen.
+    Microbatches are chosen first, then repeats. Where nothing fits, what needs least memory is chosen. If that is more
+    than SHORT of the limit, the fastest pipeline of each way to keep inputs alone is another one.
     """
     stages, shards = mesh["stage"], math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
     assert task.config
     model = task.config.model
     alone = model.experts or model.matmul_dtype or shards == 1
 
-    def best(choices: Iterable[Pipeline]) -> Pipeline | None:
+    def best(choices: Iterable[Pipeline]) -> tuple[Estimate, Pipeline] | None:
         estimated = [(found, one) for one in choices if (found := estimate(one))]
         fitting = [(found.step_time_s, n) for n, (found, _) in enumerate(estimated) if found.peak_bytes <= limit_bytes]
         least = [(found.peak_bytes, n) for n, (found, _) in enumerate(estimated)]
-        return estimated[min(fitting or least)[1]][1] if estimated else None
+        return estimated[min(fitting or least)[1]] if estimated else None
 
     microbatches = [times * stages for times in MICROBATCHES if task.rows % (times * stages * shards) == 0]
     repeats = [n for n in REPEATS if layers(task) % (stages * n) == 0]
     first = best({"microbatches": n} for n in microbatches)
     if first is None:
         return []
-    chosen = best([first, *({**first, "repeats": n} for n in repeats if n > 1)]) or first
-    return [chosen, *([] if alone else [{**chosen, "gather": "step"}])]
+    found, chosen = best([first[1], *({**first[1], "repeats": n} for n in repeats if n > 1)]) or first
+    more: list[Pipeline] = [] if alone else [{**chosen, "gather": "step"}]
+    if found.peak_bytes > SHORT * limit_bytes:
+        kinds = (best({"microbatches": n, **kind} for n in microbatches) for kind in INPUTS_ALONE)
+        more += [one[1] for one in kinds if one]
+    return [chosen, *more]
 
 
 # Remat policies

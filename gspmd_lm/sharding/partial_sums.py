@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import Spec, Split, Weight, like, parse, placement, platform, split
+from gspmd_lm.sharding.annotate import Spec, Split, Weight, like, parse, placement, platform, split, use
 from gspmd_lm.sharding.op_names import einsum_equation, scope
 from gspmd_lm.sharding.quantised import Quantised
 
@@ -117,6 +117,16 @@ copied.defvjp(
     lambda *args: (copied(*args), None),
     lambda sum_, reduced_spec, gathered_spec, _, dx: (sum_.made(dx, reduced_spec),),
 )
+
+
+def for_each_row(w: Weight, rows: int, made: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[B, ...]: what is `made` of a weight in use, for each of `rows` rows of the batch. Each device adds up the
+    gradients of its rows before one reduction.
+    """
+    in_use, batch = Spec(w.path, w.axes), Sum(split(TOKENS, "batch"), (f"{TOKENS}.batch",))
+    with scope("of", w.path):
+        copies = copied(batch, in_use._replace(table="optimizer"), in_use, use(w))
+    return jnp.repeat(jax.vmap(made)(copies), rows // len(copies), axis=0)
 
 
 def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:

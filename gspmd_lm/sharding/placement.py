@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -269,6 +270,7 @@ def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str
     TPU programs reduce the whole array, which is twice the traffic, where a shard does not end with a tile, such as 128
     columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The shards are then made blocks of rows, one behind
     the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay as they are.
+    Where the last dimension fills no tiles, such as heads of 64, programs make another one that of the columns.
 
     TPU programs may also reduce the whole array where a dimension of size 1 comes first, as in a batch of one row: on
     v5e and v6e always, on v5p for small arrays. Such a dimension is left out.
@@ -277,7 +279,8 @@ def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str
         return _scattered(x[0], names, dimension - 1, platform)[None]
     num_shards, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
     size = x.shape[dimension] // num_shards
-    aligned = size * x.dtype.itemsize % (512 if last else 32) == 0 or (not last and size % 8)
+    may_be_columns = last or x.shape[-1] % 128
+    aligned = size * x.dtype.itemsize % (512 if may_be_columns else 32) == 0 or (not last and size % 8)
     if platform != "tpu" or x.ndim == 1 or aligned:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
     if last:
@@ -287,9 +290,10 @@ def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str
 
 def _blocks(x: jax.Array, names: Sequence[str], dimension: int, num_shards: int) -> jax.Array:
     """The shard of the sum that a device keeps, summed as one of several blocks of an array."""
-    apart = x.reshape(*x.shape[:dimension], num_shards, -1, *x.shape[dimension + 1 :])
+    before, size, after = x.shape[:dimension], x.shape[dimension] // num_shards, x.shape[dimension + 1 :]
+    apart = x.reshape(*before, num_shards, size, math.prod(after))
     apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
-    return jax.lax.psum_scatter(apart, names, scatter_dimension=0)
+    return jax.lax.psum_scatter(apart, names, scatter_dimension=0).reshape(*before, size, *after)
 
 
 def mark(x: jax.Array, spec: Spec) -> jax.Array:

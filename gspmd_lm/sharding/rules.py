@@ -94,9 +94,9 @@ class Pipeline:
     schedule: str = SCHEDULES[0]
 
     @property
-    def is_estimated(self) -> bool:
-        """Whether `plan` knows what it takes without compiling it."""
-        return (self.keep, self.schedule) == (KEEPS[0], SCHEDULES[0])
+    def keeps_inputs(self) -> bool:
+        """Whether a stage keeps its inputs alone for the backward pass, and computes its layers once more."""
+        return (self.keep, self.schedule) != (KEEPS[0], SCHEDULES[0])
 
     @property
     def plain(self) -> dict[str, Any]:

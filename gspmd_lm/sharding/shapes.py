@@ -39,12 +39,11 @@ class Arrays:
     def trained_count(self) -> int:
         return _count(self.trained)
 
-    def active_count(self, model: ModelConfig, trained: bool = False) -> int:
-        """How many parameters compute one token: of routed experts, the chosen ones. `trained`: of those trained.
+    def active_count(self, model: ModelConfig) -> int:
+        """How many parameters compute one token: of routed experts, the chosen ones.
 
         What all layers share computes it once in each layer.
         """
-        leaves = pairs(self.named_trained, self.trained) if trained else pairs(self.named_params, self.params)
         share = model.experts_per_token / model.experts if model.experts else 1.0
 
         def times(leaf: Named) -> float:
@@ -52,7 +51,7 @@ class Arrays:
                 return model.layers
             return share if "expert" in leaf.axes else 1.0
 
-        return round(sum(like.size * times(leaf) for leaf, like in leaves))
+        return round(sum(like.size * times(leaf) for leaf, like in pairs(self.named_params, self.params)))
 
 
 def arrays(

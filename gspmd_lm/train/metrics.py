@@ -15,15 +15,12 @@ from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 
-def flops_per_token(
-    model: ModelConfig, parameter_count: int, seq: int, trained_count: int | None = None, *, last: bool = False
-) -> float:
+def flops_per_token(model: ModelConfig, parameter_count: int, seq: int, *, last: bool = False) -> float:
     """Model FLOPs of one token, forward and backward, recomputation not counted: 6 P + attention.
 
     P are the parameters that compute a token, without tables that are only looked up. For attention see
-    `attention_flops`. Where only `trained_count` parameters are trained, the others have no gradient: 2 FLOPs less for
-    each. This is three times what the traced forward pass multiplies, except that the trace has all T keys, and P has
-    norms and biases too.
+    `attention_flops`. This is three times what the traced forward pass multiplies, except that the trace has all T
+    keys, and P has norms and biases too.
     """
     table_width = model.embedding_width or model.embed
     summed_width = model.embed if model.embedding_in == "tokens" else table_width
@@ -34,15 +31,14 @@ def flops_per_token(
     tables = [2 * (2 * layer.windows.size - 1) for layer in model.each_layer if layer.windows and layer.windows.vectors]
     looked_up += sum(tables) * model.head_dim  # see `attention_flops`
     if vectors := model.relative_vectors:  # layers multiply them once for all tokens
-        looked_up += vectors.ranges * model.embed
+        own = 2 * model.embed * model.heads * model.head_dim if vectors.own_projections else 0
+        looked_up += vectors.ranges * model.embed + model.layers * own
     if model.classes and model.classes_of == "text":  # one token of a row is scored, of a text after a matrix
         looked_up += model.embed * (model.classes + (0 if model.patches else model.embed))
     if model.positions == "learned":
         looked_up += model.context * summed_width
     looked_up += model.vocab_rows * model.layers * model.layer_embed
-    multiplied = parameter_count - looked_up
-    gradients = multiplied if trained_count is None or (trained_count and model.lora is None) else trained_count
-    return 4.0 * multiplied + 2.0 * gradients + attention_flops(model, seq, last=last)
+    return 6.0 * (parameter_count - looked_up) + attention_flops(model, seq, last=last)
 
 
 def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> float:
@@ -66,7 +62,7 @@ def _numbers(model: ModelConfig, last: bool) -> int:
 
 
 def model_flops(config: Config, arrays: Arrays) -> float:
-    """Model FLOPs of one train step: see `flops_per_token`."""
+    """Model FLOPs of one train step that computes the gradients of all that is multiplied: see `flops_per_token`."""
     model, data = config.model, config.data
     if model.masks:
         of_masks = (
@@ -79,12 +75,10 @@ def model_flops(config: Config, arrays: Arrays) -> float:
             flops_per_token(level, count, rows) * rows
             for (level, rows), count in zip(rows_of_levels(config), _read_by_levels(config, arrays), strict=True)
         )
-    active, trained = (arrays.active_count(model, trained) for trained in (False, True))
-    of_images = 0.0
+    active, of_images = arrays.active_count(model), 0.0
     if model.vision and model.vision.queries:
         of_images, read_by_images = _of_queries(config, arrays)
         active -= read_by_images
-        trained = 0 if "layers" in model.frozen else active
     elif model.vision and (vision := model.of_vision):
         seen = (
             like.size for leaf, like in pairs(arrays.named_params, arrays.params) if leaf.path.startswith("vision.")
@@ -95,14 +89,13 @@ def model_flops(config: Config, arrays: Arrays) -> float:
         of_image = flops_per_token(vision, of_images - heads[1], rows)
         return data.batch * (of_text * data.seq + of_image * rows + 6.0 * (sum(heads) + data.batch * joint))
     if not (encoder := model.of_encoder):
-        return data.batch * (flops_per_token(model, active, data.seq, trained) * data.seq + of_images)
-    of_source = _read_by_sources(arrays.named_params, arrays.params)
-    of_source_trained = _read_by_sources(arrays.named_trained, arrays.trained)
-    of_text = flops_per_token(model, active - of_source, data.seq, max(trained - of_source_trained, 0))
+        return data.batch * (flops_per_token(model, active, data.seq) * data.seq + of_images)
+    of_source = _read_by_sources(arrays)
+    of_text = flops_per_token(model, active - of_source, data.seq)
     no_table = dataclasses.replace(encoder, tied_embeddings=True)  # it is among the parameters of texts
-    sources = flops_per_token(no_table, of_source, config.source_seq, of_source_trained)
+    sources = flops_per_token(no_table, of_source, config.source_seq)
     if model.frames:  # the first convolution makes two frames for each row
-        sources += (6.0 if model.lora is None else 4.0) * 3 * model.frames.bands * model.embed
+        sources += 6.0 * 3 * model.frames.bands * model.embed
     crossed = cross_attention_flops(model, config.source_seq)
     return data.batch * ((of_text + crossed) * data.seq + sources * config.source_seq + of_images)
 
@@ -121,10 +114,7 @@ def _of_queries(config: Config, arrays: Arrays) -> tuple[float, int]:
     of_image = flops_per_token(vision, counts["image"], config.image_rows)
     of_row = flops_per_token(queries, counts["rows"] - queries.context * queries.embed, queries.context)
     of_row += cross_attention_flops(queries, config.image_rows)
-    of_keys = 6.0 * counts["keys"]
-    if "vision" in config.model.frozen:  # neither weights nor what keys are made of have gradients
-        of_image, of_keys = of_image / 3, of_keys * 2 / 3
-    return (of_image + of_keys) * config.image_rows + of_row * queries.context, sum(counts.values())
+    return (of_image + 6.0 * counts["keys"]) * config.image_rows + of_row * queries.context, sum(counts.values())
 
 
 def flops_of_masks(model: ModelConfig, rows: int) -> float:
@@ -140,9 +130,9 @@ def flops_of_masks(model: ModelConfig, rows: int) -> float:
     return 6.0 * (tokens * of_token + rows * of_row + attention + heads)
 
 
-def _read_by_sources(named: Any, abstract: Any) -> int:
+def _read_by_sources(arrays: Arrays) -> int:
     """How many parameters compute a token of a source: those of the encoder, and of keys of what it made."""
-    leaves = [(leaf.path.split("."), like.size) for leaf, like in pairs(named, abstract)]
+    leaves = [(leaf.path.split("."), like.size) for leaf, like in pairs(arrays.named_params, arrays.params)]
     return sum(
         size for path, size in leaves if path[0] == "encoder" or (path[-2:-1] == ["cross"] and path[-1][1] in "kv")
     )
@@ -166,14 +156,24 @@ def _read_by_levels(config: Config, arrays: Arrays) -> list[int]:
     return [*found.values()]
 
 
-def attention_flops_of_row(config: Config) -> float:
-    """`attention_flops` of all tokens of one row of the batch, and of its source."""
-    total = sum(attention_flops(level, rows) * rows for level, rows in rows_of_levels(config))
-    total += sum(attention_flops(other, rows) * rows for other, _, rows in config.other_stacks.values())
-    if queries := config.model.of_queries:
-        total += cross_attention_flops(queries, config.image_rows) * queries.context
-    if config.model.encoder:
-        total += cross_attention_flops(config.model, config.source_seq) * config.data.seq
+def attention_flops_of_row(config: Config) -> dict[str, float]:
+    """`attention_flops` of all tokens of one row of the batch, and of its source.
+
+    By the first word of the names of the weights of a stack; those of a model's own layers, which may have several, are
+    "".
+    """
+    model, levels_have_names = config.model, config.model.windows and not config.model.masks
+    total = {
+        f"level_{number}" if levels_have_names else "": attention_flops(level, rows) * rows
+        for number, (level, rows) in enumerate(rows_of_levels(config))
+    }
+    words = {"the encoder": "encoder", "images": "vision", "queries": "queries"}
+    for name, (other, _, rows) in config.other_stacks.items():
+        total[words[name]] = attention_flops(other, rows) * rows
+    if queries := model.of_queries:
+        total["queries"] += cross_attention_flops(queries, config.image_rows) * queries.context
+    if model.encoder:
+        total[""] += cross_attention_flops(model, config.source_seq) * config.data.seq
     return total
 
 

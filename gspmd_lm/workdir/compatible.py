@@ -56,8 +56,9 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
         if saved.get(name, _DEFAULTS[ModelConfig].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
     ]
     differences = [
-        f"  {name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the config"
-        for name in names
+        f"  {name}: {one} in the checkpoint, {other} in the config"
+        for field in names
+        for name, one, other in _differences(field, saved.get(field, "absent"), wanted.get(field, "absent"))
     ]
     if differences:
         fix = "  fix   use the config it was saved with, or another --workdir"
@@ -65,6 +66,17 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
             sets = " ".join(f"--set model.{name}={wanted[name]}" for name in names)
             fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
         raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
+
+
+def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The name of each entry that differs, with a dot before a key of a mapping, and its two values."""
+    if not (isinstance(saved, Mapping) and isinstance(wanted, Mapping)):
+        yield name, saved, wanted
+        return
+    for key in dict.fromkeys((*saved, *wanted)):
+        one, other = saved.get(key, "absent"), wanted.get(key, "absent")
+        if one != other:
+            yield from _differences(f"{name}.{key}", one, other)
 
 
 def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:

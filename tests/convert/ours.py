@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspmd_lm.convert import pretrained, safetensors
+from gspmd_lm.convert import export, pretrained, safetensors
 from gspmd_lm.model.loss import logits, losses
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import mesh, rules_file
@@ -66,11 +67,18 @@ def tensors(folder):
     return {name: np.array(at.read(at.shape, [slice(None)] * len(at.shape))) for name, at in found.items()}
 
 
-def case_of(kind, fields, folder):
-    """A model of transformers with these fields of its config: config.json, and the shapes of its tensors by name."""
+def case_of(architecture, fields, folder):
+    """A class of transformers, and a model of it with these fields of its config as a case: config.json, and the shapes
+    of its tensors by name.
+    """
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    kind = getattr(transformers, architecture)
     kind(kind.config_class(**fields)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    return {"config": config, "tensors": {name: list(array.shape) for name, array in tensors(folder).items()}}
+    return kind, {"config": config, "tensors": {name: list(array.shape) for name, array in tensors(folder).items()}}
 
 
 def folder_of(case, folder):
@@ -88,3 +96,19 @@ def by_transformers(kind, folder):
     )
     assert not any(report.values()), report
     return model.eval()
+
+
+def recorded(golden, name, case):
+    """What a golden file has under a name, which is `case` if GSPMD_LM_RECORD=1."""
+    if os.environ.get("GSPMD_LM_RECORD"):
+        known = json.loads(golden.read_text()) if golden.exists() else {}
+        golden.write_text(json.dumps(known | {name: case}) + "\n")
+    return json.loads(golden.read_text())[name]
+
+
+def written(opened, folder):
+    """Two folders of the weights that were read: one with the config.json that was read, and one with a new one."""
+    params = jax.device_get(on_one_device(opened))
+    for like in (opened.like, None):
+        export.write_folder(folder / f"like {bool(like)}", opened.config.model, params, like)
+        yield folder / f"like {bool(like)}"

@@ -33,6 +33,8 @@ DEBERTA = {
     "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm",
     "position_buckets": 4, "max_relative_positions": 10, "position_biased_input": False,
 }  # fmt: skip
+DEBERTA_1 = {name: value for name, value in DEBERTA.items() if name not in
+             ("share_att_key", "norm_rel_ebd", "position_buckets")}  # fmt: skip
 # Name -> model_type and fields. Values are such that every setting matters: windows shorter than the rows, heads that
 # are not hidden_size / heads, few key heads, caps that are reached.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

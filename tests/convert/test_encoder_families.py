@@ -15,7 +15,7 @@ from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import classify, decode
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
-from tests.convert.reference_cases import DEBERTA
+from tests.convert.reference_cases import DEBERTA, DEBERTA_1
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -30,7 +30,9 @@ KINDS = {
     "RobertaForMaskedLM": ROBERTA, "RobertaForSequenceClassification": ROBERTA | LABELS,
     "XLMRobertaForMaskedLM": ROBERTA, "XLMRobertaForSequenceClassification": ROBERTA | LABELS,
     "CamembertForMaskedLM": ROBERTA, "ErnieForSequenceClassification": LABELS,
-    "DebertaV2ForMaskedLM": DEBERTA, "DebertaV2ForSequenceClassification": DEBERTA | LABELS | CONVOLUTION,
+    "DebertaForMaskedLM": DEBERTA_1, "DebertaForSequenceClassification": DEBERTA_1 | LABELS | {"type_vocab_size": 2},
+    "DebertaV2ForMaskedLM": DEBERTA,
+    "DebertaV2ForSequenceClassification": DEBERTA | LABELS | CONVOLUTION | {"position_buckets": -1},
     "ElectraForMaskedLM": NARROW, "ElectraForPreTraining": NARROW,
     "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
@@ -160,6 +162,8 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "several classes"),
         ("BertForSequenceClassification", {"num_labels": 2}, "num_labels: 2 contradicts id2label, which has 3"),
         ("DebertaV2ForMaskedLM", {"pos_att_type": "c2p"}, "pos_att_type: 'c2p' is not supported"),
+        ("DebertaV2ForMaskedLM", {"position_buckets": 10}, "position_buckets: 10 is not supported if it is"),
+        ("DebertaForMaskedLM", {"talking_head": True}, "talking_head: True mixes the scores of heads"),
         ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups: 2 is not supported, only 1"),
         ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_act": "relu"}, "only tanh and gelu"),
         ("DebertaV2ForMaskedLM", {"conv_kernel_size": 4}, "convolution does not go with taps=4, an even number"),

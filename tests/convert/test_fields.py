@@ -18,7 +18,7 @@ from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import DROPOUT, FAMILIES, IRRELEVANT
 from gspmd_lm.errors import InputError
 from tests.convert import references
-from tests.convert.reference_cases import DEBERTA
+from tests.convert.reference_cases import DEBERTA, DEBERTA_1
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
@@ -71,7 +71,10 @@ def test_every_field_of_transformers_is_known(row):
 @pytest.mark.parity
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
 def test_a_missing_field_means_what_it_means_to_transformers(row):
-    other = DEBERTA | {"max_relative_positions": -1} if row.model_type == "deberta-v2" else {}
+    no_sizes = {"max_relative_positions": -1}
+    other = {"deberta": DEBERTA_1 | no_sizes, "deberta-v2": DEBERTA | no_sizes | {"position_buckets": -1}}.get(
+        row.model_type, {}
+    )
     if row.text_type:
         other = {"text_config": config_class(row, row.text_type)().to_dict()}
     raw = config_class(row)().to_dict() | {"dtype": None} | other

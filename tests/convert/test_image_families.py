@@ -5,7 +5,6 @@ With GSPMD_LM_RECORD=1 that run writes golden/images.json: config.json, shapes o
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -171,12 +170,8 @@ def test_what_is_written_about_images_is_read_again(prepared, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_itself(name, tmp_path):
     import torch
-    import transformers
 
-    torch.set_num_threads(1)
-    architecture, fields = CASES[name]
-    kind = getattr(transformers, architecture)
-    case = ours.case_of(kind, fields, tmp_path / "empty")
+    kind, case = ours.case_of(*CASES[name], tmp_path / "empty")
     folder = ours.folder_of(case, tmp_path / "in")
 
     def computed(folder):
@@ -185,16 +180,12 @@ def test_transformers_itself(name, tmp_path):
             return model(torch.from_numpy(images(case["config"]))).logits.numpy()
 
     want = computed(folder)
-    if os.environ.get("GSPMD_LM_RECORD"):
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        GOLDEN.write_text(json.dumps(known | {name: {**case, "scores": want.tolist()}}, indent=1) + "\n")
-    np.testing.assert_allclose(json.loads(GOLDEN.read_text())[name]["scores"], want, rtol=0, atol=1e-5)
+    recorded = ours.recorded(GOLDEN, name, case | {"scores": want.tolist()})
+    np.testing.assert_allclose(recorded["scores"], want, rtol=0, atol=1e-5)
     opened = pretrained.open_folder(folder, [ours.EXACT])
     for seq in (opened.config.model.context, padded_rows(opened.config.model.context) + 8):
         assert np.abs(scores(opened, seq) - want).max() <= 1e-5 * np.abs(want).max()
     split = scores(opened, opened.config.data.seq, ours.placement(opened.config.model, "fsdp2_tp4"))
     assert np.abs(split - want).max() <= 1e-5 * np.abs(want).max()
-    params = jax.device_get(ours.on_one_device(opened))
-    for kept in (True, False):
-        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
-        np.testing.assert_array_equal(computed(tmp_path / f"out {kept}"), want)
+    for out in ours.written(opened, tmp_path):
+        np.testing.assert_array_equal(computed(out), want)

@@ -4,7 +4,6 @@ With GSPMD_LM_RECORD=1 that run writes golden/masks.json: config.json, shapes of
 """
 
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -131,11 +130,8 @@ def test_what_is_not_supported_is_refused(part, changes, words, golden, tmp_path
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_itself(name, tmp_path):
     import torch
-    import transformers
 
-    torch.set_num_threads(1)
-    kind = transformers.SamModel
-    case = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    kind, case = ours.case_of("SamModel", CASES[name], tmp_path / "empty")
     folder = ours.folder_of(case, tmp_path / "in")
     images, points, boxes, mask = map(torch.from_numpy, drawn_inputs(case["config"]))
 
@@ -153,17 +149,14 @@ def test_transformers_itself(name, tmp_path):
         return {"masks": masks, "iou": iou}
 
     want = {prompts: computed(folder, prompts) for prompts in ("points", "box", "mask")}
-    if os.environ.get("GSPMD_LM_RECORD") and name == "sam":
-        found = {key: array.tolist() for key, array in want["mask"].items()}
-        GOLDEN.write_text(json.dumps({name: {**case, "found": found}}) + "\n")
+    if name == "sam":
+        ours.recorded(GOLDEN, name, case | {"found": {key: array.tolist() for key, array in want["mask"].items()}})
     opened = pretrained.open_folder(folder, [ours.EXACT])
     for prompts, of_prompts in want.items():
         check(found_by(opened, prompts, padded_rows(opened.config.model.context)), of_prompts)
     check(found_by(opened, "mask", opened.config.model.context), want["mask"])
     split = found_by(opened, "box", 40, ours.placement(opened.config.model, "fsdp2_tp4"))
     check(split, want["box"])
-    params = jax.device_get(ours.on_one_device(opened))
-    for kept in (True, False):
-        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
-        for key, array in computed(tmp_path / f"out {kept}", "mask").items():
+    for out in ours.written(opened, tmp_path):
+        for key, array in computed(out, "mask").items():
             np.testing.assert_array_equal(array, want["mask"][key])

@@ -5,7 +5,6 @@ With GSPMD_LM_RECORD=1 that run writes golden/reading.json: config.json, shapes 
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -181,11 +180,8 @@ def test_images_of_one_colour_are_not_written(golden, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_itself(name, tmp_path):
     import torch
-    import transformers
 
-    torch.set_num_threads(1)
-    kind = transformers.Blip2ForConditionalGeneration
-    sizes = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    kind, sizes = ours.case_of("Blip2ForConditionalGeneration", CASES[name], tmp_path / "empty")
     if "t5" in name:  # transformers 5 leaves it to the files whether there is a head
         sizes["config"]["text_config"]["tie_word_embeddings"] = False
         sizes["tensors"]["language_model.lm_head.weight"] = sizes["tensors"]["language_model.shared.weight"]
@@ -220,17 +216,10 @@ def test_transformers_itself(name, tmp_path):
     else:
         raise AssertionError("no weights with which a text does not repeat itself")
     want, last = logits(model), LAST if "opt" in name else np.cumsum(LENGTHS) - 1
-    if os.environ.get("GSPMD_LM_RECORD"):
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        case |= {"logits": want[last].tolist(), "tokens": texts}
-        GOLDEN.write_text(json.dumps(known | {name: case}) + "\n")
-    recorded = json.loads(GOLDEN.read_text())[name]
+    recorded = ours.recorded(GOLDEN, name, case | {"logits": want[last].tolist(), "tokens": texts})
     check(np.array(recorded["logits"]), want[last])
     assert recorded["tokens"] == texts
     for sizes in ((11, 5, 5), (16, 8, 16)):
         check(computed(opened, *sizes), want)
-    params = jax.device_get(ours.on_one_device(opened))
-    for kept in (True, False):
-        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
-        again = ours.by_transformers(kind, tmp_path / f"out {kept}")
-        np.testing.assert_array_equal(logits(again), want)
+    for out in ours.written(opened, tmp_path):
+        np.testing.assert_array_equal(logits(ours.by_transformers(kind, out)), want)

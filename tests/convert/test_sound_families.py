@@ -4,7 +4,6 @@ With GSPMD_LM_RECORD=1 that run writes golden/sounds.json: config.json, shapes o
 """
 
 import json
-import os
 from pathlib import Path
 
 import jax
@@ -160,9 +159,7 @@ def test_transformers_itself(name, tmp_path):
     import torch
     import transformers
 
-    torch.set_num_threads(1)
-    kind = transformers.WhisperForConditionalGeneration
-    sizes = ours.case_of(kind, CASES[name], tmp_path / "empty")
+    kind, sizes = ours.case_of("WhisperForConditionalGeneration", CASES[name], tmp_path / "empty")
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     extractor.n_samples = ROWS * sounds.ROW_SAMPLES
     paths = heard(tmp_path)
@@ -170,9 +167,6 @@ def test_transformers_itself(name, tmp_path):
         [sounds.samples("", path.read_bytes(), ROWS).astype(np.float32) for path in paths], sampling_rate=16000,
         return_tensors="pt", max_length=ROWS * sounds.ROW_SAMPLES,
     ).input_features  # fmt: skip
-
-    def loaded(folder):
-        return ours.by_transformers(kind, folder)
 
     def logits(model, features):
         with torch.no_grad():
@@ -185,18 +179,14 @@ def test_transformers_itself(name, tmp_path):
     for salt in range(50):
         case = sizes | {"salt": salt}
         folder = folder_of(case, tmp_path / f"in {salt}")
-        model = loaded(folder)
+        model = ours.by_transformers(kind, folder)
         tokens = generated(model)
         if min(len({*text}) for text in tokens) >= 8 and tokens[0][8:] != tokens[1][8:]:
             break
     else:
         raise AssertionError("no weights with which a text does not repeat itself")
     want = logits(model, features)
-    if os.environ.get("GSPMD_LM_RECORD"):
-        known = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-        known[name] = {**case, "logits": want.tolist(), "tokens": tokens}
-        GOLDEN.write_text(json.dumps(known) + "\n")
-    recorded = json.loads(GOLDEN.read_text())[name]
+    recorded = ours.recorded(GOLDEN, name, case | {"logits": want.tolist(), "tokens": tokens})
     assert np.abs(np.array(recorded["logits"]) - want).max() <= 1e-5 * np.abs(want).max()
     assert recorded["tokens"] == tokens
     opened = pretrained.open_folder(folder, [ours.EXACT])
@@ -204,7 +194,5 @@ def test_transformers_itself(name, tmp_path):
     same = batch(opened.config.model, paths)
     params = ours.on_one_device(opened)
     assert np.abs(ours.compiled(opened.config.model, params, same) - want).max() <= 1e-5 * np.abs(want).max()
-    params = jax.device_get(params)
-    for kept in (True, False):
-        export.write_folder(tmp_path / f"out {kept}", opened.config.model, params, opened.like if kept else None)
-        np.testing.assert_array_equal(logits(loaded(tmp_path / f"out {kept}"), features), want)
+    for out in ours.written(opened, tmp_path):
+        np.testing.assert_array_equal(logits(ours.by_transformers(kind, out), features), want)

@@ -3,14 +3,12 @@
 
 import dataclasses
 import math
-import statistics
 
 import jax
 import pytest
 import sample
 from saved_programs import saved
 
-from benchmarks import measure
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import op_time, predict
@@ -241,124 +239,6 @@ def test_of_two_factors_the_wider_one_decides():
         price(product(*two), fast).seconds for two in (("s8", "s8"), ("s8", "bf16"), ("bf16", "bf16"))
     )
     assert narrow < mixed == wide == price(product("bf16", "s8"), fast).seconds
-
-
-def cublas(row):
-    """A program of one matmul that a card was seen to compute."""
-    (M, N), K, factor = row["rows_columns"], row["contracted"], {8: "f8e4m3fn", 16: "bf16", 32: "f32"}[row["bits"]]
-    added = f', %c), config="{row["added"]}"' if row["added"] else ")"
-    return hlo.parse(f"""HloModule test
-
-ENTRY %main (a: f32[]) -> f32[] {{
-  %a = {factor}[{M},{K}] parameter(0)
-  %b = {factor}[{K},{N}] parameter(1)
-  %c = {row["result"]}[{M},{N}] parameter(2)
-  ROOT %d = {row["result"]}[{M},{N}] custom-call(%a, %b{added}, custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}}}
-}}""")
-
-
-def test_matmuls_of_a_gpu_take_as_long_as_one_was_seen_to_take():
-    """Those of the train steps in results/on_device.json that are no batches, but for float32: routers' and others."""
-    alone, errors = dataclasses.replace(H100, matmul_slowdown=1.0), []
-    for step in measure.read("on_device"):
-        rows = [row for row in step.get("matmuls", ()) if row["bits"] < 32 and len(row["rows_columns"]) == 2]
-        found = [row["times"] * price(cublas(row), alone).seconds * 1e6 for row in rows]
-        seen = [row["times"] * row["us"] for row in rows]
-        errors += [math.log(one / other) for one, other in zip(found, seen, strict=True)]
-        assert not rows or 0.93 < sum(found) / sum(seen) < 1.17, step["case"]
-    assert len(errors) > 200
-    assert statistics.mean(map(abs, errors)) < 0.08 and abs(statistics.mean(errors)) < 0.03
-
-
-def test_what_a_gpu_adds_in_float32_is_read_and_stored_beside_the_matmul():
-    """Slowly, and so it is all that takes time where sums are short."""
-    row = {"rows_columns": [32000, 2048], "contracted": 1024, "bits": 16, "result": "f32", "added": True}
-    stored_s = op_time.WIDE_STORE_SLOWDOWN * 32000 * 2048 * 4 / op_time.hbm_bytes_per_s(H100)
-    small = price(cublas(row | {"added": False, "result": "bf16"}), H100).seconds
-    assert small < price(cublas(row), H100).seconds == pytest.approx(2 * stored_s + op_time.LAUNCH_S["gpu"])
-    long = cublas(row | {"contracted": 4096}), cublas(row | {"contracted": 4096, "added": False, "result": "bf16"})
-    assert price(long[0], H100) == price(long[1], H100)
-    tpu = dataclasses.replace(V5E, hbm_bytes_per_s=math.inf)
-    assert price(cublas(row), tpu).seconds == price(cublas(row | {"added": False}), tpu).seconds
-
-
-def test_the_memory_that_a_library_of_a_gpu_works_in_is_not_moved():
-    """cuBLAS and cuDNN ask for it as the last of their results."""
-    alone = cublas({"rows_columns": [64, 64], "contracted": 64, "bits": 16, "result": "bf16", "added": False})
-    text = """HloModule test
-
-ENTRY %main (a: bf16[64,64]) -> (bf16[64,64], s8[33554432]) {
-  %a = bf16[64,64] parameter(0)
-  ROOT %d = (bf16[64,64], s8[33554432]) custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
-}"""
-    assert price(hlo.parse(text), H100) == price(alone, H100)
-
-
-def test_a_masked_softmax_of_a_gpu_is_slower_than_memory():
-    def fusion(compared, kind):
-        return hlo.parse(f"""HloModule test
-
-%inner (p: f32[4096,4096], q: s32[4096,4096]) -> f32[4096,4096] {{
-  %p = f32[4096,4096] parameter(0)
-  %q = s32[4096,4096] parameter(1)
-  {compared}
-  %e = f32[4096,4096] exponential(%p)
-  %z = f32[] constant(0)
-  %r = f32[4096] reduce(%e, %z), dimensions={{1}}, to_apply=%sum
-  %b = f32[4096,4096] broadcast(%r), dimensions={{0}}
-  ROOT %d = f32[4096,4096] divide(%e, %b)
-}}
-
-%sum (x: f32[], y: f32[]) -> f32[] {{
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %s = f32[] add(%x, %y)
-}}
-
-ENTRY %main (p: f32[4096,4096], q: s32[4096,4096]) -> f32[4096,4096] {{
-  %p = f32[4096,4096] parameter(0)
-  %q = s32[4096,4096] parameter(1)
-  ROOT %f = f32[4096,4096] fusion(%p, %q), kind=kCustom, calls=%inner, backend_config={{"fusion_backend_config":{{"kind":"{kind}"}}}}
-}}""")
-
-    compared = "%c = pred[4096,4096] compare(%q, %q), direction=EQ"
-    slow, other, no_mask = (
-        price(fusion(*one), H100).seconds - op_time.LAUNCH_S["gpu"]
-        for one in ((compared, "__triton"), (compared, "__other"), ("", "__triton"))
-    )
-    assert slow * op_time.MASKED_SOFTMAX_SHARE == pytest.approx(other) and no_mask <= other
-
-
-def test_a_gpu_is_slow_to_transpose_numbers_of_8_bits():
-    text = """HloModule test
-
-%inner (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
-  %p = bf16[4096,4096] parameter(0)
-  %t = bf16[4096,4096] transpose(%p), dimensions={1,0}
-  ROOT %c = f8e4m3fn[4096,4096] convert(%t)
-}
-
-ENTRY %main (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
-  %p = bf16[4096,4096] parameter(0)
-  ROOT %f = f8e4m3fn[4096,4096] fusion(%p), kind=kInput, calls=%inner
-}"""
-    narrow, wide = (price(hlo.parse(one), H100).seconds for one in (text, text.replace("f8e4m3fn", "bf16")))
-    moved_s = 4096**2 * 3 / op_time.hbm_bytes_per_s(H100)
-    assert narrow == pytest.approx(op_time.NARROW_TRANSPOSE_SLOWDOWN * moved_s + op_time.LAUNCH_S["gpu"])
-    assert wide == pytest.approx(moved_s * 4 / 3 + op_time.LAUNCH_S["gpu"])
-
-
-def test_tiles_fill_the_cores_of_a_gpu_in_waves():
-    deep = math.inf
-    area = max(op_time.GPU_TILES)
-    assert op_time.tile_share(132 * area, deep, 132) == 1.0
-    assert op_time.tile_share(133 * area, 2 * op_time.GPU_TILE_BYTES, 132) < op_time.tile_share(
-        264 * area, 2 * op_time.GPU_TILE_BYTES, 132
-    )
-    # A small result of a long sum is made in pieces; of a short one it cannot be.
-    assert (
-        op_time.tile_share(16 * area, 1e6, 132) > 0.9 > 0.3 > op_time.tile_share(16 * area, op_time.GPU_TILE_BYTES, 132)
-    )
 
 
 def test_matmuls_of_programs_that_offload_are_slower():

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import batching
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight.propagation import RULES, read_step
 from tests.foresight.plain_models import LAYOUTS, MODELS, train_step
 
 FSDP, TENSOR = 2, 4
@@ -191,6 +192,16 @@ def test_what_has_no_rule_is_named_and_its_operands_are_counted_as_gathered():
     found = reading(lambda x: jnp.fft.fft(x), array((8, 16), "fsdp", None, dtype=jnp.complex64))
     assert found.unknown == {"fft": 1} and found.estimated_because
     assert found.bytes_by_axes == {"fsdp": 8 / 2 * 16 * 8}
+
+
+def test_what_jax_computes_element_by_element_has_a_rule_in_each_version_of_jax():
+    """jax names these primitives itself: it batches them without a rule of their own."""
+    of_elements = ("vectorized_batcher", "broadcast_batcher")
+    rules = batching.fancy_primitive_batchers.items()
+    names = {p.name for p, rule in rules if getattr(getattr(rule, "func", None), "__name__", "") in of_elements}
+    assert len(names) > 60
+    # Whether an array is split is not theirs to say: they move it, or change what a key of random numbers is.
+    assert names - set(RULES) <= {"stage", "tie", "with_memory_space_constraint", "from_edtype", "to_edtype"}
 
 
 def test_a_loop_of_unknown_length_counts_once_and_says_so_and_of_branches_the_one_that_sends_least():

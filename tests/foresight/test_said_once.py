@@ -60,7 +60,7 @@ def graph(config, rules):
 # Those whose settings others of the list have as well, and one that takes long.
 HELD_BY_OTHERS = (
     "llama", "falcon", "z_loss", "cohere", "olmo", "bloom", "gpt2", "mixtral", "mixtral_lora", "lora", "bert", "albert",
-    "blip2",
+    "blip2", "deberta 1",
 )  # fmt: skip
 
 
@@ -72,6 +72,8 @@ ENCODERS = {
                "embedding_width": 24, "embedding_in": "sum", "layers": 3},
     "deberta": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "deberta 1": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
+                  "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
     "classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3,
                 "relative_positions": RelativePositions(ranges=8), "shared_layers": True, "embedding_width": 24,
                 "embedding_in": "sum", "layers": 3},

@@ -6,89 +6,26 @@ import math
 
 import pytest
 import sample
+from schedules import (
+    ALL,
+    CHIP,
+    FSDP,
+    TENSOR,
+    Links,
+    done,
+    gather,
+    loop,
+    matmul,
+    module,
+    ns,
+    predicted,
+    reduce,
+    run_loop,
+)
 
-from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.hardware.network import NCCL_CORES
-
-# A cycle is 1 ns, and so is a byte from HBM; from the host it takes 4 ns.
-CHIP = dataclasses.replace(
-    CHIPS["v5e"], clock_hz=1e9, peak_bf16_flops_per_s=1e12, hbm_bytes_per_s=1e9 / op_time.HBM_SHARE["tpu"], host_link_bytes_per_s=0.25e9,
-)  # fmt: skip
-
-
-class Links:
-    """Four devices, fsdp 2 x tensor 2. What takes how long is told by the bytes that one device gives: 1 ns each."""
-
-    slices = (0, 0, 0, 0)
-
-    def axes(self, groups):
-        return {(0, 1): ("tensor",), (0, 2): ("fsdp",)}.get(groups[0], ("fsdp", "tensor"))
-
-    def link(self, groups):
-        return "ici"
-
-    def track(self, groups):
-        return "ici " + "+".join(self.axes(groups))
-
-    def time_s(self, kind, size_bytes, groups):
-        return size_bytes / (len(groups[0]) if kind == "all-gather" else 1) * 1e-9
-
-
-COMPUTATIONS = """%dot (a: f32[8,8]) -> f32[8,8] {
-  %a = f32[8,8]{1,0} parameter(0)
-  ROOT %d = f32[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%sum (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %s = f32[] add(%x, %y)
-}
-"""
-TENSOR, FSDP, ALL = "{{0,1},{2,3}}", "{{0,2},{1,3}}", "{}"
-
-
-def matmul(name, cycles, operand="p", op="jit(_train)/jvp(D)/layers/of.layers.mlp/dot_general"):
-    return f'  %{name} = f32[8,8]{{1,0}} fusion(%{operand}), kind=kOutput, calls=%dot, metadata={{op_name="{op}"}}, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}\n'
-
-
-def gather(name, nbytes, groups, operand="q"):
-    """Begins an all-gather that takes `nbytes` ns; `operand` is u8[nbytes]."""
-    return f"  %{name} = ((u8[{nbytes}]), u8[{2 * nbytes}]) all-gather-start(%{operand}{nbytes}), replica_groups={groups}, dimensions={{0}}\n"
-
-
-def done(name, start, nbytes):
-    return f"  %{name} = u8[{2 * nbytes}] all-gather-done(%{start})\n"
-
-
-def reduce(name, nbytes, groups, operand="q"):
-    return f"  %{name} = u8[{nbytes}] all-reduce(%{operand}{nbytes}), replica_groups={groups}, to_apply=%sum\n"
-
-
-def module(body, computations="", devices=4, slices=()):
-    sizes = (10, 30, 60, 130, 150)
-    given = "  %p = f32[8,8]{1,0} parameter(0)\n" + "".join(
-        f"  %q{n} = u8[{n}] parameter({k})\n" for k, n in enumerate(sizes, 1)
-    )
-    return hlo.parse(
-        f"HloModule test, is_scheduled=true, num_partitions={devices}\n\n{COMPUTATIONS}\n{computations}\nENTRY %main (p: f32[8,8]) -> f32[8,8] {{\n{given}{body}  ROOT %root = f32[8,8]{{1,0}} bitcast(%p)\n}}\n",
-        slices,
-    )
-
-
-def predicted(body, computations="", links=None, flops=0.0, tokens=0.0, chip=CHIP):
-    found = predict.predict(module(body, computations), chip, links or Links(), flops, tokens)
-    parts = (
-        found.matmul_s + found.attention_s + found.other_s + found.exposed_communication_s + found.exposed_host_copy_s
-    )
-    assert math.isclose(parts, found.step_time_s, rel_tol=1e-9, abs_tol=1e-15)
-    return found
-
-
-def ns(seconds):
-    return round(seconds * 1e9, 6)
 
 
 def test_compute_runs_in_order_and_mfu_is_of_the_models_operations():
@@ -161,34 +98,6 @@ def test_a_synchronous_collective_blocks_and_waits_for_its_link():
     assert ns(behind.step_time_s) == 190 and behind.exposed_by_axis == {"fsdp": pytest.approx(90e-9)}
 
 
-def loop(body, turns, name="", state="f32[8,8]{1,0}", carried="x"):
-    """Computations of a loop whose body is `body`, over (counter, p, `carried`)."""
-    of = f"(s32[], f32[8,8]{{1,0}}, {state})"
-    return f"""%body{name} (s: {of}) -> {of} {{
-  %st{name} = {of} parameter(0)
-  %i{name} = s32[] get-tuple-element(%st{name}), index=0
-  %p{name} = f32[8,8]{{1,0}} get-tuple-element(%st{name}), index=1
-  %x{name} = {state} get-tuple-element(%st{name}), index=2
-  %one{name} = s32[] constant(1)
-  %next{name} = s32[] add(%i{name}, %one{name})
-{body}  ROOT %t{name} = {of} tuple(%next{name}, %p{name}, %{carried}{name if carried == "x" else ""})
-}}
-
-%cond{name} (s: {of}) -> pred[] {{
-  %sc{name} = {of} parameter(0)
-  %ic{name} = s32[] get-tuple-element(%sc{name}), index=0
-  %n{name} = s32[] constant({turns})
-  ROOT %lt{name} = pred[] compare(%ic{name}, %n{name}), direction=LT
-}}
-"""
-
-
-def run_loop(name="", p="p", x="p", state="f32[8,8]{1,0}", op="", limit=""):
-    of = f"(s32[], f32[8,8]{{1,0}}, {state})"
-    metadata = f', metadata={{op_name="{op}"}}' if op else ""
-    return f"  %zero{name} = s32[] constant(0)\n  %in{name} = {of} tuple(%zero{name}, %{p}, %{x})\n  %loop{name} = {of} while(%in{name}), condition=%cond{name}, body=%body{name}{metadata}\n"
-
-
 def test_turns_of_a_loop_multiply():
     inner = (
         matmul("m", 1000, "p_a")
@@ -238,89 +147,6 @@ def test_what_cannot_be_priced_is_listed_with_its_share():
     )
     assert found.unpriced == {"rng": pytest.approx(1028 / 2052), "custom-call Mystery": pytest.approx(512 / 2052)}
     assert found.unpriced_share == pytest.approx(1540 / 2052) and ns(found.step_time_s) == 2052  # its bytes at least
-
-
-def test_host_copies_run_beside_compute_each_direction_on_its_own():
-    host = "f32[8,8]{1,0:S(5)}"
-    both = f"""  %out = ({host}, f32[8,8]{{1,0}}, u32[]) copy-start(%p)
-  %held = {host} parameter(9)
-  %in = (f32[8,8]{{1,0}}, {host}, u32[]) copy-start(%held)
-{matmul("m", 1000)}  %o = {host} copy-done(%out)
-  %i = f32[8,8]{{1,0}} copy-done(%in)
-"""
-    found = predicted(both)
-    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s), ns(found.communication_s)) == (1024, 24, 0)
-    halves = predicted(both, chip=dataclasses.replace(CHIP, devices_per_chip=2))  # two devices share the link
-    assert ns(halves.step_time_s) == 2 * 1024
-
-
-WRAPPED = """%put (at: s32[], old: f32[32,8,8], new: f32[1,8,8]) -> f32[32,8,8] {
-  %old = f32[32,8,8]{2,1,0:S(5)} parameter(0)
-  %new = f32[1,8,8]{2,1,0} parameter(1)
-  %at = s32[] parameter(2)
-  %turned = f32[1,8,8]{2,1,0} copy(%new)
-  ROOT %written = f32[32,8,8]{2,1,0:S(5)} dynamic-update-slice(%old, %turned, %at, %at, %at)
-}
-
-%get (step: s32[], all: f32[32,8,8]) -> f32[1,8,8] {
-  %all = f32[32,8,8]{2,1,0:S(5)} parameter(0)
-  %step = s32[] parameter(1)
-  %from = s32[] negate(%step)
-  %one = f32[1,8,8]{2,1,0:S(5)} dynamic-slice(%all, %from, %from, %from), dynamic_slice_sizes={1,8,8}
-  ROOT %brought = f32[1,8,8]{2,1,0} copy(%one)
-}
-"""
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_slices_to_and_from_the_host_count_their_part_alone(wrapped):
-    """Also where a fusion begins them that copies, and works out from where, as on GPUs."""
-    stack = "f32[32,8,8]{2,1,0:S(5)}"
-    body = f"""  %zero = s32[] constant(0)
-  %stack = {stack} parameter(9)
-  %part = f32[1,8,8]{{2,1,0}} bitcast(%p)
-  %out = (({stack}, f32[1,8,8], s32[], s32[], s32[]), {stack}, u32[]{{:S(2)}}) dynamic-update-slice-start(%stack, %part, %zero, %zero, %zero)
-  %o = {stack} dynamic-update-slice-done(%out)
-  %in = (({stack}, s32[], s32[], s32[]), f32[1,8,8]{{2,1,0}}, u32[]{{:S(2)}}) dynamic-slice-start(%o, %zero, %zero, %zero), dynamic_slice_sizes={{1,8,8}}
-{matmul("m", 1000)}  %i = f32[1,8,8]{{2,1,0}} dynamic-slice-done(%in)
-"""
-    if wrapped:
-        body = body.replace("dynamic-update-slice-", "fusion-").replace("dynamic-slice-", "fusion-")
-        body = body.replace("(%stack, %part, %zero, %zero, %zero)", "(%stack, %part, %zero), kind=kCustom, calls=%put")
-        body = body.replace(
-            "(%o, %zero, %zero, %zero), dynamic_slice_sizes={1,8,8}", "(%o, %zero), kind=kCustom, calls=%get"
-        )
-    found = predicted(body, WRAPPED)
-    assert (ns(found.step_time_s), ns(found.exposed_host_copy_s)) == (2048, 1048) and found.unpriced == {}
-
-
-def test_a_copy_within_the_memory_of_a_gpu_stands_in_line_with_its_kernels():
-    """The index may come before the part that is written. A copy is read and written, and other chips make it beside."""
-    stack = "f32[32,8,8]{2,1,0}"
-    body = f"""  %zero = s32[] constant(0)
-  %stack = {stack} parameter(9)
-  %part = f32[1,8,8]{{2,1,0}} bitcast(%p)
-  %out = (({stack}, s32[], f32[1,8,8]), {stack}, u32[]) fusion-start(%stack, %zero, %part), kind=kLoop, calls=%put
-  %o = {stack} fusion-done(%out)
-"""
-    inside = (
-        WRAPPED.replace(":S(5)", "").replace("parameter(2)", "parameter(9)").replace("parameter(1)", "parameter(2)")
-    )
-    gpu = dataclasses.replace(CHIPS["h100"], hbm_bytes_per_s=1e9 / op_time.HBM_SHARE["gpu"])
-    found = predicted(body, inside, chip=gpu)
-    copied_ns = 2 * 8 * 8 * 4 + op_time.LAUNCH_S["gpu"] * 1e9
-    assert ns(found.step_time_s) == ns(found.other_s) == copied_ns
-    assert ns(predicted(body.replace("  %o =", matmul("m", 1000) + "  %o ="), inside).step_time_s) == 1000
-
-
-def test_a_fusion_beside_compute_that_does_more_than_copy_is_listed():
-    body = """  %stack = f32[32,8,8]{2,1,0:S(5)} parameter(9)
-  %zero = s32[] constant(0)
-  %in = ((f32[32,8,8]{2,1,0:S(5)}, s32[]), f32[1,8,8]{2,1,0}, u32[]) fusion-start(%stack, %zero), kind=kCustom, calls=%get
-  %i = f32[1,8,8]{2,1,0} fusion-done(%in)
-"""
-    found = predicted(body, WRAPPED.replace("copy(%one)", "negate(%one)"))
-    assert list(found.unpriced) == ["fusion-start"]
 
 
 def test_collectives_that_fusions_start_carry_on_and_end():

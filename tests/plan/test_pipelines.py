@@ -20,8 +20,14 @@ PIPELINES = {
     "step": (Pipeline(4, gather="step"), Remat("names", ("q",))),
     "nothing is computed again": (Pipeline(4), Remat()),
     "nothing is computed again, step": (Pipeline(2, repeats=4, gather="step"), Remat()),
+    "inputs alone": (Pipeline(4, keep="stage"), Remat()),
+    "inputs alone, block": (Pipeline(4, keep="stage"), Remat("block")),
+    "inputs alone, repeats": (Pipeline(2, repeats=2, keep="stage"), Remat("dots")),
+    "inputs alone, step": (Pipeline(4, keep="stage", gather="step"), Remat("names", ("q",))),
+    "1f1b": (Pipeline(4, schedule="1f1b"), Remat("block")),
+    "1f1b, nothing else is computed again": (Pipeline(4, schedule="1f1b"), Remat()),
 }
-BY_DEFAULT = ("turn", "repeats", "step")
+BY_DEFAULT = ("turn", "repeats", "step", "inputs alone", "1f1b")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,31 @@ def test_weights_that_are_gathered_once_are_held_with_their_sums(estimated, llam
     assert step.sent_by_axis["fsdp"] < 0.6 * turn.sent_by_axis["fsdp"]
 
 
+def test_stages_that_keep_their_inputs_compute_their_layers_once_more(estimated):
+    layers, least, stage = (
+        estimated(staged({"microbatches": 2, **more}, remat))
+        for more, remat in (({}, "block"), ({"keep": "stage"}, "block"), ({"keep": "stage"}, "none"))
+    )
+    assert 1.05 < stage.matmul_s / layers.matmul_s < 1.08  # the last product of a layer, too
+    assert stage.attention_s == layers.attention_s
+    # Inputs of 16 layers in 3 turns, or of those of one of them and of all stages.
+    assert layers.peak_bytes - least.peak_bytes == (3 * 16 - 16 - 3) * 8192 * 4096 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"keep": "stage"}, {"schedule": "1f1b"}])
+@pytest.mark.parametrize("remat", ["block", "none"])
+def test_what_stages_keep_is_what_the_compiled_program_holds(small, built, more, remat):
+    """Of 8 microbatches in 2 stages: the least is held with `1f1b`, the most with 6 times as much by default."""
+    sizes = {"layers": 8, "embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 128, "context": 256}
+    config = small(**sizes, data={"batch": 64, "seq": 256})
+    raw = {"mesh": {"stage": 2}, "rules": {"batch": "stage"}, "weights": {"layers": "stage"}, "remat": remat}
+    step = built(config, rules_file.from_dict({**raw, "pipeline": {"microbatches": 8, **more}}, "two"))
+    memory = step.lower_train().compile().memory_analysis()
+    found = Estimator(config, targets.parse("cpu:2")).estimate(step.rules)
+    assert found.peak_bytes == pytest.approx(memory.temp_size_in_bytes + memory.argument_size_in_bytes, rel=0.12)
+
+
 def test_all_turns_keep_what_the_backward_pass_needs(estimated):
     """A microbatch is half of the rows, and in each of 3 turns a stage keeps the inputs of its layers."""
     block, offloaded = (
@@ -92,6 +123,19 @@ def test_a_plan_looks_at_pipelines_that_pass_the_check(config, found):
     assert len(set(map(describe, found))) == len(found)
     for raw in stages[::23]:
         assert state.arrays_and_warnings(config, rules_file.from_dict(raw, "plan").fill(4), "gpu")[1] == []
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_inputs_are_tried_to_be_all_that_stages_keep_where_memory_is_short(config, space_of, monkeypatch, short):
+    monkeypatch.setattr(variants, "SHORT", 0.0 if short else 1.0)
+    space = space_of(config, "h100:4")
+    layout = next(one for one in space._layouts() if one["mesh"].get("stage") == 2)
+    found = [raw["pipeline"] for raw in space._in_microbatches(layout)]
+    tried = [one for one in found if one.keys() & {"keep", "schedule"}]
+    assert [(one.get("keep"), one.get("schedule")) for one in tried] == [("stage", None), (None, "1f1b")][: 2 * short]
+    for pipeline in tried:
+        rules = rules_file.from_dict({**layout, "pipeline": pipeline, "remat": "block"}, "plan").fill(4)
+        assert state.arrays_and_warnings(config, rules, "gpu")[1] == []
 
 
 def test_simulated_devices_have_no_bubbles_and_so_no_stages(config, space_of):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gspmd_lm.config import LatentAttention, Masks, Queries, RelativePositions, RelativeVectors, Vision, Windows
+from gspmd_lm.config import LatentAttention, Lora, Masks, Queries, RelativePositions, RelativeVectors, Vision, Windows
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
@@ -89,12 +89,18 @@ ENCODERS = {
     "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
     "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
                 "relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "own vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True, "key_bias": False,
+                    "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
 }  # fmt: skip
 # "shared" has all that "masked" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
-DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions"))]
+DEFAULT = [
+    ("cp8", "images"),
+    *(("fsdp2_tp4", name) for name in ENCODERS if name not in ("masked", "captions", "own vectors")),
+]
 OTHERS = [
     ("tp8", "masked"),
     ("fsdp2_tp4", "captions"),
+    ("fsdp2_tp4", "own vectors"),
     *(("cp8", name) for name in ENCODERS if name not in ("images", "windows")),
 ]  # refused
 
@@ -108,6 +114,33 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     # Scales, biases and small tables are left out, and a first token is priced as its whole row: here they weigh much.
     assert found == pytest.approx(sent(step), rel=0.12)
+
+
+FROZEN = {
+    "below": {"frozen": ("embedding", "layers")},  # no layer has a gradient
+    "above": {"frozen": ("layers", "final_norm", "unembedding")},
+    "adapters": {"lora": Lora(rank=2, targets=("wq", "w_down"))},
+    "captions": {**ENCODERS["captions"], "frozen": ("vision",)},
+    "captions, queries alone": {**ENCODERS["captions"], "frozen": (
+        "vision", "layers", "embedding", "unembedding", "position_embedding", "final_norm")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("below", "fsdp2_tp4"),
+        ("above", "fsdp2_tp4"),
+        *(pytest.param(kind, "fsdp2_tp4", marks=pytest.mark.slow) for kind in [*FROZEN][2:]),
+        *(pytest.param(kind, "cp8", marks=pytest.mark.slow) for kind in FROZEN),
+    ],
+)
+def test_what_is_frozen_sends_no_gradients_and_what_lies_below_does_not_either(small, built, sent, kind, layout):
+    config, file = small(**FROZEN[kind]), rules_file.load(layout)
+    estimator, rel = Estimator(config, targets.parse("cpu:8")), 0.06 if "captions" in kind else 0.04
+    for remat in (Remat("block"), Remat("names", ("q", "k", "v"))):
+        step = built(config, dataclasses.replace(file, remat=remat))
+        assert estimator.estimate(step.rules).sent_by_axis == pytest.approx(sent(step), rel=rel)
 
 
 @pytest.mark.slow

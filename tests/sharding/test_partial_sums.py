@@ -13,7 +13,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import Adapted, Weight, placed_by, shard, used
 from gspmd_lm.sharding.matmuls import einsum, gathered, look_up, project, unreduced_matmul
-from gspmd_lm.sharding.partial_sums import gradient, reduced
+from gspmd_lm.sharding.partial_sums import for_each_row, gradient, reduced
 from gspmd_lm.sharding.placement import MeshPlacement
 
 B, T, D, N, H, F, V, R = 8, 4, 16, 8, 4, 24, 32, 2
@@ -231,6 +231,16 @@ def test_tokens_are_not_cut_by_a_mesh_axis_that_splits_the_weight():
     agree(found, back(lambda w, hidden: jnp.einsum("BTF,FD->BTD", hidden, w), inputs)[0])
     pieces = {("all-to-all", B * T * F // 8): 3, ("reduce-scatter", WHOLE // 8): 1, ("all-gather", WHOLE): 1}
     assert Counter((c.kind, c.elements) for c in count(text)) == pieces
+
+
+def test_the_gradients_of_a_weight_of_each_row_are_reduced_once():
+    placement = placement_of({"mesh": {"data": 8}, "rules": {"batch": "data"}, "weights": {"embed": "data"}})
+    (table,), x_BFD = drawn(("w_down",))[0].values(), np.random.default_rng(1).normal(size=(B, F, D))
+    x_BFD = jax.device_put(x_BFD.astype(np.float32), placement.sharding("rules", "x", ("batch", "", ""), x_BFD.shape))
+    found, text = back(lambda w, x: for_each_row(weight("w_down", w), B, jnp.sin) * x, (table, x_BFD), placement)
+    agree(found, back(lambda w, x: jnp.sin(w) * x, (table, x_BFD))[0])
+    sent = Counter((c.kind, c.elements) for c in count(text))
+    assert sent == {("all-gather", F * D): 1, ("reduce-scatter", F * D // 8): 1}
 
 
 def test_a_scan_keeps_one_copy_of_what_several_weights_read():

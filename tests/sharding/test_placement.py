@@ -21,19 +21,20 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("platform", "more"), [("cpu", ()), ("tpu", ()), ("tpu", (3,))])
 @pytest.mark.parametrize(("over", "embed", "mlp"), CASES)
-def test_a_sum_is_the_same_wherever_it_lives(over, embed, mlp, platform, monkeypatch):
+def test_a_sum_is_the_same_wherever_it_lives(over, embed, mlp, platform, more, monkeypatch):
     """Whole numbers, so that no order of adding changes anything, and all different, so that no block can move."""
     found = rules_file.from_dict({"mesh": SIZES, "optimizer": {"embed": embed, "mlp": mlp}}, "here.yaml")
     assert not found.problems
     monkeypatch.setattr(MeshPlacement, "platform", platform)
     placement = MeshPlacement(found, mesh.build(found, jax.devices()))
     pieces = 2 ** len(over)
-    partials = np.random.default_rng(0).permutation(pieces * 16 * 8).astype(np.float32).reshape(pieces, 16, 8)
-    home = Spec("w_up", ("embed", "mlp"), "optimizer")
+    shape = (16, 8, *more)
+    partials = np.random.default_rng(0).permutation(pieces * np.prod(shape)).astype(np.float32).reshape(pieces, *shape)
+    home = Spec("w_up", ("embed", "mlp", "head_dim")[: len(shape)], "optimizer")
     total = jax.jit(lambda x: placement.total(x, Split(over, pieces), home))(partials)
-    assert total.sharding.is_equivalent_to(placement.sharding("optimizer", "w_up", ("embed", "mlp"), (16, 8)), 2)
+    assert total.sharding.is_equivalent_to(placement.sharding("optimizer", "w_up", home.axes, shape), len(shape))
     np.testing.assert_array_equal(total, partials.sum(0))
 
 
@@ -52,10 +53,10 @@ rules = rules_file.from_dict({"mesh": {"fsdp": 8}, "optimizer": {"embed": "fsdp"
 placement = MeshPlacement(rules, mesh.build(rules, devices))
 options = compiler.options("tpu", {}, "here.yaml", devices[0].device_kind)
 sums = jax.sharding.NamedSharding(placement.mesh, jax.sharding.PartitionSpec("fsdp"))
-for axes, rows, columns in CASES:
+for equation, axes, *shapes in CASES:
     home = Spec("w_down", axes, "optimizer")
-    total = jax.jit(lambda x, y: placement.total(jnp.einsum("retm,retd->remd", x, y), Split(("fsdp",), 8), home))
-    x, y = (jax.ShapeDtypeStruct((8, 4, 256, size), "bfloat16", sharding=sums) for size in (rows, columns))
+    total = jax.jit(lambda x, y: placement.total(jnp.einsum(equation, x, y), Split(("fsdp",), 8), home))
+    x, y = (jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sums) for shape in shapes)
     text = total.lower(x, y).compile(compiler_options=options).as_text()
     print("reduce-scatter(" in text, "all-reduce(" in text)
 """
@@ -63,8 +64,10 @@ COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
 
 
 def test_a_tpu_gives_each_device_only_its_piece_of_a_sum():
-    """However long the piece is that a device keeps of an expert's columns, or of its rows."""
-    cases = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
+    """However long the piece is that a device keeps of an expert's columns, of its rows, or of rows of narrow heads."""
+    sizes = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
+    cases = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for axes, rows, columns in sizes]
+    cases.append(("rtd,rtnh->rdnh", ("embed", "heads", "head_dim"), (8, 1024, 768), (8, 1024, 12, 64)))
     launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     printed, errors = output(launched)
     assert printed.splitlines() == ["True False"] * len(cases), errors

@@ -35,6 +35,12 @@ KINDS = {
     "vectors": DEBERTA,
     "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", "pooler_activation": "gelu", **BERT},
     "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
+    "own vectors": {
+        **MASKED,
+        "positions": "none",
+        "key_bias": False,
+        "relative_vectors": RelativeVectors(ranges=12, distance=6, own_projections=True),
+    },
     "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")

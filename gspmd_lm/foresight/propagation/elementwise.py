@@ -167,18 +167,18 @@ def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]
 
 ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or",
-    "polygamma", "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
-    "sub", "tan", "tanh", "xor",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
+    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
+    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow", "real",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "zeta",
 )  # fmt: skip
 CONSTANT = (
-    "iota", "empty", "random_seed", "random_split", "random_fold_in", "random_bits", "threefry2x32",
-    "rng_bit_generator",
+    "iota", "empty", "random_seed", "random_split", "random_fold_in", "random_bits", "threefry2x32", "threefry4x32",
+    "philox2x32", "philox4x32", "rng_bit_generator",
 )  # fmt: skip
 REDUCTIONS = ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 
@@ -196,7 +196,7 @@ def convert(reader: Reader, operation: Operation) -> ArraySharding | list[ArrayS
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(CONSTANT, constant),
-    **dict.fromkeys(("random_wrap", "random_unwrap"), constant),
+    **dict.fromkeys(("random_wrap", "random_unwrap", "random_clone"), constant),
     **dict.fromkeys(REDUCTIONS, reduction),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k"), along_dimension),
     "convert_element_type": convert,

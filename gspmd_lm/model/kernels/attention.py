@@ -311,8 +311,11 @@ def by_distance(
 def range_numbers(longest: int, relative: config.RelativeVectors) -> jax.Array:
     """The range of each distance from query to key, from -longest to longest, int32 [2 longest + 1].
 
-    A distance up to a quarter of the ranges has one of its own; beyond, ranges grow with its logarithm.
+    A distance up to a quarter of the ranges has one of its own; beyond, ranges grow with its logarithm. Where ranges
+    suffice for all distances, each has one.
     """
+    if relative.distance == relative.ranges // 2:
+        return jnp.clip(jnp.arange(-longest, longest + 1) + relative.distance, 0, relative.ranges - 1)
     ahead, own, last = jnp.arange(-longest, longest + 1), relative.ranges // 4, relative.distance - 1
     far = jnp.abs(ahead)
     share = jnp.log(jnp.maximum(far, own).astype(jnp.float32) / own) / math.log(last / own)
