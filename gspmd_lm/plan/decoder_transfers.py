@@ -21,6 +21,7 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
+    OF_KEYS,
     Parameter,
     Sharding,
     Transfers,
@@ -191,7 +192,7 @@ class DecoderTransfers(Transfers):
         sent_bytes = inner_end.bytes if inner_end.placed.array in (*_READ, _OUT) else inner_bytes
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
-        whole_rows = query_axes and not stream["seq"]  # what keys are made from was gathered
+        whole_rows = stream_end.array in OF_KEYS and not stream["seq"]  # what keys are made from was gathered
         goes_back = self.has_gradient(inner_end)
         recomputed = goes_back and self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):

@@ -28,7 +28,7 @@ Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that s
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
-_OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
+OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
 def mesh_axes(sharding: Sharding, *axes: str) -> set[str]:
@@ -185,7 +185,7 @@ class Transfers(abc.ABC):
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
         """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
-        whole, names = vectors, {vectors.array} & _OF_KEYS
+        whole, names = vectors, {vectors.array} & OF_KEYS
         while same := [near for near in self.graph.after([whole]) if near.array in names and near is not whole]:
             whole = same[0]
         if not whole.placed or "kv_seq" not in whole.placed.axes:
