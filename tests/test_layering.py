@@ -82,14 +82,15 @@ SINGLE_DEVICE = {
         "eval_shape named_scope softmax_custom_jvp vjp vmap",
     "jax.tree_util": "register_dataclass",
     "jax.lax":
-        "RaggedDotDimensionNumbers dynamic_index_in_dim dynamic_slice_in_dim dynamic_update_slice "
-        "dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot ragged_dot_general reduce_precision "
-        "rsqrt scan stop_gradient top_k while_loop",
-    "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm tgmm",
+        "RaggedDotDimensionNumbers broadcasted_iota dot_general dynamic_index_in_dim dynamic_slice_in_dim "
+        "dynamic_update_slice dynamic_update_slice_in_dim fori_loop optimization_barrier ragged_dot "
+        "ragged_dot_general reduce_precision rsqrt scan stop_gradient top_k while_loop",
+    "jax.experimental.pallas.ops.tpu.megablox.gmm": "gmm make_group_metadata tgmm",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel":
         "BlockSizes SegmentIds make_splash_mha",
     "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask": "CausalMask LocalMask MultiHeadMask",
-    "jax.experimental.pallas": "ds pallas_call program_id",
+    "jax.experimental.pallas": "BlockSpec ds pallas_call program_id when",
+    "jax.experimental.pallas.tpu": "CompilerParams PrefetchScalarGridSpec VMEM",
     "jax.experimental.pallas.triton": "CompilerParams dot load store",
 }  # fmt: skip
 KNOWN = {f"{module}.{name}" for module, names in SINGLE_DEVICE.items() for name in names.split()}
@@ -239,11 +240,12 @@ ON_DEVICES = (
 )  # fmt: skip
 
 
-def test_models_see_three_words_of_attention_over_a_split_sequence():
+def test_models_see_four_words_of_attention_over_a_split_sequence():
     modules = [module for module in MODULES if room(module) == "model" and module not in ON_DEVICES]
     layers = [module for module in modules if not module.startswith("gspmd_lm.model.kernels.")]
     seen = {name for module in layers for name in imports(ast.walk(tree(module))) if name.startswith(APART)}
-    assert seen <= {f"gspmd_lm.model.kernels.context.{word}" for word in ("attend", "zigzag_sharded", "keys_spec")}
+    words = ("attend", "gathered_early", "keys_spec", "zigzag_sharded")
+    assert seen <= {f"gspmd_lm.model.kernels.context.{word}" for word in words}
 
 
 def test_the_model_reads_as_if_there_were_one_device():

@@ -243,8 +243,6 @@ class ModelConfig:
                 self.sparse_layers > (self.layers if self.activation_sparsity else 0),
             "experts do not go with shared_kv_layers": self.experts and self.shared_kv_layers,
             "experts do not go with activation_sparsity": self.experts and self.activation_sparsity,
-            f"experts do not go with weight_dtype: {self.weight_dtype}":
-                self.experts and self.weight_dtype in ("int8", "fp8"),
             f"shared_kv_layers={self.shared_kv_layers}: no layer before them is of kind {lacking}": lacking,
             "shared_kv_layers goes with layers of kind sliding and full":
                 self.shared_kv_layers and {*kinds} - {"sliding", "full"},

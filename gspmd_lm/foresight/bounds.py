@@ -56,7 +56,7 @@ def of_training(
         flops = model_flops(task.config, arrays) - lacking_flops(task.config, rules, graph)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, graph)
-        narrow = task.config.model.matmul_dtype, sum(flops for matmul, flops in matmuls if _is_narrow(matmul))
+        narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
     else:
         flops, narrow = reading.model_flops, (None, 0.0)
     return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
@@ -130,7 +130,7 @@ def necessary_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float
 
     Less than the model's FLOPs: weights count only where they are multiplied.
     """
-    total = sum(flops for _, flops in _matmul_flops(config, rules, graph))
+    total = sum(flops for flops, _ in _matmul_flops(config, rules, graph))
     attention = sum(attention_flops_of_row(config).values()) * config.data.batch
     return total + (attention - _lacking_of_attention(config, graph)) / rules.devices
 
@@ -164,14 +164,17 @@ def _lacking_of_attention(config: Config, graph: DataflowGraph) -> float:
     return lacking * config.data.batch
 
 
-def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[Matmul, float]]:
-    """Each matmul of an activation and a weight, and its FLOPs on one device in a train step."""
+def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
+    """Of each matmul of an activation and a weight: its FLOPs on one device in a train step, and those of 8 bits."""
     for matmul in graph.matmuls:
-        passes = 1.0 + graph.gradients(matmul.node)
-        if matmul.path not in graph.trained and passes > 1:
+        passes, trained = 1.0 + graph.gradients(matmul.node), matmul.path in graph.trained
+        if not trained and passes > 1:
             # The derivative to the first layer's input is left out where nothing before it is trained.
             passes -= 1.0 / config.model.layers
-        yield matmul, rules.microbatches * passes * matmul.node.flops * matmul.node.trip_count / rules.devices
+        # Gradients of the matrices of experts are products of wider operands.
+        narrow = passes - (trained and bool(matmul.group_axis)) if _is_narrow(matmul) else 0.0
+        each = rules.microbatches * matmul.node.flops * matmul.node.trip_count / rules.devices
+        yield passes * each, narrow * each
 
 
 def _is_narrow(matmul: Matmul) -> bool:

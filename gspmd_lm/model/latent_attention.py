@@ -10,7 +10,7 @@ from gspmd_lm import config
 from gspmd_lm.model.attention import in_chunks, temperature, to_residual
 from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels.attention import Q, attend_to_cache
-from gspmd_lm.model.kernels.context import attend, keys_spec
+from gspmd_lm.model.kernels.context import attend, gathered_early, keys_spec
 from gspmd_lm.model.layers import Norm, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import shard
@@ -85,7 +85,11 @@ class LatentAttention(nn.Module):
             (stored_BS1G,) = cache.of(layer)
             out_BTNH = self._absorbed(q_BTNH, stored_BS1G, batch)
         else:
-            with gathered(latent_BTZ, KV_LATENT, KV_LATENT) as latent_BTZ:
+            specs, vectors = (KV_LATENT, K_ROPE), (latent_BTZ, shared_BTP)
+            if not cfg.matmul_dtype:  # gradients of keys are then sums of parts, which 8 bits would round otherwise
+                specs, vectors = gathered_early(specs, vectors, batch)
+            latent_BTZ, shared_BTP = vectors
+            with gathered(latent_BTZ, specs[0], KV_LATENT) as latent_BTZ:
                 own_BTNH, v_BTNH = project(latent_BTZ, self.wk_up), project(latent_BTZ, self.wv_up)
             shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own_BTNH.shape[:3], cfg.rope_dim))
             k, v = (keys_spec(name).replace("kv_heads", "heads") for name in "kv")

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm.model.kernels.grouped import grouped, outer
+from gspmd_lm.model.kernels.grouped import grouped, hot, of_rows, outer
+from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, split, split_over, use
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
 from gspmd_lm.sharding.permutes import Segments
+from gspmd_lm.sharding.quantised import Quantised
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
 Matrices = Sequence[tuple[Adapted, Weight | None]]  # with their biases
@@ -106,6 +108,17 @@ class _MoeLayout(NamedTuple):
         """How a weight is split where it is used."""
         over = {"expert": self.expert.over, "mlp": self.mlp.over}
         return tuple(over.get(axis, ()) for axis in axes)
+
+    def in_use(self, arrays: Sequence[Any]) -> list[Any]:
+        """The weights, placed as the rules say for use; those of matrices perhaps quantised."""
+        weights = [w.holding(array) for w, array in zip(self.weights, arrays, strict=True)]
+        return [quantised.use(w, "EDF", "D") if quantised.is_read(w) else use(w) for w in weights]
+
+    def places(self, used: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
+        """How the arrays of weights in use are split: of quantised ones, their values and then their scales."""
+        axes = [(w.axes, small.kept(w.axes)) if isinstance(small, Quantised) else (w.axes,)
+                for w, small in zip(self.weights, used, strict=True)]  # fmt: skip
+        return [self.place(one) for both in axes for one in both]
 
     def rows(self, weight: Weight) -> Split:
         """The devices whose partial sums of the weight's gradient are added up."""
@@ -210,7 +223,7 @@ def _mixture(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
 
 
 def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array):
-    used = [use(w.holding(array)) for w, array in zip(layout.weights, arrays, strict=True)]
+    used = layout.in_use(arrays)
     experts = used[0].shape[0] // layout.expert.num_shards
 
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
@@ -218,28 +231,29 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
         before = weights_BTk if layout.weighted_input else None
         return routing.dispatch(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before), routing
 
-    def compute(rows_MD, routing, weights_BTk, *used: jax.Array):
+    def compute(rows_MD, routing, weights_BTk, *leaves: jax.Array):
         B, T, _ = weights_BTk.shape
         after, sizes_E = None if layout.weighted_input else weights_BTk, routing.sizes_E
-        (*inward, down), (*b_in, b_down) = layout.holding(used)
+        (*inward, down), (*b_in, b_down) = layout.holding(jax.tree.unflatten(tree, leaves))
         in_MF, low_MR = [], []
         for matrix, b in zip(inward, b_in, strict=True):
-            x_MF, *low = _product(matrix, rows_MD, sizes_E)
+            x_MF, *low = _product(layout, matrix, rows_MD, sizes_E)
             with scope("of", matrix.weight.path):
-                in_MF.append(x_MF if b is None else x_MF + _of_rows(b.array, sizes_E, len(x_MF)))
+                in_MF.append(x_MF if b is None else x_MF + of_rows(b.array, sizes_E, len(x_MF)))
             low_MR.append(low)
-        y_MD, *low = _product(down, layout.activated(*in_MF), sizes_E)
+        y_MD, *low = _product(layout, down, layout.activated(*in_MF), sizes_E)
         if b_down is not None:
             with scope("of", down.weight.path):
-                y_MD += (_first(layout) * _of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+                y_MD += (_first(layout) * of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
         return routing.combine(y_MD, after).reshape(1, B, T, -1), (in_MF, [*low_MR, low])
 
     partial, rows, each, x = (layout.inner.over, *_x(layout)), (layout.local, ()), (layout.local,), _x(layout)
     # Two functions, so that the products can be computed again from rows that were kept.
     rows_MD, routing = per_device(dispatch, [partial, x, x], [rows, each])(x_zBTD, weights_BTk, chosen_BTk)
     rows_MD = checkpoint_name(rows_MD, "dispatched")
-    run = per_device(compute, [rows, each, x, *(layout.place(w.axes) for w in layout.weights)], [partial, rows])
-    y, kept = run(rows_MD, routing, weights_BTk, *used)
+    leaves, tree = jax.tree.flatten(used)
+    run = per_device(compute, [rows, each, x, *layout.places(used)], [partial, rows])
+    y, kept = run(rows_MD, routing, weights_BTk, *leaves)
     names = ("hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
     kept = [rows_MD, *kept]
@@ -249,20 +263,21 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
 
 def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
     kept, weights_BTk, chosen_BTk, arrays, used = saved
-    used = used or [use(w.holding(array)) for w, array in zip(layout.weights, arrays, strict=True)]
+    used = used or layout.in_use(arrays)
+    leaves, tree = jax.tree.flatten(used)
 
-    def local(dy, weights_BTk, chosen_BTk, kept, *used: jax.Array):
-        rows_MD, in_MF, low_MR = kept
-        routing = route(chosen_BTk, len(used[0]), layout.expert, layout.all_to_all, layout.capacity)
+    def local(dy, weights_BTk, chosen_BTk, kept, *leaves: jax.Array):
+        (rows_MD, in_MF, low_MR), used = kept, jax.tree.unflatten(tree, leaves)
+        routing = route(chosen_BTk, used[0].shape[0], layout.expert, layout.all_to_all, layout.capacity)
         before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
         dy_MD = routing.dispatch(dy.reshape(-1, dy.shape[-1]), after)
         sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, layout.holding(used)
         hidden_MF, back = jax.vjp(layout.activated, *in_MF)
-        dhidden_MF, *ddown = _derivatives(matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
+        dhidden_MF, *ddown = _derivatives(layout, matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
         din_MF = back(dhidden_MF)
         drows, dused = [], []
         for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
-            d, *dmatrices = _derivatives(matrix, [rows_MD, *low], d_MF, sizes_E)
+            d, *dmatrices = _derivatives(layout, matrix, [rows_MD, *low], d_MF, sizes_E)
             drows.append(d)
             dused += dmatrices
         dused += ddown
@@ -272,7 +287,7 @@ def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
         weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
         if b_down is not None:
             if not layout.weighted_input:
-                b_MD = _of_rows(b_down.array, sizes_E, len(dy_MD))
+                b_MD = of_rows(b_down.array, sizes_E, len(dy_MD))
                 weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
             # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
             dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
@@ -283,10 +298,10 @@ def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
     rows = [layout.rows(w) for w in layout.weights]
     places = [layout.place(w.axes) for w in layout.weights]
     out = (layout.inner.over, *_x(layout))
-    inputs = [out, _x(layout), _x(layout), (layout.local, ()), *places]
+    inputs = [out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
-    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *used)
+    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *leaves)
     weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
@@ -323,10 +338,13 @@ def _first(layout: _MoeLayout) -> jax.Array | float:
     return 1.0 if layout.mlp.num_shards == 1 else jnp.where(jax.lax.axis_index(layout.mlp.over) == 0, 1.0, 0.0)
 
 
-def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:
+def _product(layout: _MoeLayout, matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:
     """The product of each row with its expert's matrix; with an adapter, also what lies between its two matrices."""
-    with scope("of", matrix.weight.path):
-        y_MF = grouped(rows_MD, matrix.weight.array, sizes_E)
+    w, rows = matrix.weight, rows_MD
+    with scope("of", w.path):
+        if w.matmul_dtype:
+            rows = quantised.quantise_rows(rows_MD, w.matmul_dtype, layout.place(w.axes)[1])
+        y_MF = grouped(rows, w.array, sizes_E)
     if not matrix.adapter:
         return [y_MF]
     a, b = matrix.adapter
@@ -336,13 +354,22 @@ def _product(matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[ja
     return [y_MF + added_MF, low_MR]
 
 
-def _derivatives(matrix: Adapted, inputs: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array) -> list[Any]:
+def _derivatives(
+    layout: _MoeLayout, matrix: Adapted, inputs: Sequence[jax.Array], dy_MF: jax.Array, sizes_E: jax.Array
+) -> list[Any]:
     """The gradients of the arguments of `_product`: of the rows, of the matrix, and of those of an adapter.
 
-    inputs: the rows and, with an adapter, the rows times its first matrix.
+    inputs: the rows and, with an adapter, the rows times its first matrix. The gradient of the matrix is a product in
+    the compute dtype, also where the others have operands of 8 bits.
     """
-    with scope("of", matrix.weight.path):
-        drows_MD = grouped(dy_MF, matrix.weight.array, sizes_E, transposed=True)
+    w = matrix.weight
+    with scope("of", w.path):
+        rows, array = dy_MF, w.array
+        if isinstance(array, Quantised):  # its scales are powers of two, which bfloat16 has
+            exact = dy_MF.astype(jnp.float32) * of_rows(array.scale.astype(jnp.bfloat16), sizes_E, len(dy_MF))
+            rows = quantised.quantise_rows(exact, w.matmul_dtype, layout.place(w.axes)[2])
+            rows, array = dataclasses.replace(rows, dtype=dy_MF.dtype), array.values
+        drows_MD = grouped(rows, array, sizes_E, transposed=True)
     gradients = [_gradient(matrix.weight, inputs[0], dy_MF, sizes_E)]
     if matrix.adapter:
         (a, b), (rows_MD, low_MR) = matrix.adapter, inputs
@@ -360,17 +387,6 @@ def _gradient(weight: Weight, rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax
         return outer(rows_MD, dy_MF, sizes_E)
 
 
-def _hot(sizes_E: jax.Array, rows: int, dtype: Any) -> jax.Array:
-    """[M, E]: 1 for the expert of each row."""
-    ends_E, at_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
-    return ((at_M1 < ends_E) & (at_M1 >= ends_E - sizes_E)).astype(dtype)
-
-
-def _of_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
-    """The bias of each row's expert, [M, F]; zeros for rows without an expert."""
-    return jnp.einsum("ME,EF->MF", _hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
-
-
 def _of_experts(d_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The derivative of `_of_rows`."""
-    return jnp.einsum("ME,MF->EF", _hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)
+    """The derivative of `of_rows`."""
+    return jnp.einsum("ME,MF->EF", hot(sizes_E, len(d_MF), d_MF.dtype), d_MF)

@@ -31,7 +31,7 @@ def weight(
     A matrix of a block that rests in 8 bits has a second parameter, its scales.
     """
     names = tuple(axes.split())
-    multiplied, at_rest = name in QUANTISED and "expert" not in names, EIGHT_BITS.get(cfg.weight_dtype)
+    multiplied, at_rest = name in QUANTISED, EIGHT_BITS.get(cfg.weight_dtype)
     if at_rest and multiplied:
         param = _at_rest_in_8_bits(module, name, names, shape, at_rest, cfg)
     else:
@@ -49,10 +49,11 @@ def _at_rest_in_8_bits(
     module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any, cfg: config.ModelConfig
 ) -> Weight:
     """A matrix of 8 bits and its scales. They are made of weights that were trained, and never drawn."""
-    at, zeros = first_output(axes), nn.initializers.zeros
+    first, at, zeros = sum(axis in STACKED for axis in axes), first_output(axes), nn.initializers.zeros
     values = parameter(module, name, " ".join(axes), shape, zeros, dtype, cfg.compute_dtype)
-    scale = parameter(module, f"{name}_scale", " ".join(axes[at:]), shape[at:], zeros)
-    over = tuple(range(-len(axes), at - len(axes)))
+    kept = " ".join((*axes[:first], *axes[at:]))
+    scale = parameter(module, f"{name}_scale", kept, (*shape[:first], *shape[at:]), zeros)
+    over = tuple(range(first - len(axes), at - len(axes)))
     return values.holding(Quantised(values.array, scale.array, over, jnp.dtype(cfg.compute_dtype)))
 
 

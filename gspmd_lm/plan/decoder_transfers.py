@@ -21,6 +21,7 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
+    OF_KEYS,
     Parameter,
     Sharding,
     Transfers,
@@ -104,8 +105,8 @@ class DecoderTransfers(Transfers):
         assert stream and x.placed
         input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
         # The input is gathered, and once more for the gradients of the weights, and for what is computed again.
-        again = not input_saved and any(map(self.reads_again, readers))
-        for _ in range(1 + again):
+        times = 1 + (not input_saved and any(map(self.reads_again, readers)))
+        for _ in range(0 if self.gather_vectors(stream, times) else times):
             self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=x.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
@@ -191,6 +192,7 @@ class DecoderTransfers(Transfers):
         sent_bytes = inner_end.bytes if inner_end.placed.array in (*_READ, _OUT) else inner_bytes
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
+        whole_rows = stream_end.array in OF_KEYS and not stream["seq"]  # what keys are made from was gathered
         goes_back = self.has_gradient(inner_end)
         recomputed = goes_back and self.rules.remat.policy != "none"
         if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
@@ -200,7 +202,7 @@ class DecoderTransfers(Transfers):
             # To heads, back for the gradients, and once more where it is recomputed.
             for _ in range(1 + goes_back + recomputed):
                 self.transfer(sent_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
-        elif query_axes:  # each query reads all keys; their gradients come from everywhere
+        elif query_axes and not whole_rows:  # each query reads all keys; their gradients come from everywhere
             all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
             self.transfer(sent_bytes, computed, all_keys, summed_over, times, kind)
             if goes_back:
@@ -226,7 +228,7 @@ class DecoderTransfers(Transfers):
                 **{axis: stream[axis] for axis in stream_axes},
                 **{axis: inner[axis] for axis in inner_axes},
             }
-            token_axes = mesh_axes(stream, "batch", "seq")
+            token_axes = mesh_axes(stream, "batch", "seq") | (query_axes if whole_rows else set())
             if self.part.gathers_once:
                 whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
                 self.add_once(whole, "gradients", self.part.step_rules.microbatches)
@@ -235,6 +237,8 @@ class DecoderTransfers(Transfers):
                 self.transfer(size_bytes, local_gradient, weight.gradient, token_axes, kind="gradients")
             else:
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
+        if inner_end.placed.array == _SHARED_KEY:
+            self.gather_vectors(inner_end, 1 + recomputed)
         if not goes_back:
             return
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys

@@ -68,16 +68,18 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             inner, columns = flops / (2 * y), flops / (2 * x)
             rows, experts, width = x / inner, w / (inner * columns), op.itemsizes[1]
             sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
-            kernels = [grouped.work(rows, experts, *side, width, chip.kinds[0], outer) for side, outer in sides]
-        passes = list(zip((y, x, w), kernels, strict=True))
+            kernels = [grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
+                       for side, outer in sides]  # fmt: skip
+        peaks = [peak, peak, min(peak, chip.peak_bf16_flops_per_s) if op.grouped else peak]  # see moe_dispatch.py
+        passes = list(zip((y, x, w), kernels, peaks, strict=True))
         forward_s, *backward_s = (
             launch_s
             + max(
                 memory_s,
                 kernel_bytes / op_time.hbm_bytes_per_s(chip),
-                flops / (share * used * _tile_share(chip, elements, flops, op) * peak),
+                flops / (share * used * _tile_share(chip, elements, flops, op) * pass_peak),
             )
-            for elements, (used, kernel_bytes) in passes[: 1 + round(op.backward)]
+            for elements, (used, kernel_bytes), pass_peak in passes[: 1 + round(op.backward)]
         )
         yield TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
     for node, move in op_graph.move_ops.items():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.hardware.network import sent_bytes
+from gspmd_lm.model.latent_attention import K_ROPE, KV_LATENT
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
@@ -27,6 +28,7 @@ Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that s
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
+OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
 def mesh_axes(sharding: Sharding, *axes: str) -> set[str]:
@@ -180,6 +182,20 @@ class Transfers(abc.ABC):
         drops what its target shard does not have, which costs nothing.
         """
         self.add(self.volume(size_bytes, source, target, summed_over), self.microbatches * times, kind, times > 1)
+
+    def gather_vectors(self, vectors: Node, times: int) -> bool:
+        """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
+        whole, names = vectors, {vectors.array} & OF_KEYS
+        while same := [near for near in self.graph.after([whole]) if near.array in names and near is not whole]:
+            whole = same[0]
+        if not whole.placed or "kv_seq" not in whole.placed.axes:
+            return False
+        split, gathered = self.sharding(vectors), self.sharding(whole)
+        for _ in range(times):
+            self.transfer(whole.bytes, split, gathered, times=whole.trip_count)
+        if self.has_gradient(vectors):
+            self.transfer(whole.bytes, gathered, split, mesh_axes(split, "seq"), whole.trip_count)
+        return True
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
         """Adds the way that sends least."""

@@ -175,8 +175,7 @@ FIXED = (SINUSOIDS, "fourier", "mask_in", "mask_middle", "mask_out")
 TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that write to the residual stream
 # Weights that may have a low-rank adapter (LoRA, arXiv 2106.09685): x @ wq + scale * (x @ wq_a) @ wq_b.
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-# Weights that model.weight_dtype may keep in 8 bits, and whose products model.matmul_dtype is of: but for those of
-# routed experts.
+# Weights that model.weight_dtype may keep in 8 bits, and whose products model.matmul_dtype is of.
 QUANTISED = (
     *ADAPTED, "wg", "wq_down", "wq_up", "wkv_down", "wk_rope", "wk_up", "wv_up", "linear_q", "linear_k", "linear_v",
     "linear_z", "linear_out",

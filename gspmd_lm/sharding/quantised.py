@@ -53,17 +53,27 @@ class Quantised:
         return [axis for at, axis in enumerate(axes, -len(axes)) if at not in self.over]
 
 
-def quantise(x: jax.Array, letters: str, summed: str, dtype: Any, over_tokens: bool = False) -> Quantised:
+def quantise(
+    x: jax.Array, letters: str, summed: str, dtype: Any, over_tokens: bool = False, devices: tuple[str, ...] = ()
+) -> Quantised:
     """`x`, whose dimensions are `letters`, in `dtype`. What differs only in dimensions that are `summed` over shares a
     scale.
 
     A sum `over_tokens` is the gradient of a weight. Replicas of the weights share its scales, whose inverses have four
     bits, since that gradient is not quantised again. Where `x` is not finite, neither is the scale, so that a step that
-    is to be skipped is still seen.
+    is to be skipped is still seen. devices: the mesh axes that split what is `summed`, where each device has its own.
     """
     over = tuple(at for at, letter in enumerate(letters, -len(letters)) if letter in summed)
-    across = replicas() if over_tokens else ""
+    across = (*devices, *([replicas()] if over_tokens and replicas() else []))
     return _quantised(x, over, dtype, _FOUR_BITS if over_tokens else _POWER_OF_TWO, across)
+
+
+def quantise_rows(x_MC: jax.Array, matmul_dtype: str, devices: tuple[str, ...]) -> Quantised:
+    """Rows that meet the matrices of experts, with a scale for each. devices: the mesh axes that split their columns.
+
+    Gradients of outputs are E4M3 too, because kernels of GPUs multiply no E5M2 with it.
+    """
+    return quantise(x_MC, "MC", "C", EIGHT_BITS[matmul_dtype], devices=devices)
 
 
 def at_rest(w: jax.Array, over: tuple[int, ...], dtype: Any) -> Quantised:
@@ -71,8 +81,10 @@ def at_rest(w: jax.Array, over: tuple[int, ...], dtype: Any) -> Quantised:
     return _quantised(w, over, dtype, _ALL)
 
 
-def _quantised(x: jax.Array, over: tuple[int, ...], dtype: Any, kept_bits: int, across: str = "") -> Quantised:
-    """`across`: the name of a vmapped axis whose members share scales."""
+def _quantised(
+    x: jax.Array, over: tuple[int, ...], dtype: Any, kept_bits: int, across: tuple[str, ...] = ()
+) -> Quantised:
+    """`across`: the names of mapped axes whose members share scales."""
     exact = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), over)
     largest = jax.lax.pmax(largest, across) if across else largest

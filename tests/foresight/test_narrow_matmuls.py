@@ -24,16 +24,16 @@ ROWS, SEQ, D, LAYERS = 8, 512, 1024, 4
 MATRICES = 4 * D * D + 3 * D * 4 * D  # elements of a layer
 
 
-def config_of(dtype):
+def config_of(dtype, *more):
     sizes = {"layers": LAYERS, "embed": D, "heads": 8, "kv_heads": 8, "head_dim": 128, "mlp": 4 * D, "context": SEQ,
              "compute_dtype": "bfloat16"}  # fmt: skip
     rows = [f"data.batch={ROWS}", f"data.seq={SEQ}"]
     kind = [f"model.matmul_dtype={dtype}"] if dtype else []
-    return configs.load("tiny", [*(f"model.{name}={size}" for name, size in sizes.items()), *rows, *kind])
+    return configs.load("tiny", [*(f"model.{name}={size}" for name, size in sizes.items()), *rows, *kind, *more])
 
 
-def floor_of(dtype, chip):
-    config, rules = config_of(dtype), rules_file.load("fsdp8").fill(8)
+def floor_of(dtype, chip, *more):
+    config, rules = config_of(dtype, *more), rules_file.load("fsdp8").fill(8)
     arrays = state.arrays(config)
     built = step.build_step(config, rules, arrays, jax.devices()[:8])
     recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
@@ -51,6 +51,14 @@ def test_the_floor_of_a_step():
     gathered = 2 * MATRICES * LAYERS * 7 / 8  # forward and backward; a byte less for each element
     scales_bytes = usual.communication_bytes - found.communication_bytes - gathered
     assert -0.02 * gathered < scales_bytes < 0
+
+
+def test_the_gradients_of_experts_matrices_are_no_products_of_8_bits():
+    """Of three products, two are twice as fast."""
+    experts = [f"model.{one}" for one in ("experts=8", "experts_per_token=2", f"expert_mlp={4 * D}")]
+    usual, found = floor_of(None, "v5p", *experts), floor_of("int8", "v5p", *experts)
+    products = 6 * 4 * D * D + 4 * 2 * 3 * D * 4 * D  # of a token and layer: in attention all three
+    assert usual.compute_s - found.compute_s == pytest.approx(products * LAYERS * ROWS * SEQ / 8 / 918e12)
 
 
 def test_a_plan_prices_products_by_their_operands(monkeypatch):
@@ -80,6 +88,13 @@ ENTRY %main (x: f8e4m3fn[8192,4096], w: f8e4m3fn[4096,16384]) -> bf16[8192,16384
   ROOT %f = bf16[8192,16384]{{1,0}} fusion(%x, %w), kind=kOutput, calls=%inner, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}
 }}
 """  # noqa: E501
+
+
+def test_the_largest_number_is_no_estimate():
+    text = FUSION.format(dtype="bf16", cycles=2**63 - 1)
+    assert hlo.parse(text).entry.root.estimated_cycles is None
+    found = op_time.op_time(hlo.parse(text).entry.root, CHIPS["v6e"])
+    assert found.seconds == pytest.approx(2 * 8192 * 4096 * 16384 / CHIPS["v6e"].peak_bf16_flops_per_s, rel=0.3)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,12 @@ from gspmd_lm.train import state
 from tests.convert import ours, references
 
 LATENT = {"latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
 LAYOUTS = [
-    ("fsdp2_tp4", "int8", LATENT),
+    ("fsdp2_tp4", "int8", LATENT | EXPERTS),
     *(pytest.param(*one, marks=pytest.mark.slow)
       for one in (("tp8", "int8", {}), ("fsdp8", "int8", {}), ("tp8", "fp8", LATENT), ("fsdp2_tp4", "fp8", {}),
+                  ("expert4", "fp8", EXPERTS),
                   ("fsdp8", "fp8", LATENT))),
 ]  # fmt: skip
 
@@ -103,8 +105,6 @@ def test_what_is_not_supported_is_refused(small):
     config = small(weight_dtype="int8")
     with pytest.raises(InputError, match=r"weight_dtype: int8: weights of 8 bits are not trained(.|\n)*fix   --set"):
         state.arrays(config)
-    with pytest.raises(ValueError, match="experts do not go with weight_dtype: int8"):
-        small(weight_dtype="int8", experts=4, experts_per_token=2)
     with pytest.raises(ValueError, match="matmul_dtype: fp8 does not go with weight_dtype: int8"):
         small(weight_dtype="int8", matmul_dtype="fp8")
 

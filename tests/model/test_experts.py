@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from gspmd_lm.foresight import hlo
+from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.cache import empty_cache
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
@@ -18,6 +20,7 @@ from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.moe import Experts, balanced
 from gspmd_lm.model.transformer import decode, extend, init
+from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
 
@@ -45,7 +48,7 @@ def alone(module, x):
 def test_grouped_products(rows, kernel, monkeypatch):
     """Experts without rows, and rows after those of the last expert, are among them. megablox is interpreted."""
     if kernel == "megablox":
-        monkeypatch.setattr(kernels, "_blocks", lambda x, w, s, how: kernels._megablox(x, w, s, "FD" in how, True))
+        monkeypatch.setattr(kernels, "_blocks", lambda x, w, s, how, _: kernels._megablox(x, w, s, "FD" in how, True))
         monkeypatch.setattr(kernels, "_outer_blocks", lambda x, y, s: kernels._megablox_outer(x, y, s, True))
     rng = np.random.default_rng(rows)
     x, w = rng.normal(size=(rows, 5)).astype("f4"), rng.normal(size=(4, 5, 3)).astype("f4")
@@ -89,11 +92,83 @@ def test_grouped_products_of_triton(rows, columns, monkeypatch):
     kept = jnp.arange(rows)[:, None] < sizes.sum()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=0.3)  # bfloat16, of sums up to 60
     for x_MD, transposed in ((x, False), (dy, True)):
-        found = kernels._triton(x_MD, w, sizes, transposed, interpret=True)
+        found = kernels._triton(x_MD, w, (), sizes, transposed, x.dtype, interpret=True)
         wanted = grouped(x_MD, w, sizes, transposed=transposed).astype("float32")
         close(jnp.where(kept, found, 0).astype("float32"), wanted)
     found = kernels._triton_outer(x, dy, sizes, interpret=True)
     close(found.astype("float32"), outer(x, dy, sizes).astype("float32"))
+
+
+@pytest.mark.parametrize("kernel", ["blocks", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tpu", "gpu"))])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
+    """Of rows and weights of 8 bits, of rows that are wider, and of weights whose scales are in the rows already.
+
+    Kernels are interpreted. A tile of a TPU's, here of 16 x 16 x 8, reaches past the last of 40 columns.
+    """
+    rows, D, F = 50, 40, 16
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(rows, D)).astype("f4"), rng.normal(size=(3, D, F)).astype("f4")
+    sizes = jnp.asarray([20, 0, 25], jnp.int32)
+    small_x = quantised.quantise(jnp.asarray(x), "MD", "D", dtype)
+    small_w = quantised.at_rest(jnp.asarray(w), (-2,), dtype)
+    exact_x = np.asarray(small_x.values, "f8") * np.asarray(small_x.scale)[:, None]
+    exact_w = np.asarray(small_w.values, "f8") * np.asarray(small_w.scale)[:, None]
+    expert = np.repeat([0, 2, 2], [20, 25, rows - 45])
+    if kernel != "blocks":
+        monkeypatch.setattr(kernels, "_tile", lambda *_: (16, 16, 8))
+        monkeypatch.setattr(kernels, "platform", lambda: kernel)
+        monkeypatch.setattr(kernels, "device_kind", lambda: "NVIDIA H100" if kernel == "gpu" else "TPU v5")
+        monkeypatch.setattr(grouped_gpu, "takes", lambda *_: True)
+        for name in ("_eight_bits", "_triton"):
+            monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    with jax.default_matmul_precision("highest"):
+        both, wide = grouped(small_x, small_w, sizes), grouped(jnp.asarray(x), small_w, sizes)
+        back = grouped(small_x, small_w.values.mT, sizes, transposed=True)
+    values_w = np.asarray(small_w.values, "f8")
+    for found, of_x, of_w in ((both, exact_x, exact_w), (wide, x, exact_w), (back, exact_x, values_w)):
+        wanted = np.einsum("MD,MDF->MF", of_x, of_w[expert])
+        wanted[45:] = 0
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    plain = np.einsum("MD,MDF->MF", x, w[expert])[:45]
+    error = np.linalg.norm(both[:45] - plain) / np.linalg.norm(plain)
+    assert 0.003 < error < 2**0.5 * (0.02 if dtype == jnp.int8 else 0.04)  # that of two operands: test_quantised.py
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("v5p:2x2x1", jnp.int8), ("v6e:2x2", jnp.int8), ("tpu7x:2x2x1", jnp.float8_e4m3fn),
+                          ("h100:1", jnp.int8), ("h100:1", jnp.float8_e4m3fn)])  # fmt: skip
+def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
+    """For hardware that is not here. Weights and rows of 8 bits are read as they are, and wider rows with weights of 8
+    bits too, so that no copy of the weights is made."""
+    where = targets.parse(target)
+    one = jax.sharding.SingleDeviceSharding(targets.devices(where)[0])
+    monkeypatch.setattr(kernels, "platform", lambda: where.platform)
+    monkeypatch.setattr(kernels, "device_kind", lambda: where.chip.kinds[0])
+    (M, D, F, E), wide = (512, 256, 384, 4), jnp.bfloat16
+
+    def made(dtypes, transposed):
+        shapes = (M, D), (M,), (E, F, D) if transposed else (E, D, F), (E, F), (E,)
+        kinds = (dtypes[0], jnp.float32, dtypes[1], jnp.float32, jnp.int32)
+        args = [jax.ShapeDtypeStruct(shape, kind, sharding=one) for shape, kind in zip(shapes, kinds, strict=True)]
+
+        def product(x, scale_M, w, scale_EF, sizes):
+            rows = quantised.Quantised(x, scale_M, (-1,), wide) if x.dtype == dtype else x
+            return grouped(rows, quantised.Quantised(w, scale_EF, (-2,), wide), sizes, transposed)
+
+        name = "cuda" if where.platform == "gpu" else where.platform
+        module = hlo.parse(jax.jit(product).trace(*args).lower(lowering_platforms=(name,)).compile().as_text())
+        (call,) = (
+            one for one in module.instructions if one.opcode == "custom-call" and one.shape.arrays[0].dtype == "bf16"
+        )
+        arrays = [operand.shape.arrays[0] for operand in call.operands]
+        return [array.dtype for array in arrays if len(array.dimensions) > 1 and array.dimensions[-1] in (D, F)][:2]
+
+    narrow = {"int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[jnp.dtype(dtype).name]
+    for transposed in (False, True):
+        assert made((dtype, dtype), transposed) == [narrow, narrow]
+        assert made((wide, dtype), transposed) == ["bf16", narrow]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (8, 2), (19, 4)])

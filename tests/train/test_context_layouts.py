@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm.config import AttentionTemperature, LinearAttention
+from gspmd_lm.config import AttentionTemperature, LatentAttention, LinearAttention
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
@@ -64,6 +64,39 @@ def test_a_form_changes_nothing_and_sends_the_least(form, same):
     for c in found:
         sent[c.kind, c.elements] = sent.get((c.kind, c.elements), 0) + c.times
     assert {(kind, elements, times) for (kind, elements), times in sent.items()} == SENT[form]
+
+
+LATENT = {
+    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+    "kv_heads": 8,
+}  # fmt: skip
+
+
+def latent_rules():
+    weights, kept = {"embed": ["fsdp", "context"]}, {"save": ["attention_out"]}
+    return rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights=weights, remat=kept)
+
+
+def test_of_latent_attention_the_vectors_are_gathered_that_keys_are_made_from(settings, built):
+    """16 and 2 numbers for each token, not 6 + 4 for each of its heads; and their gradients are a reduce-scatter."""
+    found = count(built(settings(**LATENT), latent_rules()).lower_train().compile().as_text())
+    sent = {}
+    for c in found:
+        if "attention" in c.op_name and "keys" in c.op_name and c.dtype == "f32":
+            sent[c.kind, c.elements] = sent.get((c.kind, c.elements), 0) + c.times
+    here = B // 2 * (T // 4)
+    both = {}
+    for width in (16, 2):
+        both |= {("all-gather", 4 * here * width): 2 * L, ("reduce-scatter", here * width): L}
+    assert sent == both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "context": 4}, {"context": 4, "tensor": 2}])
+def test_latent_attention_whose_vectors_are_gathered_stays_the_same(mesh, same):
+    """With packed documents, dropout and blocks that are computed again."""
+    rules = {"batch": "fsdp"} if "fsdp" in mesh else {name: TENSOR[name] for name in ("heads", "mlp", "vocab")}
+    same(rules_of("gather", mesh, rules, remat="block"), **LATENT)
 
 
 TWO_KINDS = {"layer_pattern": ("sliding", "chunked"), "sliding_window": 7, "attention_chunk": 5}

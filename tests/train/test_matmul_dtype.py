@@ -50,12 +50,19 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp":
     [("int8", EXPERTS | LATENT), ("fp8", {}), pytest.param("fp8", EXPERTS, marks=pytest.mark.slow)],
 )
 def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, built):
-    """Those of attention and of MLPs; the loss, attention itself, routers and routed experts stay as they are."""
+    """Those of attention, of MLPs and of routed experts; the loss, attention itself and routers stay as they are.
+
+    The gradient of an expert's matrix does too. A row finds the scales of its expert in products with zeros and ones.
+    """
     made = products(built(eight(small, dtype, **more), "single").trace_train().jaxpr.jaxpr)
     usual = products(built(small(optimizer=UNCLIPPED, **more), "single").trace_train().jaxpr.jaxpr)
     weights = WEIGHTS + 3 if "latent_attention" in more else WEIGHTS
     wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(weights))
     wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * weights
+    if "experts" in more:
+        wanted += Counter({PRODUCTS[dtype][0]: 2 * 3})  # no E5M2
+        wanted[("float32", "float32")] += 6 - 2 * 3
+        wanted[("bfloat16", "bfloat16")] = 3
     assert made == wanted
 
 
@@ -76,6 +83,24 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
     alone = course(config, "single", STEPS, unroll=1)
     exact = 1e-5 if (layout, dtype) in SOME else ONE_ROUNDED
     agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
+
+
+OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
+PARTS_OF_MATRICES = {
+    "mesh": {"data": 2, "expert": 2, "tensor": 2},
+    "rules": {"batch": "data", "expert": "expert", "mlp": "tensor"},
+}
+OTHERS = [pytest.param(*one, marks=pytest.mark.slow) for one in (
+    ("fsdp_expert8", "fp8", OF_EXPERTS), ("fsdp8", "int8", OF_EXPERTS), (PARTS_OF_MATRICES, "int8", OF_EXPERTS),
+    (PARTS_OF_MATRICES, "fp8", OF_EXPERTS), ("cp8", "int8", LATENT))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "dtype", "model"), [("fsdp_expert8", "int8", OF_EXPERTS), *OTHERS])
+def test_a_layout_changes_nothing_of_experts_and_of_latent_attention(layout, dtype, model, small, course):
+    config = eight(small, dtype, **model)
+    rules = layout if isinstance(layout, str) else rules_file.from_dict(layout, "here.yaml")
+    alone = course(config, "single", unroll=1)
+    agree(course(config, rules), alone, atol=1e-5 if model is OF_EXPERTS else 1e-4, gradients=ONE_ROUNDED)
 
 
 @pytest.mark.parametrize("layout", ["single", "dp8"])

@@ -109,9 +109,12 @@ class Instruction:
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate of the cycles of a TPU fusion; None for other instructions."""
+        """The compiler's estimate of the cycles of a TPU fusion; None for other instructions.
+
+        libtpu says the largest number of 64 bits where it cannot tell (0.0.42.1).
+        """
         cycles = self.config.get("window_config", {}).get("estimated_cycles", self.config.get("estimated_cycles"))
-        return None if cycles is None else int(cycles)
+        return None if cycles is None or int(cycles) == 2**63 - 1 else int(cycles)
 
     @functools.cached_property
     def cost_estimate(self) -> tuple[float, float] | None:

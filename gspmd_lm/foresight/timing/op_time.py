@@ -172,9 +172,9 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 
 
 def _arrays(call: Instruction) -> list[Array]:
-    """The operands and results of a kernel that are no whole numbers."""
+    """The operands and results of a kernel that are multiplied or added up: of whole numbers, those of 8 bits."""
     arrays = (array for one in (*call.operands, call) for array in one.shape.arrays)
-    return [array for array in arrays if not array.dtype.startswith(("s", "u"))]
+    return [array for array in arrays if array.dtype == "s8" or not array.dtype.startswith(("s", "u"))]
 
 
 def _matmul_time(instruction: Instruction, chip: Chip, operations: float) -> OpTime:

@@ -11,6 +11,7 @@ order: each token takes its place in the row along.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,28 @@ def keys_spec(array: str, of_memory: bool = False) -> str:
     """
     split_tokens = sequence().num_shards > 1 and not of_memory
     return f"{array}: batch {'seq' if split_tokens else 'kv_seq'} kv_heads head_dim"
+
+
+def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], batch: dict[str, jax.Array]) -> Any:
+    """Specs and arrays of what the keys of tokens are made from, where devices gather it in place of the keys.
+
+    Of n devices that share a row, each then makes the keys of all its tokens. So an array has n times as many tokens as
+    before, and the shard of each device is the whole row, in the order of the text.
+    """
+    over = sequence()
+    if not over.over or arrays[0].shape[1] == 1 or _form(batch) != "gather":
+        return specs, arrays
+    if over.num_shards == 1:  # where nothing runs
+        specs = [spec.replace(" seq", " kv_seq") for spec in specs]
+        return specs, [shard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+    whole = functools.partial(_whole, over, "places" in batch)
+    return specs, per_device(lambda *local: tuple(whole(x[None])[0] for x in local), specs, specs)(*arrays)
+
+
+def _form(batch: dict[str, jax.Array]) -> str:
+    """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`."""
+    form = context()
+    return "gather" if form == "ring" and "places" not in batch else form
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
@@ -87,7 +110,8 @@ def attend(
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
     With a slot in the batch, a single token of each row attends to the row's cache. A row that is not in zigzag,
-    such as a prompt, has no order that a ring could go round in: its keys are gathered.
+    such as a prompt, has no order that a ring could go round in: its keys are gathered. Each device may have the keys
+    of whole rows already: see `gathered_early`.
     """
     k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
     if cfg.reads:
@@ -95,13 +119,13 @@ def attend(
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
-    form = context() if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
+    form = _form(batch)
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
-    elif form == "ring" and "places" in batch:
+    elif form == "ring":
         from gspmd_lm.model.kernels import ring
 
         local = functools.partial(ring.attend, **how)
@@ -146,7 +170,9 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
     """Attention of a device's queries to all keys. The keys' gradients are the transpose of the gather."""
 
     gather: Any = functools.partial(_whole, over, zigzag)
-    if k_BTKH.shape == v_BTKH.shape:
+    if k_BTKH.shape[1] > q_BTNH.shape[1]:
+        k_BSKH, v_BSKH = k_BTKH, v_BTKH
+    elif k_BTKH.shape == v_BTKH.shape:
         k_BSKH, v_BSKH = gather(jnp.stack([k_BTKH, v_BTKH]))
     else:
         k_BSKH, v_BSKH = (gather(x_BTKH[None])[0] for x_BTKH in (k_BTKH, v_BTKH))

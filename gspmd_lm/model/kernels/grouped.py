@@ -6,36 +6,77 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.hardware.chips import KERNEL_MEMORY_BYTES, chip_of
-from gspmd_lm.model.kernels import grouped_gpu
+from gspmd_lm.model.kernels import grouped_gpu, grouped_tpu
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.sharding.annotate import device_kind, platform
+from gspmd_lm.sharding.quantised import Quantised, dtype_of_sums
 
 BLOCK = 256  # the most rows of a block of the plain form
 MOST_ROWS = 1024  # of any kernel's block or tile
 
+Scales = tuple[()] | tuple[jax.Array, jax.Array]
 
-def grouped(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool = False) -> jax.Array:
-    """[M, F]: the product of each row with the weights of its expert. `transposed`: they are given as [E, F, D].
 
-    The first sizes_E[0] rows belong to expert 0, and so on. Rows after those of the last expert give zeros. Which
+def grouped(
+    rows: jax.Array | Quantised, w: jax.Array | Quantised, sizes_E: jax.Array, transposed: bool = False
+) -> jax.Array:
+    """[M, F]: the product of each of M rows with the weights of its expert, [E, D, F]. `transposed`: [E, F, D].
+
+    The first sizes_E[0] rows belong to expert 0, and so on. Rows after those of the last expert give zeros. Operands
+    may be quantised, with a scale for each row and for each output of an expert; the result is then scaled. Which
     kernel runs is the platform's matter; all give the same:
 
-    - tpu: megablox, the grouped kernel that jax ships.
-    - gpu: Triton's (grouped_gpu.py), in bfloat16 and for widths that it takes.
+    - tpu: megablox, the grouped kernel that jax ships; for 8 bits, that of grouped_tpu.py.
+    - gpu: Triton's (grouped_gpu.py), in bfloat16 or 8 bits and for widths that it takes.
     - elsewhere: a loop over blocks of rows that belong to one expert. XLA would expand `jax.lax.ragged_dot` there into
       the product of all rows with all experts.
     - recorded: `jax.lax.ragged_dot`, one operation whose shapes tell what is computed.
     """
+    scales = _scales(rows, w, sizes_E, transposed)
+    dtype = next((one.dtype for one in (rows, w) if isinstance(one, Quantised)), rows.dtype)
+    rows_MD, w_EDF = (one.values if isinstance(one, Quantised) else one for one in (rows, w))
     with jax.named_scope("grouped"):
-        if platform() == "recorded":
-            y_MF = jax.lax.ragged_dot(rows_MD, w_EDF.mT if transposed else w_EDF, sizes_E)
+        if platform() == "tpu" and scales:
+            y_MF = _eight_bits(rows_MD, w_EDF, scales, sizes_E, transposed, dtype)
         elif platform() == "tpu":
             y_MF = _megablox(rows_MD, w_EDF, sizes_E, transposed)
-        elif platform() == "gpu" and grouped_gpu.takes(w_EDF.dtype, *w_EDF.shape[1:]):
-            y_MF = _triton(rows_MD, w_EDF, sizes_E, transposed)
+        elif platform() == "gpu" and grouped_gpu.takes(dtype, *w_EDF.shape[1:]):
+            y_MF = _triton(rows_MD, w_EDF, scales, sizes_E, transposed, dtype)
         else:
-            y_MF = _blocks(rows_MD, w_EDF, sizes_E, "mD,FD->mF" if transposed else "mD,DF->mF")
+            w_EDF = w_EDF if rows_MD.dtype.itemsize == w_EDF.dtype.itemsize else w_EDF.astype(rows_MD.dtype)
+            sums = dtype_of_sums(rows_MD, dtype)
+            if platform() == "recorded":
+                y_MF = jax.lax.ragged_dot(rows_MD, w_EDF.mT if transposed else w_EDF, sizes_E, None, sums)
+            else:
+                y_MF = _blocks(rows_MD, w_EDF, sizes_E, "mD,FD->mF" if transposed else "mD,DF->mF", sums)
+            if scales:  # what is recorded does not run, so that the scales of any expert will do
+                scale_M, scale_EF = scales
+                of_M = scale_EF[:1] if platform() == "recorded" else of_rows(scale_EF, sizes_E, len(rows_MD))
+                y_MF = (y_MF * scale_M[:, None] * of_M).astype(dtype)
         return jnp.where(jnp.arange(len(rows_MD))[:, None] < sizes_E.sum(), y_MF, 0)
+
+
+def _scales(rows, w, sizes_E: jax.Array, transposed: bool) -> Scales:
+    """The scales of rows, [M], and of the outputs of experts, [E, F], which are 1 for the operand that has none.
+
+    () where neither is quantised.
+    """
+    if not isinstance(rows, Quantised) and not isinstance(w, Quantised):
+        return ()
+    outputs = w.shape[1 if transposed else 2]
+    scale_EF = w.scale if isinstance(w, Quantised) else jnp.ones((len(sizes_E), outputs))
+    return (rows.scale if isinstance(rows, Quantised) else jnp.ones(rows.shape[0])), scale_EF
+
+
+def of_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+    """What the expert of each row has in `b_EF`, [M, F]; zeros for rows without an expert."""
+    return jnp.einsum("ME,EF->MF", hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
+
+
+def hot(sizes_E: jax.Array, rows: int, dtype: jnp.dtype) -> jax.Array:
+    """[M, E]: 1 for the expert of each row."""
+    ends_E, at_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
+    return ((at_M1 < ends_E) & (at_M1 >= ends_E - sizes_E)).astype(dtype)
 
 
 def outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -55,8 +96,8 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def _blocks(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, equation: str) -> jax.Array:
-    """`grouped` as a loop over blocks of rows. Each block reads the weights of one expert.
+def _blocks(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, equation: str, dtype: jnp.dtype) -> jax.Array:
+    """`grouped` in `dtype` as a loop over blocks of rows. Each block reads the weights of one expert.
 
     A block may reach into the rows of the next expert, whose own blocks come later and write these rows again.
     """
@@ -65,7 +106,8 @@ def _blocks(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, equation: 
 
     def product(expert: jax.Array, start: jax.Array) -> jax.Array:
         x_mD = jax.lax.dynamic_slice_in_dim(padded_MD, start, block)
-        return jnp.einsum(equation, x_mD, jax.lax.dynamic_index_in_dim(w_EDF, expert, keepdims=False))
+        w_DF = jax.lax.dynamic_index_in_dim(w_EDF, expert, keepdims=False)
+        return jnp.einsum(equation, x_mD, w_DF, preferred_element_type=dtype)
 
     def write(y_MF: jax.Array, at) -> tuple[jax.Array, None]:
         expert, start, _ = at
@@ -107,6 +149,23 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
     return y_MF[: len(rows_MD)]
 
 
+def _eight_bits(
+    rows_MD,
+    w_EDF,
+    scales: tuple[jax.Array, jax.Array],
+    sizes_E,
+    transposed: bool,
+    dtype: jnp.dtype,
+    interpret: bool = False,
+):
+    """`grouped` of 8 bits on TPUs. The rows after those of the last expert are not written."""
+    inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
+    tile = _tile(len(rows_MD), inner, columns, w_EDF.dtype.itemsize, device_kind())
+    padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
+    y_MF = grouped_tpu.product(padded_MD, w_EDF, scales, sizes_E, tile, transposed, dtype, interpret)
+    return y_MF[: len(rows_MD)]
+
+
 def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """`outer` by megablox."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
@@ -116,11 +175,13 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
 
-def _triton(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool = False):
+def _triton(rows_MD, w_EDF, scales: Scales, sizes_E, transposed: bool, dtype: jnp.dtype, interpret: bool = False):
     """`grouped` by Triton. The rows after those of the last expert are not written."""
+    if rows_MD.dtype.itemsize > w_EDF.dtype.itemsize and not grouped_gpu.converts(w_EDF.dtype, device_kind()):
+        w_EDF = w_EDF.astype(rows_MD.dtype)
     block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
     padded_MD, columns = _padded(_wide(rows_MD, 1), block), w_EDF.shape[1 if transposed else 2]
-    y_MF = grouped_gpu.product(padded_MD, _wide(w_EDF, 2), blocks, block, transposed, interpret)
+    y_MF = grouped_gpu.product(padded_MD, _wide(w_EDF, 2), scales, blocks, block, transposed, dtype, interpret)
     return y_MF[: len(rows_MD), :columns]
 
 
@@ -140,7 +201,7 @@ def _tile(
     the widest matrix units, as for `outer`, which reads no weights. Otherwise weights are read again for each tile of
     rows. Then a tile has more rows, so that this takes no longer than the products.
     """
-    chip = chip_of(kind)
+    chip, itemsize = chip_of(kind), max(itemsize, 2)  # operands of 8 bits may meet wider ones
     room = (chip.kernel_memory_bytes if chip else KERNEL_MEMORY_BYTES) // KERNEL_MEMORY_BYTES
     side, whole, weights = 2048 // itemsize, -(-int(inner) // LANES) * LANES, room * 2**22 // itemsize
     least, sides = 256, (_side(inner, side), _side(columns, room * side))
@@ -173,7 +234,8 @@ def work(
         moved = inner_tiles * column_tiles * visited * tile_rows * sum(sides) + experts * inner * columns
     else:
         read = column_tiles * inner_tiles * sides[0] * sides[1] * (experts if inner_tiles == 1 else visited)
-        moved = read + column_tiles * visited * tile_rows * inner_tiles * sides[0] + rows * columns
+        result = rows * columns * max(itemsize, 2) / itemsize  # no result has 8 bits
+        moved = read + column_tiles * visited * tile_rows * inner_tiles * sides[0] + result
     return rows * inner * columns / computed, moved * itemsize
 
 

@@ -6,30 +6,58 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.hardware.chips import chip_of
+
 INNER, LINES, COLUMNS = 64, 128, 256  # of a tile, at most
 TOGETHER = 8  # rows of tiles that are computed side by side, so that the weights they share stay in the cache
 LEAST = 16  # the smallest side of a product that tensor cores take
+FLOAT8 = (8, 9)  # the compute capability from which GPUs have float8
 
 Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
 
 
 def takes(dtype: jnp.dtype, *sides: int) -> bool:
-    """Whether the kernels here can multiply matrices of experts with these sides, narrow ones made as wide as LEAST."""
+    """Whether the kernels here can multiply matrices of experts with these sides, narrow ones made as wide as LEAST.
+
+    dtype: of what they give.
+    """
     return dtype == jnp.bfloat16 and all(math.gcd(max(side, LEAST), COLUMNS) >= LEAST for side in sides)
 
 
-def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, transposed: bool, interpret=False):
-    """[M, F]: each row times the weights of its expert. Rows of no block are not written.
+def converts(dtype: jnp.dtype, kind: str) -> bool:
+    """Whether kernels on devices of a `kind` can widen weights of this dtype: LLVM aborts for float8 on older GPUs."""
+    chip = chip_of(kind)
+    return dtype == jnp.int8 or bool(chip and chip.gpu and chip.gpu.compute_capability >= FLOAT8)
 
-    `padded_MD` has `block` rows behind those of the last block.
+
+def product(
+    padded_MD: jax.Array,
+    w_EDF: jax.Array,
+    scales: tuple[()] | tuple[jax.Array, jax.Array],
+    blocks: Blocks,
+    block: int,
+    transposed: bool,
+    dtype: jnp.dtype,
+    interpret: bool = False,
+) -> jax.Array:
+    """[M, F] in `dtype`: each row times the weights of its expert. Rows of no block are not written.
+
+    `padded_MD` has `block` rows behind those of the last block. scales: those of operands of 8 bits, without padding.
+    Rows may be wider than weights.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     D, F = w_EDF.shape[1:][::-1] if transposed else w_EDF.shape[1:]
     inner, columns = math.gcd(D, INNER), math.gcd(F, COLUMNS)
+    if scales:
+        scale_M, scale_EF = scales
+        missing = len(padded_MD) - len(scale_M), F - scale_EF.shape[1]
+        scales = jnp.pad(scale_M, (0, missing[0])), jnp.pad(scale_EF, ((0, 0), (0, missing[1]))).reshape(-1)
+    sums = jnp.int32 if padded_MD.dtype == w_EDF.dtype == jnp.int8 else jnp.float32
 
-    def kernel(expert, first, after, x, w, y):
+    def kernel(expert, first, after, x, w, *scales_and_y):
+        *scales, y = scales_and_y
         at, number = tile_at(pl.program_id(0), len(blocks[0]), F // columns)
         column = pl.ds(number * columns, columns)
         e, start, stop = expert[at], first[at], after[at]
@@ -39,18 +67,23 @@ def product(padded_MD: jax.Array, w_EDF: jax.Array, blocks: Blocks, block: int, 
             part = pl.ds(i * inner, inner)
             x_mD = triton.load(x.at[rows, part], mask=mask_m1, other=0.0)
             w_DF = triton.load(w.at[e, column, part]).T if transposed else triton.load(w.at[e, part, column])
+            w_DF = w_DF if x.dtype.itemsize == w.dtype.itemsize else w_DF.astype(x.dtype)
             return total_mF + triton.dot(x_mD, w_DF)
 
         turns = D // inner * (start < stop).astype(jnp.int32)
-        y_mF = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, columns), jnp.float32))
+        y_mF = jax.lax.fori_loop(0, turns, add, jnp.zeros((block, columns), sums))
+        if scales:
+            scale_m = triton.load(scales[0].at[rows], mask=start + jnp.arange(block) < stop, other=0.0)
+            scale_F = triton.load(scales[1].at[pl.ds(e * F + number * columns, columns)])
+            y_mF = y_mF.astype(jnp.float32) * scale_m[:, None] * scale_F
         triton.store(y.at[rows, column], y_mF.astype(y.dtype), mask=mask_m1)
 
-    shape = jax.ShapeDtypeStruct((len(padded_MD), F), padded_MD.dtype)
+    shape = jax.ShapeDtypeStruct((len(padded_MD), F), dtype)
     call = pl.pallas_call(
         kernel, shape, grid=(len(blocks[0]) * (F // columns),), interpret=interpret, name="grouped",
         compiler_params=triton.CompilerParams(num_warps=4 if block <= 64 else 8, num_stages=3),
     )  # fmt: skip
-    return call(*(x.astype(jnp.int32) for x in blocks), padded_MD, w_EDF)
+    return call(*(x.astype(jnp.int32) for x in blocks), padded_MD, w_EDF, *scales)
 
 
 def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interpret=False) -> jax.Array:
