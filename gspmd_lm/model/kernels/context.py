@@ -119,10 +119,10 @@ def attend(
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
+    form = _form(batch) if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
-    form = _form(batch)
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
     elif form == "ring":
