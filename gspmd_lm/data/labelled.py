@@ -158,7 +158,8 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
     except (TypeError, ValueError):
         pass
     wanted = "a finite number" if data.label_kind == "number" else "a text or a number"
-    raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out")
+    several = ", or --set data.label_kind=classes, where a text has several" if isinstance(label, list) else ""
+    raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out{several}")
 
 
 def ordered(found: Collection[str]) -> tuple[str, ...]:
