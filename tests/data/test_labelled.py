@@ -225,7 +225,7 @@ def test_a_stopped_build_goes_on(folder, monkeypatch):
         ({"label": None}, {}, r"a\.jsonl:61: label is empty: there is no label\n  fix "),
         ({"label": ""}, {}, r"a\.jsonl:61: label is empty"),
         ({"label": float("nan")}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label is empty"),
-        ({"label": [1]}, {}, r"label=\[1\] is not a text or a number(.|\n)*label_kind=classes"),
+        ({"label": [1]}, {}, r"a\.jsonl:61: label=\[1\] is not a text or a number(.|\n)*label_kind=classes"),
         ({"label": "x"}, {"label_kind": "classes"}, r"a\.jsonl:1: label='no' is not a list of classes\n  fix "),
         ({"label": "x"}, {"label_kind": "number"}, r"a\.jsonl:1: label='no' is not a finite number\n  fix "),
         ({"label": True}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=True is not a finite"),
