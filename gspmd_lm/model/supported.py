@@ -390,11 +390,12 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         problems.append(Problem(message, place, fix))
     sides = [size // rules.num_shards(rules.split("rules", path, axis))
              for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
-    if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides):
-        narrow = model.compute_dtype == "bfloat16"
-        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of 16)"
+    rows = jnp.dtype(jnp.int8 if model.matmul_dtype == "int8" else model.compute_dtype)
+    if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides, rows=rows):
+        narrow, multiple = model.compute_dtype == "bfloat16", grouped_gpu.least(rows)
+        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of {multiple})"
         lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
-        fix = "use multiples of 16" if narrow else "--set model.compute_dtype=bfloat16"
+        fix = f"use multiples of {multiple}" if narrow else "--set model.compute_dtype=bfloat16"
         message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
         problems.append(Problem(message, row.place if row else rules.path, fix, warning=True))
     return problems

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.model.kernels import grouped
+from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.plan.operations import AttentionOp, MoveOp, Op, OpGraph
 from gspmd_lm.plan.traces import Shards
@@ -70,7 +70,9 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
             kernels = [grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
                        for side, outer in sides]  # fmt: skip
-        peaks = [peak, peak, min(peak, chip.peak_bf16_flops_per_s) if op.grouped else peak]  # see moe_dispatch.py
+        wide = min(peak, chip.peak_bf16_flops_per_s) if op.grouped else peak  # see moe_dispatch.py
+        peak = wide if op.dtype == "f8e4m3fn" and grouped_gpu.widens_float8(chip.kinds[0]) else peak
+        peaks = [peak, peak, wide]
         passes = list(zip((y, x, w), kernels, peaks, strict=True))
         forward_s, *backward_s = (
             launch_s

@@ -150,12 +150,17 @@ class Transfers(abc.ABC):
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
-    def sharding_of_queries(self, keys: Node) -> Sharding:
-        """The sharding of the queries that read keys or values; empty for other activations."""
+    def queries_of(self, keys: Node) -> Node | None:
+        """The queries that read keys or values; None for other activations."""
         if not keys.placed or "kv_seq" not in keys.placed.axes:
-            return {}
+            return None
         queries = [node for node in self.graph.combined_with(keys) if node.placed and "seq" in node.placed.axes]
-        return self.sharding(queries[0]) if queries else {}
+        return queries[0] if queries else None
+
+    def sharding_of_queries(self, keys: Node) -> Sharding:
+        """Their sharding; empty for other activations."""
+        queries = self.queries_of(keys)
+        return self.sharding(queries) if queries else {}
 
     def is_head(self, matmul: Matmul) -> bool:
         """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
@@ -253,7 +258,7 @@ class AnyModelTransfers(Transfers):
 
     Nothing is known but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul that
     sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
-    but for what `gathered` and `reduced` of matmuls.py move.
+    but for what `gathered` and `reduced` of matmuls.py move, and for keys and values that all queries read.
     """
 
     def add_model(self) -> None:
@@ -268,6 +273,7 @@ class AnyModelTransfers(Transfers):
         readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
         for matmul in self.graph.matmuls:
             self.add_output_side(matmul, written)
+            self.add_keys(matmul)
             readers[matmul.input].append(matmul)
         for x, matmuls in readers.items():
             source = self.graph.gathered_from(x)
@@ -304,6 +310,30 @@ class AnyModelTransfers(Transfers):
         recomputed = not kept and self.has_gradient(y) and self.is_in_block(matmul.node)
         for _ in range(2 if recomputed and self.read_in_same_block(destination) else 1):
             self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
+
+    def add_keys(self, matmul: Matmul) -> None:
+        """Adds what keys and values move whose queries are split over their sequence: each query reads all of them.
+
+        With ulysses, a device has all tokens of some heads instead. Queries go there as keys do, and results, which are
+        as large as queries, come back as values do.
+        """
+        y, split = matmul.output, self.sharding(matmul.input).get("seq", ())
+        queries = self.queries_of(y) if y else None
+        if not y or not queries or not (query_axes := mesh_axes(self.sharding(queries), "seq")):
+            return
+        passes = 1 + (self.has_gradient(y) and self.is_in_block(matmul.node))
+        of_own, of_all = ({**self.sharding(y), "seq": axes} for axes in (split, ()))
+        if self.rules.context == "ulysses" and split:
+            for node, heads in ((y, "kv_heads"), (queries, "heads")):
+                own = {**self.sharding(node), "seq": split}
+                by_heads = {**own, "seq": (), heads: (*own.get(heads, ()), *split)}
+                for _ in range(passes + self.has_gradient(y)):
+                    self.transfer(node.bytes, own, by_heads, times=node.trip_count)
+            return
+        for _ in range(passes):
+            self.transfer(y.bytes, of_own, of_all, times=y.trip_count)
+        if self.has_gradient(y):
+            self.transfer(y.bytes, of_all, of_own, query_axes, times=y.trip_count)
 
     def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
         """Adds the gradients of matmuls that have one input.

@@ -86,6 +86,8 @@ def test_grouped_products_of_triton(rows, columns, monkeypatch):
     for name in ("product", "outer"):
         monkeypatch.setattr(grouped_gpu, name, functools.partial(checked, getattr(grouped_gpu, name)))
     assert grouped_gpu.takes(jnp.bfloat16, 96, columns) and not grouped_gpu.takes(jnp.bfloat16, 96, 24)
+    for side in (16, 176):  # rows of int8 in tiles of 16 inner columns would be multiplied twice
+        assert grouped_gpu.takes(jnp.bfloat16, 96, side, rows=jnp.dtype(jnp.int8)) == (side == 16)  # which is padded
     rng = np.random.default_rng(rows)
     x, w, dy = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((rows, 96), (4, 96, columns), (rows, columns)))
     sizes = jnp.asarray([rows // 2, 0, rows // 3, 1], jnp.int32)  # and rows of no expert behind them
@@ -119,7 +121,7 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
         monkeypatch.setattr(kernels, "_tile", lambda *_: (16, 16, 8))
         monkeypatch.setattr(kernels, "platform", lambda: kernel)
         monkeypatch.setattr(kernels, "device_kind", lambda: "NVIDIA H100" if kernel == "gpu" else "TPU v5")
-        monkeypatch.setattr(grouped_gpu, "takes", lambda *_: True)
+        monkeypatch.setattr(grouped_gpu, "takes", lambda *_, rows: True)
         for name in ("_eight_bits", "_triton"):
             monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
     with jax.default_matmul_precision("highest"):
@@ -138,10 +140,11 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype"), [("v5p:2x2x1", jnp.int8), ("v6e:2x2", jnp.int8), ("tpu7x:2x2x1", jnp.float8_e4m3fn),
-                          ("h100:1", jnp.int8), ("h100:1", jnp.float8_e4m3fn)])  # fmt: skip
+                          ("h100:1", jnp.int8), ("h100:1", jnp.float8_e4m3fn),
+                          ("b200:1", jnp.float8_e4m3fn)])  # fmt: skip
 def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
     """For hardware that is not here. Weights and rows of 8 bits are read as they are, and wider rows with weights of 8
-    bits too, so that no copy of the weights is made."""
+    bits too, so that no copy of the weights is made. Rows of float8 are widened on Hopper, which has no faster way."""
     where = targets.parse(target)
     one = jax.sharding.SingleDeviceSharding(targets.devices(where)[0])
     monkeypatch.setattr(kernels, "platform", lambda: where.platform)
@@ -167,7 +170,8 @@ def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
 
     narrow = {"int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[jnp.dtype(dtype).name]
     for transposed in (False, True):
-        assert made((dtype, dtype), transposed) == [narrow, narrow]
+        widened = target == "h100:1" and dtype != jnp.int8
+        assert made((dtype, dtype), transposed) == ["bf16" if widened else narrow, narrow]
         assert made((wide, dtype), transposed) == ["bf16", narrow]
 
 

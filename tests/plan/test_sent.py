@@ -115,9 +115,10 @@ RARE = ("captions", "summaries", "objects", "own vectors")
 DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in (*HELD_BY_OTHERS, *RARE))]
 OTHERS = [
     ("tp8", "masked"),
+    ("cp8_ulysses", "summaries"),
     *(("fsdp2_tp4", name) for name in HELD_BY_OTHERS[1:]),
     *((layout, name) for name in RARE for layout in ("fsdp2_tp4", "fsdp8")),
-    *(("cp8", name) for name in ENCODERS if name not in ("images", "windows", "objects", "summaries")),
+    *(("cp8", name) for name in ENCODERS if name not in ("images", "windows", "objects")),
 ]
 
 

@@ -11,23 +11,37 @@ from gspmd_lm.hardware.chips import chip_of
 INNER, LINES, COLUMNS = 64, 128, 256  # of a tile, at most
 TOGETHER = 8  # rows of tiles that are computed side by side, so that the weights they share stay in the cache
 LEAST = 16  # the smallest side of a product that tensor cores take
+# That of rows of int8: in a tile of 16 inner columns, the Triton of jax 0.10.2 multiplies each number twice.
+LEAST_OF_INT8 = 32
 FLOAT8 = (8, 9)  # the compute capability from which GPUs have float8
 
 Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
 
 
-def takes(dtype: jnp.dtype, *sides: int) -> bool:
-    """Whether the kernels here can multiply matrices of experts with these sides, narrow ones made as wide as LEAST.
+def least(rows: jnp.dtype) -> int:
+    """The smallest side of matrices that the kernels here multiply rows of a dtype with."""
+    return LEAST_OF_INT8 if rows == jnp.int8 else LEAST
 
-    dtype: of what they give.
+
+def takes(dtype: jnp.dtype, *sides: int, rows: jnp.dtype | None = None) -> bool:
+    """Whether the kernels here can multiply matrices of experts with these sides, narrow ones made as wide as `least`.
+
+    dtype: of what they give. rows: of what they multiply, if not that.
     """
-    return dtype == jnp.bfloat16 and all(math.gcd(max(side, LEAST), COLUMNS) >= LEAST for side in sides)
+    smallest = least(rows or dtype)
+    return dtype == jnp.bfloat16 and all(math.gcd(max(side, smallest), COLUMNS) >= smallest for side in sides)
 
 
 def converts(dtype: jnp.dtype, kind: str) -> bool:
     """Whether kernels on devices of a `kind` can widen weights of this dtype: LLVM aborts for float8 on older GPUs."""
     chip = chip_of(kind)
     return dtype == jnp.int8 or bool(chip and chip.gpu and chip.gpu.compute_capability >= FLOAT8)
+
+
+def widens_float8(kind: str) -> bool:
+    """Whether Triton widens float8 on devices of a `kind` before it multiplies: on Hopper to float16, without wgmma."""
+    chip = chip_of(kind)
+    return bool(chip and chip.gpu and chip.gpu.compute_capability[0] == 9)
 
 
 def product(
