@@ -37,7 +37,7 @@ class ForwardTrace:
 
 
 class TraceCache:
-    """The traces of a config or task. They depend on the microbatches, and on which splits the model finds equal."""
+    """The traces of a config or task. They depend on microbatches, `context`, and on which splits the model finds equal."""
 
     def __init__(self, config: Config | Task):
         self.task = decoder.task(config)
@@ -47,11 +47,11 @@ class TraceCache:
 
     def trace(self, rules: Rules) -> ForwardTrace:
         """The trace of filled `rules`, whose microbatches divide the batch."""
-        key = rules.microbatches, self._pattern(rules)
+        key = rules.microbatches, rules.context, self._pattern(rules)
         if key not in self._traces:
             recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
             self._compared |= recorder.compared
-            key = rules.microbatches, self._pattern(rules)  # of all that it compares
+            key = rules.microbatches, rules.context, self._pattern(rules)  # of all that it compares
             graph = DataflowGraph.from_recorder(recorder, self.arrays)
             self._traces[key] = ForwardTrace(recorder, graph)
         return self._traces[key]

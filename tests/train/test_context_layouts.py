@@ -92,10 +92,12 @@ def test_of_latent_attention_the_vectors_are_gathered_that_keys_are_made_from(se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"fsdp": 2, "context": 4}, {"context": 4, "tensor": 2}])
-def test_latent_attention_whose_vectors_are_gathered_stays_the_same(mesh, same):
-    """With packed documents, dropout and blocks that are computed again."""
+@pytest.mark.parametrize("whole", [{}, {"kv_latent.seq": None}, {"kv_latent.seq": None, "k_rope.seq": None}], ids=str)
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "context": 4}, {"context": 4, "tensor": 2}], ids=str)
+def test_latent_attention_whose_vectors_are_gathered_stays_the_same(mesh, whole, same):
+    """With packed documents, dropout and blocks that are computed again. Vectors may be whole by the rules."""
     rules = {"batch": "fsdp"} if "fsdp" in mesh else {name: TENSOR[name] for name in ("heads", "mlp", "vocab")}
+    rules |= whole
     same(rules_of("gather", mesh, rules, remat="block"), **LATENT)
 
 

@@ -52,7 +52,10 @@ def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], batch: dic
     before, and the shard of each device is the whole row, in the order of the text.
     """
     over = sequence()
-    if not over.over or arrays[0].shape[1] == 1 or _form(batch) != "gather":
+    form = context() if over.num_shards == 1 else _form(batch)  # what is recorded has no places
+    if not over.over or arrays[0].shape[1] == 1 or form != "gather":
+        return specs, arrays
+    if any(split(spec.partition(":")[0], "seq") != over for spec in specs):  # rules have it whole already
         return specs, arrays
     if over.num_shards == 1:  # where nothing runs
         specs = [spec.replace(" seq", " kv_seq") for spec in specs]
