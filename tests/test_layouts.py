@@ -170,8 +170,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     full = ["model.mask=full", "model.token_types=2"]
     configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
-    vectors = ["model.relative_vectors={own_projections: true}", "model.positions=none", "model.qkv_bias=true", *full]
-    configs.append(config.load("tiny", ["objective=masked", "model.convolution={}", *vectors]))
+    for vectors in ("model.relative_vectors={}", "model.relative_vectors={own_projections: true}"):
+        scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
+        configs.append(config.load("tiny", ["objective=masked", *scored]))
     configs.append(config.load("tiny", ["objective=masked", *narrow, *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",

@@ -14,6 +14,7 @@ from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.convert import architecture, export, image_families, pretrained, sidecars, sound_families
+from gspmd_lm.convert.encoder_families import SEVERAL
 from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
@@ -126,6 +127,12 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if like and (classes := _classes(workdir)):
         numbered = {str(number): name for number, name in enumerate(classes)}
         like |= {"id2label": numbered, "label2id": {name: int(number) for number, name in numbered.items()}}
+    if config.objective == "classes" and config.data.label_kind == "classes":
+        if like:
+            like |= {"problem_type": SEVERAL}
+        else:
+            begun.say(f"warning: add problem_type: {SEVERAL} to {folder / architecture.CONFIG}: without it, "
+                     "pipelines of transformers take one class of a text")  # fmt: skip
     if original and (original / IGNORED).is_file():
         fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"

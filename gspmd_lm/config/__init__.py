@@ -9,7 +9,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.data import Data
+from gspmd_lm.config.data import MOST_OF_SEVERAL, Data
 from gspmd_lm.config.images import Images as Images
 from gspmd_lm.config.images import Patches as Patches
 from gspmd_lm.config.layers import AttentionTemperature as AttentionTemperature
@@ -190,6 +190,8 @@ class Config:
             "model.classes_of: tokens needs model.classes: 1": model.classes_of == "tokens" and model.classes != 1,
             "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
                 objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
+            f"data.label_kind: classes supports up to {MOST_OF_SEVERAL} classes, and model.classes is {model.classes}":
+                self.data.label_kind == "classes" and model.classes > MOST_OF_SEVERAL,
             "objective: classes needs model.mask: full: a text is read at its first token":
                 objective == "classes" and model.mask == "causal",
             "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":

@@ -9,6 +9,8 @@ from pydantic.dataclasses import dataclass
 from gspmd_lm.config.images import Images
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
+MOST_OF_SEVERAL = 31  # classes of which a text may have several: one bit for each in a label, and none for its sign
+
 
 def _tag(value: Any) -> str:
     """The form in which a source is given, so that a message speaks of this form alone.

@@ -14,6 +14,8 @@ from gspmd_lm.convert.fields import Activation, Constant, DefaultsTo, FieldCodec
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import QUERY_KEY_VALUE, linear, norm, separate_qkv
 
+SEVERAL = "multi_label_classification"  # in problem_type: a text has several classes or none
+
 
 @dataclasses.dataclass(frozen=True)
 class Classes:
@@ -27,7 +29,9 @@ class Classes:
         values["classes"] = reader.whole(["num_labels"], len(names) or 2, 1)
         if names and len(names) != values["classes"]:
             reader.refuse("num_labels", values["classes"], f"contradicts id2label, which has {len(names)}")
-        if (kind := reader.get(["problem_type"], "")) == "multi_label_classification":
+        if (kind := reader.get(["problem_type"], "")) == SEVERAL and "patches" in values:
+            reader.refuse("problem_type", kind, "is not supported for images")
+        elif kind == SEVERAL:
             reader.notes.append(f"problem_type: {kind}: training and eval need --set data.label_kind=classes")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import tokenizers
 
 from gspmd_lm import files
 from gspmd_lm.config import Data
+from gspmd_lm.config.data import MOST_OF_SEVERAL
 from gspmd_lm.config.paths import cache_folder, unwritable
 from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.sources import DocumentSource, Progress
@@ -22,7 +23,6 @@ from gspmd_lm.errors import InputError, did_you_mean
 # token of the second text, and the last token of a record of which something was cut. LAST ends a record.
 SECOND, CUT = np.uint32(1 << 28), np.uint32(1 << 29)
 LABEL_WORDS = 2
-MOST_OF_SEVERAL = 31  # classes of which a text may have several: one bit for each in a label, and none for its sign
 TOGETHER = 1024  # records encoded at once
 _SHOWN = 12  # classes in a description
 _INT_FIELDS = ("tokens", "token_types", "segment_ids", "positions")

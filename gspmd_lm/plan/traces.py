@@ -37,7 +37,10 @@ class ForwardTrace:
 
 
 class TraceCache:
-    """The traces of a config or task. They depend on microbatches, `context`, and on which splits the model finds equal."""
+    """The traces of a config or task.
+
+    They depend on the microbatches, on `context`, and on which splits the model finds equal.
+    """
 
     def __init__(self, config: Config | Task):
         self.task = decoder.task(config)

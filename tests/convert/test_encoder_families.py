@@ -190,6 +190,9 @@ def test_one_class_is_a_number(tmp_path):
 def test_a_classifier_of_several_classes_says_what_its_data_need():
     raw = _config("BertForSequenceClassification") | {"problem_type": "multi_label_classification"}
     assert any("data.label_kind=classes" in note for note in architecture.notes(_model(raw)[0], raw))
+    of_images = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    with pytest.raises(InputError, match=r"problem_type(.|\n)*is not supported for images"):
+        _model(of_images | {"problem_type": raw["problem_type"]})
 
 
 def _batch(cfg, pad):

@@ -160,7 +160,9 @@ def test_a_text_has_several_classes_or_none():
         _open(4, label_kind="classes", held_out="b.jsonl")
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": [*range(32)]}])
     with pytest.raises(InputError, match=r"label: 32 classes, and .*classes supports up to 31\n  fix "):
-        _open(32, label_kind="classes")
+        _open(31, label_kind="classes")
+    with pytest.raises(InputError, match=r"classes supports up to 31 classes, and model\.classes is 32"):
+        _config(32, label_kind="classes")
 
 
 def test_every_record_is_on_one_side_and_the_table_is_the_training_data(monkeypatch):

@@ -101,8 +101,11 @@ def test_grouped_products_of_triton(rows, columns, monkeypatch):
     close(found.astype("float32"), outer(x, dy, sizes).astype("float32"))
 
 
-@pytest.mark.parametrize("kernel", ["blocks", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tpu", "gpu"))])
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("kernel", "dtype"), [
+    ("blocks", jnp.int8), ("blocks", jnp.float8_e4m3fn), ("tpu", jnp.int8),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("gpu", jnp.int8), ("tpu", jnp.float8_e4m3fn), ("gpu", jnp.float8_e4m3fn))),
+])  # fmt: skip
 def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
     """Of rows and weights of 8 bits, of rows that are wider, and of weights whose scales are in the rows already.
 
