@@ -384,18 +384,17 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         problems.append(Problem(message, row.place, fix, f"--set rules.{row.key}={other_axes}, so that none does"))
     if model.capacity_factor and (over := split_sequence(rules)):
         message = "model.capacity_factor: an expert computes the first tokens of a row, and no device has all of a row"
-        seq = rules.row("rules", "block_input", "seq")
-        place = seq.place if seq else rules.path
+        place = seq.place if (seq := rules.row("rules", "block_input", "seq")) else rules.path
         fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
         problems.append(Problem(message, place, fix))
     sides = [size // rules.num_shards(rules.split("rules", path, axis))
              for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
-    rows = jnp.dtype(jnp.int8 if model.matmul_dtype == "int8" else model.compute_dtype)
+    rows = jnp.dtype("int8" if model.matmul_dtype == "int8" else model.compute_dtype)
     if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides, rows=rows):
-        narrow, multiple = model.compute_dtype == "bfloat16", grouped_gpu.least(rows)
-        lacks = f"matrices of {sides[0]} x {sides[1]} on a device (only multiples of {multiple})"
-        lacks = lacks if narrow else f"model.compute_dtype: {model.compute_dtype} (only bfloat16)"
-        fix = f"use multiples of {multiple}" if narrow else "--set model.compute_dtype=bfloat16"
+        lacks, fix = f"model.compute_dtype: {model.compute_dtype}", "--set model.compute_dtype=bfloat16"
+        if model.compute_dtype == "bfloat16":
+            lacks = f"matrices of {sides[0]} x {sides[1]} on a device"
+            fix = f"use multiples of {grouped_gpu.least(rows)}"
         message = f"experts: a slow loop computes them, since the kernel for GPUs does not support {lacks}"
         problems.append(Problem(message, row.place if row else rules.path, fix, warning=True))
     return problems
