@@ -284,6 +284,7 @@ class Checkpoints:
         kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
         newest = f"checkpoint {kept[-1]} is the newest and is intact" if kept else "there is no other checkpoint yet"
         text = " ".join(str(error).split())
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # at exit it would tell of each other write that failed
         return RunFailed(
             f"checkpoint {self._at} was not written to {self.directory}: {text[:300]}\n"
             f"  fix   check the folder (free space, permissions, connection), then start the same command: {newest}"
