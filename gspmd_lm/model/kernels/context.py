@@ -52,8 +52,7 @@ def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], batch: dic
     before, and the shard of each device is the whole row, in the order of the text.
     """
     over = sequence()
-    form = context() if over.num_shards == 1 else _form(batch)  # what is recorded has no places
-    if not over.over or arrays[0].shape[1] == 1 or form != "gather":
+    if not over.over or arrays[0].shape[1] == 1 or _form(over, batch) != "gather":
         return specs, arrays
     if any(split(spec.partition(":")[0], "seq") != over for spec in specs):  # rules have it whole already
         return specs, arrays
@@ -64,10 +63,13 @@ def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], batch: dic
     return specs, per_device(lambda *local: tuple(whole(x[None])[0] for x in local), specs, specs)(*arrays)
 
 
-def _form(batch: dict[str, jax.Array]) -> str:
-    """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`."""
-    form = context()
-    return "gather" if form == "ring" and "places" not in batch else form
+def _form(over: Split, batch: dict[str, jax.Array]) -> str:
+    """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`.
+
+    Where nothing runs, no row is in zigzag.
+    """
+    form, runs = context(), over.num_shards > 1
+    return "gather" if form == "ring" and runs and "places" not in batch else form
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
@@ -122,7 +124,7 @@ def attend(
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
-    form = _form(batch) if over.over else "gather"
+    form = _form(over, batch) if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}

@@ -14,8 +14,6 @@ from gspmd_lm.sharding.quantised import Quantised, dtype_of_sums
 BLOCK = 256  # the most rows of a block of the plain form
 MOST_ROWS = 1024  # of any kernel's block or tile
 
-Scales = tuple[()] | tuple[jax.Array, jax.Array]
-
 
 def grouped(
     rows: jax.Array | Quantised, w: jax.Array | Quantised, sizes_E: jax.Array, transposed: bool = False
@@ -56,7 +54,7 @@ def grouped(
         return jnp.where(jnp.arange(len(rows_MD))[:, None] < sizes_E.sum(), y_MF, 0)
 
 
-def _scales(rows, w, sizes_E: jax.Array, transposed: bool) -> Scales:
+def _scales(rows, w, sizes_E: jax.Array, transposed: bool) -> grouped_gpu.Scales:
     """The scales of rows, [M], and of the outputs of experts, [E, F], which are 1 for the operand that has none.
 
     () where neither is quantised.
@@ -175,7 +173,9 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
 
-def _triton(rows_MD, w_EDF, scales: Scales, sizes_E, transposed: bool, dtype: jnp.dtype, interpret: bool = False):
+def _triton(
+    rows_MD, w_EDF, scales: grouped_gpu.Scales, sizes_E, transposed: bool, dtype: jnp.dtype, interpret: bool = False
+):
     """`grouped` by Triton. The rows after those of the last expert are not written."""
     if rows_MD.dtype == jnp.float8_e4m3fn and grouped_gpu.widens_float8(device_kind()):
         rows_MD = rows_MD.astype(dtype)  # exact, and faster

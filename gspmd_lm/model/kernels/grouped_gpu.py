@@ -15,6 +15,7 @@ LEAST = 16  # the smallest side of a product that tensor cores take
 LEAST_OF_INT8 = 32
 FLOAT8 = (8, 9)  # the compute capability from which GPUs have float8
 
+Scales = tuple[()] | tuple[jax.Array, jax.Array]  # of rows, and of the outputs of experts; () without 8 bits
 Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
 
 
@@ -47,7 +48,7 @@ def widens_float8(kind: str) -> bool:
 def product(
     padded_MD: jax.Array,
     w_EDF: jax.Array,
-    scales: tuple[()] | tuple[jax.Array, jax.Array],
+    scales: Scales,
     blocks: Blocks,
     block: int,
     transposed: bool,
