@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -54,7 +54,7 @@ class Optimizer:
     weight_decay: NotNegative = 0.1  # on matrices only
     b1: BelowOne = 0.9  # the decay of the mean of gradients
     b2: BelowOne = 0.95  # the decay of the mean of their squares
-    eps: NotNegative = 1e-8  # added to the denominator of an update
+    eps: Annotated[float, pydantic.Field(ge=1e-30)] = 1e-8  # added to the denominator of an update
     # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
     mu_dtype: Literal["float32", "bfloat16"] | None = None
     clip_norm: NotNegative = 1.0  # 0 means none
@@ -253,6 +253,8 @@ class Config:
         problems |= {} if not model.patches else {
             f"model.patches does not go with data.label_kind: {data.label_kind}": data.label_kind != "class",
             "model.patches needs objective: classes or masks": self.objective not in ("classes", "masks"),
+            f"data.fields={list(data.fields)}: a record of an image with a class has one":
+                self.objective == "classes" and len(data.fields) > 1,
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
             "relative_positions.side and patches.distillation":
                 model.relative_positions and not model.windows and (

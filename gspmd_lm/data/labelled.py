@@ -142,6 +142,8 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
                 f"{place}: {name}={label!r} is not a list of classes\n"
                 "  fix   correct it, or set data.label_kind to class for one class of each text"
             )
+        if nested := [each for each in label if isinstance(each, list | dict)]:
+            raise InputError(f"{place}: {name}={label!r}: {nested[0]!r} is no name of a class\n  fix   correct it")
         one = dataclasses.replace(data, label_kind="class")
         return sorted({str(label_of(one, {name: each}, place)) for each in label})
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
@@ -155,7 +157,7 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
             return str(label).lower()
         elif isinstance(label, str | int | float):  # tables write whole numbers as 1.0 where a value is missing
             return str(int(label) if isinstance(label, float) and label.is_integer() else label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     wanted = "a finite number" if data.label_kind == "number" else "a text or a number"
     several = ", or --set data.label_kind=classes, where a text has several" if isinstance(label, list) else ""
@@ -165,7 +167,7 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
 def ordered(found: Collection[str]) -> tuple[str, ...]:
     """Classes in order: that of numbers if all of them are whole numbers."""
     whole = all(label.removeprefix("-").isdecimal() for label in found)
-    return tuple(sorted(found, key=int) if whole else sorted(found))
+    return tuple(sorted(found, key=lambda label: (int(label) if whole else 0, label)))  # 7 and 07 are two classes
 
 
 def about_classes(classes: Sequence[str]) -> str:

@@ -90,10 +90,9 @@ def bytes_of(path: Path) -> bytes:
     """The content of a file. Raises InputError if it cannot be read."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror})\n  fix   make it readable, or leave it out"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: the name has the character of code 0
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path}: cannot be read ({reason})\n  fix   make it readable, or leave it out") from error
 
 
 def records(

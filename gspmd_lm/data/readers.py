@@ -151,6 +151,8 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
         by = next((one for one in separators if set(columns) <= set(split(one))), max(separators, key=first.count))
         header = split(by)
+        if twice := [name for name in columns if header.count(name) > 1]:
+            raise InputError(f"{path}: two columns are named {twice[0]}\n  fix   rename one of them")
         rows = csv.reader(file, delimiter=by, quoting=quoting, strict=True)
         while True:
             place = f"{path}:{rows.line_num + 2}"

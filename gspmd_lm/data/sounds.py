@@ -20,6 +20,7 @@ from gspmd_lm.errors import InputError
 
 RATE, HOP, FOURIER = 16_000, 160, 400  # samples: of a second, from frame to frame, and of a Fourier transform
 ROW_SAMPLES = 2 * HOP  # of a row of the encoder
+WIDEST = 4  # bytes of a sample
 LEAST_POWER, RANGE = 1e-10, 8.0  # RANGE: how far below the loudest number, in powers of ten, all numbers are alike
 _CONVERT = "ffmpeg -i FILE -ar 16000 -ac 1 -c:a pcm_s16le FILE.wav"
 
@@ -129,20 +130,22 @@ def samples(place: str, encoded: bytes, rows: int) -> np.ndarray:
         rate, width, channels, count = file.getframerate(), file.getsampwidth(), file.getnchannels(), file.getnframes()
         if rate != RATE:
             raise InputError(f"{place}: {rate:,} samples a second, and sounds need {RATE:,}\n  fix   {_CONVERT}")
-        if count > rows * ROW_SAMPLES:
-            most = f"{rows * ROW_SAMPLES / RATE:g} s"
-            raise InputError(
-                f"{place}: {count / RATE:.2f} s, and model.encoder.context={rows:,} holds {most}\n"
-                "  fix   cut it into pieces with texts of their own, or leave it out"
-            )
+        if width > WIDEST:
+            raise InputError(f"{place}: samples of {8 * width} bits, and {8 * WIDEST} are the most\n  fix   {_CONVERT}")
         content = file.readframes(count)
-    if len(content) != count * width * channels or not count:
-        what = "there are no samples" if not count else "it ends early"
-        raise InputError(f"{place}: {what}\n  fix   make it whole, or leave it out")
+    if len(content) != count * width * channels or not count:  # a program that writes to a pipe cannot say the length
+        what = "there are no samples" if not count else "it ends early, or its header says a wrong length"
+        raise InputError(f"{place}: {what}\n  fix   make it whole, as {_CONVERT} does, or leave it out")
+    if count > rows * ROW_SAMPLES:
+        most = f"{rows * ROW_SAMPLES / RATE:g} s"
+        raise InputError(
+            f"{place}: {count / RATE:.2f} s, and model.encoder.context={rows:,} holds {most}\n"
+            "  fix   cut it into pieces with texts of their own, or leave it out"
+        )
     raw = np.frombuffer(content, np.uint8).reshape(-1, width)
     if width == 1:  # from 0 to 255; wider ones have a sign
         raw = raw ^ np.uint8(128)
-    padded = np.concatenate([np.zeros((len(raw), 4 - width), np.uint8), raw], axis=1)
+    padded = np.concatenate([np.zeros((len(raw), WIDEST - width), np.uint8), raw], axis=1)
     return (padded.view("<i4").reshape(-1, channels) / 2.0**31).mean(axis=1)
 
 

@@ -129,6 +129,8 @@ def test_csv(tmp_path):
         _texts(path, "id;texts\n1;a\n")
     with pytest.raises(InputError, match=r"a\.csv:4: 1 fields, but the header has 2\n  fix "):
         _texts(path, 'id,text\n1,"a\nb"\n2\n')
+    with pytest.raises(InputError, match=r"a\.csv: two columns are named text\n  fix "):
+        _texts(path, "text,text\na,b\n")
     with pytest.raises(InputError, match=r"a\.csv:3: not CSV"):
         _texts(path, 'id,text\n1,a\n2,"a"b\n')
 

@@ -137,6 +137,7 @@ def test_labels_are_in_order_and_written_in_several_ways():
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in [10, "2", 2.0, -1]])
     train = _open()[0]
     assert train.classes == ("-1", "2", "10") and _all(train)["labels"].tolist() == [2, 1, 1, 0]
+    assert labelled.ordered(["7", "07"]) == labelled.ordered(["07", "7"])
 
 
 def test_numbers_to_predict():
@@ -157,6 +158,9 @@ def test_a_text_has_several_classes_or_none():
     assert train.rows.read([0, 1, 2, -1])["labels"].tolist() == [0b0110, 0, 0b1101, -1]
     _lines("b.jsonl", [{"a": "x", "b": "z", "label": ["a", "d"]}])
     with pytest.raises(InputError, match=r"b\.jsonl:1: label=d is no label of .* \(7, a, b, c\)"):
+        _open(4, label_kind="classes", held_out="b.jsonl")
+    _lines("b.jsonl", [{"a": "x", "b": "z", "label": ["a", ["b"]]}])
+    with pytest.raises(InputError, match=r"b\.jsonl:1: label=.*: \['b'\] is no name of a class\n  fix   correct it$"):
         _open(4, label_kind="classes", held_out="b.jsonl")
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": [*range(32)]}])
     with pytest.raises(InputError, match=r"label: 32 classes, and .*classes supports up to 31\n  fix "):
@@ -232,6 +236,7 @@ def test_a_stopped_build_goes_on(folder, monkeypatch):
         ({"label": "x"}, {"label_kind": "number"}, r"a\.jsonl:1: label='no' is not a finite number\n  fix "),
         ({"label": True}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=True is not a finite"),
         ({"label": 1e39}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=1e\+39 is not a finite"),
+        ({"label": 10**400}, {"label_kind": "number", "source": "b.jsonl"}, r"b\.jsonl:1: label=10* is not a finite"),
         ({"a": None}, {}, r"a\.jsonl:61: a is empty"),
         ({"a": 3}, {}, r"a\.jsonl:61: a is a int, not text"),
         ({}, {"fields": ["a", "bb"]}, r"a\.jsonl:1: no field bb \(did you mean b\?\)\n .* data\.fields one of a, b"),

@@ -133,6 +133,15 @@ def broken(folder, what):
         written(path, np.zeros(0))
     elif what == "cut":
         path.write_bytes(path.read_bytes()[:-100])
+    elif what == "pipe":
+        path.write_bytes(path.read_bytes()[:40] + b"\xff" * 4 + path.read_bytes()[44:])
+    elif what == "wide":
+        content = bytearray(path.read_bytes())
+        content[32:36] = b"\x08\x00\x40\x00"
+        path.write_bytes(content)
+    elif what == "no name":
+        (folder / "table.jsonl").write_text(json.dumps({"file": "wav/\0.wav", "text": "a"}))
+        table.unlink()
     elif what == "no wav":
         path.write_bytes(b"ID3" + bytes(100))
     elif what == "nothing":
@@ -157,6 +166,9 @@ def broken(folder, what):
         ("long", r"0\.wav: 0\.50 s, and model\.encoder\.context=20 holds 0\.4 s\n  fix   cut it into pieces"),
         ("empty", r"0\.wav: there are no samples\n  fix   make it whole"),
         ("cut", r"0\.wav: it ends early"),
+        ("pipe", r"0\.wav: it ends early, or its header says a wrong length\n  fix   make it whole, as ffmpeg"),
+        ("wide", r"0\.wav: samples of 64 bits, and 32 are the most\n  fix   ffmpeg"),
+        ("no name", r"cannot be read \(embedded null byte\)\n  fix "),
         ("no wav", r"0\.wav: cannot be read as a wav file of whole numbers \(.*\)\n  fix   ffmpeg"),
         ("nothing", r"0\.wav: cannot be read as a wav file of whole numbers"),
         ("missing", r"0\.wav: cannot be read \(No such file or directory\)"),

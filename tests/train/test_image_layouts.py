@@ -118,6 +118,7 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
         ({**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17}, "set patches.class_row to false"),
         ({**SWIN, "windows": None, "relative_positions": None}, "layer_pattern has shifted layers: set windows"),
         ({"row_multiple": 8}, "model.row_multiple=8 needs model.windows"),
+        ({"data": {**ROWS, "fields": ("image", "text"), "label": "of"}}, "a record of an image with a class has one"),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
         ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
     ],
