@@ -159,14 +159,19 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.ModelConfig
     stack = cfg.stacks[-1]
     kinds = len(stack.kinds)
     sparse = [i for i in range(stack.layers) if stack.kinds[i % kinds].experts]  # the layers with experts, in order
+
+    def move(layers: str, *block: str, by: jax.Array) -> None:
+        if layers not in cfg.frozen:
+            flat[(layers, *block, "mlp", BALANCE_BIAS)] += by
+
     for i in range(kinds):
         block = (f"block_{i}",) if kinds > 1 else ()
         rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
         if rows:
-            flat[(stack.name, *block, "mlp", BALANCE_BIAS)] += moves_LC[jnp.array(rows)]
+            move(stack.name, *block, by=moves_LC[jnp.array(rows)])
     for row, layer in enumerate(sparse):
         if layer >= stack.scanned:
-            flat[(f"layer_{stack.first + layer}", "mlp", BALANCE_BIAS)] += moves_LC[row]
+            move(f"layer_{stack.first + layer}", by=moves_LC[row])
     return unflatten_dict(flat)
 
 

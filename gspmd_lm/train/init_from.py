@@ -88,17 +88,11 @@ def find(config: Config) -> InitFrom:
     workdir = epath.Path(path).expanduser()
     place = f"train.init_from: {path}"
     described = workdir / layout.CONFIG
-    run, begun = config, configs.load(str(described)) if described.exists() else None
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=begun and begun.model.lora))
-    if begun and run.model.mask == begun.model.mask == "full":
-        head = {name: getattr(begun.model, name) for name in _HEAD}
-        config = dataclasses.replace(
-            config, objective=begun.objective, model=dataclasses.replace(config.model, **head),
-            data=dataclasses.replace(config.data, label_kind=begun.data.label_kind),
-        )  # fmt: skip
-    with checkpoint.of_run(workdir, config) as checkpoints:
+    begun = configs.load(str(described)) if described.exists() else None
+    wanted = _with_ends(config, begun)
+    with checkpoint.of_run(workdir, wanted) as checkpoints:
         if checkpoints.candidates():
-            return InitFrom(workdir, config, run)
+            return InitFrom(workdir, wanted, config)
     if (workdir / "config.json").exists():
         raise InputError(
             f"{place}: a Hugging Face directory, not a workdir\n"
@@ -108,6 +102,23 @@ def find(config: Config) -> InitFrom:
     then = "python main.py convert --from=FOLDER --workdir=W, then train.init_from: W"
     fix = paths.download(path, "give the workdir of a run, or of python main.py convert", then)
     raise InputError(f"{place}: {what}\n  fix   {fix}")
+
+
+def _with_ends(run: Config, begun: Config | None) -> Config:
+    """The config of a run with the adapters of another one, and with its head, if both are encoders.
+
+    Where these do not go with the run's model, the config is the run's: what differs is told by the checkpoint.
+    """
+    model: dict[str, Any] = {"lora": begun and begun.model.lora, "frozen": ()}
+    changed: dict[str, Any] = {}
+    if begun and run.model.mask == begun.model.mask == "full":
+        model |= {name: getattr(begun.model, name) for name in _HEAD}
+        data = dataclasses.replace(run.data, label_kind=begun.data.label_kind)
+        changed = {"objective": begun.objective, "data": data}
+    try:
+        return dataclasses.replace(run, **changed, model=dataclasses.replace(run.model, **model))
+    except ValueError:
+        return run
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:

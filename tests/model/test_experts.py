@@ -346,6 +346,10 @@ def test_the_bias_moves_against_the_load(small):
     np.testing.assert_array_equal(moved["layers"]["block_0"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
     np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[0, 0]])
     np.testing.assert_array_equal(moved["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
+    cfg = dataclasses.replace(cfg, frozen=("layers",))
+    still = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
+    assert not jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, still["layers"]))
+    np.testing.assert_array_equal(still["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
 
 
 def test_the_bias_of_every_second_layer_moves(small):

@@ -9,7 +9,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import Lora, load, to_dict
+from gspmd_lm.config import Lora, Patches, load, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import decoder, init_from
@@ -145,3 +145,9 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
         begun = small(objective="classes", lora=Lora(rank=2, targets=("wq",)), train={"init_from": str(folder / "a")},
                       **shared | {"classes": 2})  # fmt: skip
         init_from.find(begun).restore(built(begun, "fsdp2_tp4"))
+    seen = small(objective="classes", data={"source": "photos", "seq": 8}, train={"init_from": str(folder / "a")}, **{
+        **shared, "vocab": 0, "padded_vocab": 0, "token_types": 0, "classes": 2, "context": 5,
+        "patches": Patches(image=8, size=4),
+    })  # fmt: skip
+    with pytest.raises(InputError, match=r"checkpoint of another architecture(.|\n)*  vocab: 61 in the checkpoint, 0 "):
+        init_from.find(seen)
