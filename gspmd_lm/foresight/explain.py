@@ -99,6 +99,7 @@ def _checked(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Array
         return state.arrays_and_warnings(task, rules, platform)
     if not task.config:
         raise InputError(f"{task.name}: only the decoder generates\n  fix   phase: train")
+    generation.check_causal(task.config, or_of_source=True)
     return generation.arrays_and_warnings(task.config, rules, platform, generation.whole_context(task.config))
 
 

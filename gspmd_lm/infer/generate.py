@@ -13,11 +13,11 @@ import numpy as np
 from gspmd_lm.config import Config
 from gspmd_lm.data import images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
-from gspmd_lm.infer.sampling import Choice, Sampling
+from gspmd_lm.infer.sampling import NO_TOKEN, Choice, Sampling
 from gspmd_lm.infer.sizes import sizes as sizes_of
 from gspmd_lm.sharding.rules import Rules
 
@@ -191,6 +191,8 @@ class Generator:
 
         A text ends before a stop string, at a token of `ends` (by default the tokenizer's end), or after `new_tokens`
         tokens. A prompt's text depends on its number and the seed, not on the prompts beside it.
+
+        Raises RunFailed where the model gives what is not a number.
         """
         check_prompts(self.programs.config, prompts, new_tokens)
         sampling = sampling or Sampling()
@@ -213,6 +215,8 @@ class Generator:
                 tokens, gaps = np.asarray(choice.tokens_B), np.asarray(choice.gap_B)
                 for text, token, gap in zip(texts, tokens.tolist(), gaps.tolist(), strict=False):
                     if text.result is None:
+                        if token == NO_TOKEN:
+                            raise not_numbers(f"prompt {text.number + 1}", self.programs.config.name)
                         self.figures.new_tokens += 1
                         self.figures.smallest_gap = min(self.figures.smallest_gap, gap)
                         yield text.add(token, gap)
@@ -233,7 +237,7 @@ class Generator:
         """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
         figures, settings = self.figures, sampling.settings
         began = time.perf_counter()
-        state, choice = self.prefill(self.params, self._placed(batch, number), settings)
+        state, choice = self.prefill(self.params, self._placed(batch, number, new_tokens), settings)
         for step in range(new_tokens):
             following = None
             if step + 1 < new_tokens:
@@ -253,7 +257,7 @@ class Generator:
                 return  # `following` is not needed
             choice, began = following, time.perf_counter()
 
-    def _placed(self, batch: Sequence[Sequence[int]], number: int) -> Prompts:
+    def _placed(self, batch: Sequence[Sequence[int]], number: int, new_tokens: int) -> Prompts:
         """The prompts on the devices. Each row that pads the batch holds one token of padding."""
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
         tokens_BT = np.zeros(abstract.tokens_BT.shape, abstract.tokens_BT.dtype)
@@ -267,8 +271,18 @@ class Generator:
             start_B[row] = sizes.given - len(prompt)
             tokens_BT[row, start_B[row] :] = prompt
         numbers_B = number + np.arange(sizes.rows, dtype=np.int32)
-        host = Prompts(tokens_BT, start_B, numbers_B)
+        begins_B = np.zeros_like(start_B) if self.programs.model.encoder else start_B
+        length_B = sizes.prompt - begins_B + np.int32(new_tokens - 1)  # nothing attends to the last new token
+        host = Prompts(tokens_BT, start_B, numbers_B, length_B)
         return Prompts(*(to_devices(x, like.sharding) for x, like in zip(host, abstract, strict=True)))
+
+
+def not_numbers(place: str, model: str) -> RunFailed:
+    """The error for a model whose logits are not numbers."""
+    return RunFailed(
+        f"{place}: {model} gives logits that are not numbers\n"
+        "  fix   use other weights, or, if these are sound, --set model.compute_dtype=float32"
+    )
 
 
 def to_devices(x: np.ndarray, sharding: Any) -> jax.Array:
@@ -352,5 +366,8 @@ class SampleGenerator:
         """Each prompt with the text that the weights of training write after it."""
         writing = Generator(self.programs, self.cast(params), self.tokens)
         sampling = Sampling(temperature=self.asked.temperature)
-        results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
+        try:
+            results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
+        except RunFailed as error:  # a run goes on: the loss of the evaluation tells the same
+            return [(prompt, f" ({str(error).splitlines()[0]})") for prompt in self.asked.prompts]
         return [(prompt, result.text) for prompt, result in zip(self.asked.prompts, results, strict=True)]

@@ -17,7 +17,7 @@ from gspmd_lm.data.batches import Batches, checked
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.lines import ids_of
-from gspmd_lm.infer.sampling import Sampling, SamplingSettings, choose
+from gspmd_lm.infer.sampling import NO_TOKEN, Sampling, SamplingSettings, choose
 from gspmd_lm.model.program import TaskProgram
 from gspmd_lm.runtime import compile_cache
 from gspmd_lm.sharding import placement, shapes
@@ -98,6 +98,7 @@ class Model:
 
         Raises:
             InputError: an option or a prompt does not fit the model, or the rules do not.
+            RunFailed: the model gives logits that are not numbers.
         """
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         if not several:
@@ -105,13 +106,13 @@ class Model:
         stops = [stop] if isinstance(stop, str) else list(stop)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name, model = self.config.data.tokenizer, self.config.model
+        encode = generation.encoding(self.config, self.tokenizer)
         if chat_template and (model.frames or model.vision):
             raise InputError("chat_template: the prompts of this model are files\n  fix   drop it")
         if chat_template:
             render = chat.Chat(name)
             ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]
         else:
-            encode = generation.encoding(self.config, self.tokenizer)
             ids = [ids_of(encode(one)) for one in several]
         generator = self._ready(ids, max_new_tokens)
         results = generator.results(
@@ -186,6 +187,7 @@ class TaskModel:
 
         Raises:
             InputError: the task has no `generation`, or an option, the batch or the rules do not fit it.
+            RunFailed: the model gives logits that are not numbers.
         """
         settings = Sampling(temperature, top_k, top_p, min_p, seed).settings
         if self.task.generation is None:
@@ -200,8 +202,10 @@ class TaskModel:
         arrays = {name: generation.to_devices(x, likes[name].sharding) for name, x in padded.items()}
         lower = functools.partial(self._lower_tokens, max_new_tokens, arrays, settings)
         program = self._program(f"generating {max_new_tokens:,} tokens of each row", arrays, lower)
-        tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows].tolist(), self.task.generation.end
-        return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT]
+        tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows], self.task.generation.end
+        if (tokens_BT == NO_TOKEN).any():
+            raise generation.not_numbers("generate", self.task.name)
+        return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT.tolist()]
 
     def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
         """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""

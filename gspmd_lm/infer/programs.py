@@ -40,6 +40,7 @@ class DecodeState(NamedTuple):
     slot: Any  # int32: their slot in the cache
     start_B: Any
     number_B: Any
+    length_B: Any
 
 
 def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.ModelConfig) -> Any:
@@ -91,7 +92,8 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, sizes: Size
         start_B1 = jnp.full((B, 1), cfg.encoder.start_token, jnp.int32)
         given = {f"{SOURCE}{name}": x for name, x in given.items()}
         given |= {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
-    of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B)}
+    of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B),
+               "length": prompts.length_B}  # fmt: skip
     if cfg.vision:
         of_rows["patches"] = prompts.tokens_BT
     x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, sizes.slots, T))
@@ -107,6 +109,7 @@ def decode(cfg: configs.ModelConfig, params: Any, state: DecodeState) -> tuple[j
         "row": state.number_B,
         "slot": state.slot,
         "start": start_B,
+        "length": state.length_B,
     }
     if state.cache.memory:
         of_source_S = jnp.arange(state.cache.memory.k_LBSKH.shape[2])
@@ -200,7 +203,7 @@ class GenerationPrograms(Forward):
         like = self.sizes.prompts(self.model)
         of_media = FRAMES if self.model.frames else PATCHES if self.model.vision else ""
         spec = parse(of_media or "tokens: batch seq", len(like.shape))
-        return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows)
+        return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows, rows)
 
     @functools.cached_property
     def abstract_decode_state(self) -> DecodeState:
@@ -265,7 +268,8 @@ class GenerationPrograms(Forward):
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         choice = self._choose(logits_BV, settings, prompts.number_B, slot - _begins(self.model, prompts.start_B))
-        return DecodeState(cache, choice.tokens_B, slot, prompts.start_B, prompts.number_B), choice
+        of_rows = prompts.start_B, prompts.number_B, prompts.length_B
+        return DecodeState(cache, choice.tokens_B, slot, *of_rows), choice
 
     def _decode(self, params: Any, state: DecodeState, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
@@ -295,7 +299,7 @@ def build_programs(
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
-    prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B)
+    prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B, state.length_B)
     return {
         "prefill": record(
             rules, lambda params, prompts: prefill(model, params, prompts, sizes), arrays.params, prompts
@@ -327,9 +331,9 @@ def check_causal(config: Config, or_of_source: bool = False) -> None:
 def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Sizes) -> tuple[Arrays, list[Problem]]:
     """The arrays of `config` and the warnings about generating under `rules`. Nothing is compiled or allocated.
 
-    Raises ShardingError that lists everything that does not fit, InputError for a model that writes no text.
+    The model writes text: `check_causal` is asked before a prompt is read. Raises ShardingError that lists everything
+    that does not fit.
     """
-    check_causal(config, or_of_source=True)
     arrays = parameters(config.model)
     more = [*layer_problems(config, rules, platform, attention_pass(sizes)), *no_pipeline(rules)]
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
@@ -338,7 +342,7 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
 def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes) -> DecodeState:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots, sizes.source))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
-    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows)
+    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows, rows)
 
 
 def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:

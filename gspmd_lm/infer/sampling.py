@@ -13,6 +13,8 @@ import numpy as np
 from gspmd_lm.config import Encoder
 from gspmd_lm.errors import InputError
 
+NO_TOKEN = 2**31 - 1  # what is chosen where a score is not a number
+
 
 class SamplingSettings(NamedTuple):
     """The scalars that a compiled program takes: arrays, shapes or shardings."""
@@ -108,11 +110,11 @@ def allowed(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> ja
 
 
 def best(scores_BV: jax.Array) -> Choice:
-    """The first of the highest scores of each row, and how far the next one is below it."""
+    """The first of the highest scores of each row, or NO_TOKEN, and how far the next one is below it."""
     places_V = jnp.arange(scores_BV.shape[-1], dtype=jnp.int32)
     highest_B = scores_BV.max(-1)
     # Two plain reductions, because argmax reduces pairs, which CPUs do one by one.
-    tokens_B = jnp.where(scores_BV == highest_B[:, None], places_V, jnp.int32(2**31 - 1)).min(-1)
+    tokens_B = jnp.where(scores_BV == highest_B[:, None], places_V, jnp.int32(NO_TOKEN)).min(-1)
     others_BV = jnp.where(places_V == tokens_B[:, None], -jnp.inf, scores_BV)
     return Choice(tokens_B, highest_B - others_BV.max(-1))
 

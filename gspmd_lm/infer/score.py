@@ -15,9 +15,9 @@ from einops import rearrange
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.infer.generate import to_devices
+from gspmd_lm.infer.generate import not_numbers, to_devices
 from gspmd_lm.infer.lines import objects, refuse
-from gspmd_lm.infer.programs import Forward, check_causal, parameters
+from gspmd_lm.infer.programs import Forward, parameters
 from gspmd_lm.infer.sizes import rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.kernels.context import zigzag_sharded
@@ -80,6 +80,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     batch = zigzag_sharded({"tokens": rows.tokens_BT, "targets": rows.targets_BT, "positions": positions_BT})
     batch["row"] = jnp.arange(B, dtype=jnp.int32)
+    batch["length"] = jnp.where(rows.targets_BT >= 0, positions_BT + 1, 1).max(1)
     x_BTD, table, bias = decode(cfg, params, batch)
     with scope("of", LOSS):
         count = loss.chunk_count(B, T)
@@ -140,10 +141,9 @@ def build_scoring(
 ) -> tuple[Scoring, list[Problem]]:
     """The program for at least `rows` texts of at least `seq` tokens at a time, and the warnings about the rules.
 
-    Nothing is compiled or allocated. Raises ShardingError that lists everything that does not fit, InputError for a
-    model that does not predict the next token.
+    Nothing is compiled or allocated. The model predicts the next token: `check_causal` is asked before a text is read.
+    Raises ShardingError that lists everything that does not fit.
     """
-    check_causal(config)
     rows, seq = rounded_up(rules, rows, seq, platform, zigzag=True)
     cfg = config.model
     arrays = parameters(cfg)
@@ -164,16 +164,19 @@ class Scorer:
         self._run = built.compiled
 
     def scores(self, requests: Sequence[Request]) -> Iterator[Score]:
-        """The score of each request, in order. The devices score the next batch while one is read."""
+        """The score of each request, in order. The devices score the next batch while one is read.
+
+        Raises RunFailed where the model gives what is not a number.
+        """
         pending: tuple[Sequence[Request], Scores] | None = None
         for first in range(0, len(requests), self.program.rows):
             batch = requests[first : first + self.program.rows]
             running = batch, self._run(self.params, self._placed(batch))
             if pending:
-                yield from _read(*pending)
+                yield from self._read(*pending)
             pending = running
         if pending:
-            yield from _read(*pending)
+            yield from self._read(*pending)
 
     def text(self, ids: Sequence[int] | np.ndarray, size_bytes: int) -> TextMeasures:
         """Loss, perplexity and bits per byte of a text of `size_bytes`, in windows of the program's length that do not
@@ -195,11 +198,12 @@ class Scorer:
         pairs = zip((tokens_BT, targets_BT), self.program.abstract_rows, strict=True)
         return ScoredRows(*(to_devices(x, like.sharding) for x, like in pairs))
 
-
-def _read(batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
-    fetched = jax.device_get(scores)
-    for request, log_likelihood, missed in zip(batch, *(x.tolist() for x in fetched), strict=False):
-        yield Score(log_likelihood, request.scored, missed == 0)
+    def _read(self, batch: Sequence[Request], scores: Scores) -> Iterator[Score]:
+        fetched = jax.device_get(scores)
+        for request, log_likelihood, missed in zip(batch, *(x.tolist() for x in fetched), strict=False):
+            if math.isnan(log_likelihood):
+                raise not_numbers("a text", self.program.config.name)
+            yield Score(log_likelihood, request.scored, missed == 0)
 
 
 def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:

@@ -52,6 +52,7 @@ class Prompts(NamedTuple):
     tokens_BT: Any  # int32; float32 frames of each row of sounds, [B, T, window, bands], or patches of images [B, T, X]
     start_B: Any  # int32
     number_B: Any  # int32: of the prompt among all, for random numbers
+    length_B: Any  # int32: tokens of the prompt, and all that may follow it but the last one
 
 
 def sizes(

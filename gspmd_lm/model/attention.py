@@ -13,7 +13,7 @@ from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels import attention as kernels
 from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, keys_axis, masked, of_heads, scores_scale
 from gspmd_lm.model.kernels.context import attend, keys_spec
-from gspmd_lm.model.layers import Norm, rope
+from gspmd_lm.model.layers import Norm, lengths, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, split, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
@@ -114,7 +114,7 @@ class Attention(nn.Module):
             batch = in_chunks(batch, cfg.attention_chunk)
         if cfg.positions == "rope":
             # Both are named again, so that a remat policy that saves them saves the inputs of attention.
-            length = cache.k_LBSKH.shape[2] if cache else q.shape[1]
+            length = lengths(batch, q.shape[1])
             q_BTNH = shard(rope(q_BTNH, batch["positions"], cfg, length), Q)
             k_BSKH = shard(rope(k_BSKH, batch["positions"], cfg, length), k_spec) if own_kv else k_BSKH
         if kept is not None:

@@ -11,7 +11,7 @@ from gspmd_lm.model.attention import in_chunks, temperature, to_residual
 from gspmd_lm.model.cache import Cache, Kept
 from gspmd_lm.model.kernels.attention import Q, attend_to_cache
 from gspmd_lm.model.kernels.context import attend, gathered_early, keys_spec
-from gspmd_lm.model.layers import Norm, rope
+from gspmd_lm.model.layers import Norm, lengths, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
 from gspmd_lm.sharding.annotate import shard
 from gspmd_lm.sharding.matmuls import gathered, project
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         `wk_up`, and the sum of the vectors with `wv_up`, so that attention reads the vectors themselves.
         """
         cfg, positions_BT = self.cfg, batch["positions"]
-        length = cache.k_LBSKH.shape[2] if cache else x_BTD.shape[1]
+        length = lengths(batch, x_BTD.shape[1])
         latent_BTZ = self.kv_norm(shard(project(x_BTD, self.wkv_down), KV_LATENT))
         q_BTNH, shared_BTP = shard(self._queries(x_BTD), Q), shard(project(x_BTD, self.wk_rope), K_ROPE)
         if cfg.attention_temperature:

@@ -159,33 +159,42 @@ def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int)
     return jnp.where(jax.vmap(jax.vmap(keep))(keys_BT), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, length: int) -> jax.Array:
+def lengths(batch: dict[str, jax.Array], tokens: int) -> int | jax.Array:
+    """How long rows of so many tokens are, on which some rotary positions depend; [B, 1] where the batch says it."""
+    return batch["length"][:, None] if "length" in batch else tokens
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, length: int | jax.Array) -> jax.Array:
     """Rotary positions (arXiv 2104.09864) on the first `rope_dim` dimensions of a head.
 
-    Their first half is paired with the second, as in Llama's weights on Hugging Face. length: tokens of a row, on
-    which some scalings depend.
+    Their first half is paired with the second, as in Llama's weights on Hugging Face. length: see `lengths`.
     """
     turned = cfg.rope_dim or cfg.head_dim
-    angle_BT1H = (positions_BT[..., None] * rope_frequencies(cfg, length))[:, :, None, :]
+    frequency_B1H = jnp.expand_dims(rope_frequencies(cfg, length), -2)
+    angle_BT1H = (positions_BT[..., None] * frequency_B1H)[:, :, None, :]
     factor = cfg.rope_scaling.attention_factor if cfg.rope_scaling else 1.0
     cos, sin = factor * jnp.cos(angle_BT1H), factor * jnp.sin(angle_BT1H)
     first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [turned // 2, turned], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], -1).astype(x_BTNH.dtype)
 
 
-def rope_frequencies(cfg: config.ModelConfig, length: int) -> jax.Array:
-    """The angle from one position to the next, in radians, for each pair of dimensions, in rows of a length."""
+def rope_frequencies(cfg: config.ModelConfig, length: int | jax.Array) -> jax.Array:
+    """The angle from one position to the next, in radians, for each pair of dimensions, in rows of a length.
+
+    [H / 2]; or [B, H / 2], where each row has a length, [B, 1], of its own and the frequencies depend on it.
+    """
     half, theta, scaling = (cfg.rope_dim or cfg.head_dim) // 2, cfg.rope_theta, cfg.rope_scaling
     if scaling and scaling.kind == "dynamic":
-        stretched = scaling.factor * max(length / scaling.original_context, 1) - (scaling.factor - 1)
-        theta *= stretched ** (half / (half - 1))
+        over = length / scaling.original_context
+        over = max(over, 1) if isinstance(over, float) else jnp.maximum(over, 1)
+        theta *= (scaling.factor * over - (scaling.factor - 1)) ** (half / (half - 1))
     pair = jnp.arange(half, dtype=jnp.float32)
     frequency = theta ** (-pair / half)
     if scaling is None or scaling.kind == "dynamic":
         return frequency
     if scaling.kind == "longrope":
-        long = length > scaling.original_context
-        return frequency / jnp.asarray(scaling.long_factors if long else scaling.short_factors, jnp.float32)
+        factors = (jnp.asarray(each, jnp.float32) for each in (scaling.long_factors, scaling.short_factors))
+        return frequency / jnp.where(length > scaling.original_context, *factors)
     kept, low, high = 0.0, scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.kind == "llama3":
         turns = scaling.original_context * frequency / (2 * jnp.pi)

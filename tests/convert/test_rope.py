@@ -44,12 +44,14 @@ def test_frequencies_and_attention_factor(scaling, length):
 
 
 def test_a_row_longer_than_the_original_context_is_scaled():
-    """longrope and dynamic depend on the length of a row, and on nothing else: all rows of a batch are alike."""
+    """longrope and dynamic depend on the length of a row, which all rows of a batch share or each has for itself."""
     for scaling in ({"rope_type": "dynamic", "factor": 4.0}, SCALINGS[8]):
         model = model_of(LLAMA31 | {"rope_scaling": scaling, "max_position_embeddings": 2048})
         short, at, long = (np.asarray(layers.rope_frequencies(model, length)) for length in (7, 2048, 2049))
         np.testing.assert_array_equal(short, at)
         assert (long <= short).all() and (long[1:] < short[1:]).all()
+        each = layers.rope_frequencies(model, jnp.array([[7], [2048], [2049]]))
+        np.testing.assert_allclose(each, [short, at, long], rtol=1e-6)
 
 
 def test_queries_and_keys_are_multiplied_by_the_attention_factor():

@@ -8,9 +8,12 @@ import pytest
 from gspmd_lm.config import Encoder, Frames, Patches, Queries, RelativePositions, Vision
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer import generate, score
+from gspmd_lm.foresight import explain
+from gspmd_lm.hardware import target
+from gspmd_lm.infer import generate
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
+from gspmd_lm.sharding import rules_file
 
 NEW = 9
 T5 = {
@@ -132,9 +135,9 @@ def test_sources_and_texts_have_rooms_of_their_own(speaking):
 
 
 @pytest.mark.parametrize("settings", [dict(objective="masked"), dict(objective="classes", classes=3)], ids=str)
-def test_a_model_that_writes_no_text_says_so_before_a_prompt_is_read(settings, speaking, filled):
+def test_a_model_that_writes_no_text_says_so_before_a_prompt_is_read(settings, speaking):
     config = speaking(mask="full", **settings)
     with pytest.raises(InputError, match=f"objective: {settings['objective']}: generating and scoring texts need"):
         generate.encoding(config, Bytes())
     with pytest.raises(InputError, match="use a config of objective: causal"):
-        score.build_scoring(config, filled("single"), jax.devices()[:1], "cpu", 4, 16)
+        explain.reports(config, [rules_file.load("single")], target.parse("cpu:1"), phase="decode")

@@ -1,14 +1,16 @@
 """What is generated: the same with and without a cache, alone or in a batch, and under every layout."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.collectives import count
-from gspmd_lm.config import LatentAttention, Lora
+from gspmd_lm.config import LatentAttention, Lora, RopeScaling
 from gspmd_lm.data.tokenizer import Bytes
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.infer import generate, programs
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.model.loss import logits
@@ -21,8 +23,10 @@ VARIANTS = {
     "rope": dict(kv_heads=2, qk_norm=True, attention_softcap=5.0, logit_softcap=3.0),
     "alibi": dict(positions="alibi", block="parallel", embedding_norm=True),
     "learned": dict(positions="learned", position_offset=2, norm="layernorm", norm_bias=True, mlp_kind="plain"),
-    "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0),
-}
+    "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0,
+                    rope_scaling=RopeScaling(kind="longrope", original_context=12, short_factors=(1.0, 2.0),
+                                             long_factors=(4.0, 7.0))),
+}  # fmt: skip
 GROUPED = dict(kv_heads=4)
 LATENT = dict(latent_attention=LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), head_dim=6, rope_dim=2)
 SHARED = dict(shared_layers=True, layers=3)
@@ -91,7 +95,10 @@ SLOW_VARIANTS = ("rope", "alibi", "shared", "latent")
     "variant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_VARIANTS else ()) for name in VARIANTS]
 )
 def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
-    """Each prompt's tokens, generated in a ragged batch, are the best ones when its whole text is read at once."""
+    """Each prompt's tokens, generated in a ragged batch, are the best ones when its whole text is read at once.
+
+    Positions may depend on the length of a text, but not on that of the texts beside it.
+    """
     cfg = speaking(**VARIANTS[variant])
     results = generator(cfg, "single").results(prompts, new_tokens=NEW, ends=())
     texts = [prompt + result.tokens for prompt, result in zip(prompts, results, strict=True)]
@@ -103,7 +110,8 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     @jax.jit
     def whole(params):
         with jax.default_matmul_precision("highest"):
-            batch = {"tokens": tokens_BT, "positions": positions_BT, "row": jnp.arange(len(texts))}
+            batch = {"tokens": tokens_BT, "positions": positions_BT, "row": jnp.arange(len(texts)),
+                     "length": jnp.array([len(text) - 1 for text in texts])}  # fmt: skip
             return logits(*decode(cfg.model, params, batch), cfg.model)
 
     logits_BTV = np.asarray(whole(weights(cfg.model)))
@@ -199,6 +207,13 @@ def test_stop_strings_and_end_tokens(made, prompts):
     assert stopped.finish_reason == "stop" and len(stopped.tokens) < NEW
     with pytest.raises(InputError, match="empty stop string"):
         one.results(prompts, stops=("",), **options)
+
+
+def test_logits_that_are_not_numbers_are_no_text(made, prompts):
+    broken = copy.copy(alone(made, {}))
+    broken.params = jax.tree.map(lambda x: x * jnp.nan, broken.params)
+    with pytest.raises(RunFailed, match=r"prompt 3: small gives logits that are not numbers\n  fix "):
+        broken.results(prompts[2:], new_tokens=NEW, first_number=2)
 
 
 def test_figures(made, prompts):

@@ -19,7 +19,8 @@ def both_ways(cfg, params, tokens, starts, prompt):
 
     def piece(first, last):
         found = {name: batch[name][:, first:last] for name in ("tokens", "positions")}
-        return found | {"slot": jnp.array(first), "start": starts, "row": batch["row"]}
+        return found | {"slot": jnp.array(first), "start": starts, "row": batch["row"],
+                        "length": jnp.full(rows, length)}  # fmt: skip
 
     @jax.jit
     def one_piece(batch, cache):

@@ -6,9 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm import InputError
 from gspmd_lm.config import Convolution, RelativePositions, RelativeVectors
-from gspmd_lm.infer import programs
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
 from tests.courses import agree, weights
@@ -120,9 +118,3 @@ def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):
     with pytest.raises(ValueError, match=words):
         small(**changes)
-
-
-def test_an_encoder_is_not_asked_for_the_next_token(small):
-    rules = rules_file.load("single")
-    with pytest.raises(InputError, match=r"objective: masked(.|\n)*use a config of objective: causal"):
-        programs.arrays_and_warnings(small(**MASKED), rules, "cpu", programs.Sizes(2, 8, 16))
