@@ -9,11 +9,12 @@ import pytest
 
 from gspmd_lm.config import from_dict, load, to_dict
 from gspmd_lm.convert import architecture, export, pretrained, safetensors
-from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
+from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES, SEVERAL
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import classify, decode
 from gspmd_lm.sharding.annotate import placed_by
+from gspmd_lm.train import objectives
 from tests.convert import ours
 from tests.convert.reference_cases import DEBERTA, DEBERTA_1
 
@@ -247,3 +248,44 @@ def test_numbers_are_those_of_transformers(kind, tmp_path):
     again = getattr(transformers, type(theirs).__name__).from_pretrained(tmp_path / "out")
     for name, array in theirs.state_dict().items():
         assert torch.equal(array, again.state_dict()[name]), name
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "DebertaV2ForSequenceClassification"])
+def test_the_loss_of_several_classes_and_its_gradients_are_those_of_transformers(kind, tmp_path):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {**KINDS[kind], "problem_type": SEVERAL, "attn_implementation": "eager"}
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    theirs = getattr(transformers, kind)(
+        getattr(transformers, f"{kind.split('For')[0]}Config")(**SIZES, **settings, **rates)
+    )
+    for name, array in theirs.named_parameters():
+        array.data.normal_(1 if "norm" in name.lower() and name.endswith("weight") else 0, 0.2)
+    theirs.save_pretrained(tmp_path / "in")
+    found = pretrained.open_folder(tmp_path / "in", [ours.EXACT, "data.label_kind=classes"])
+    cfg, true = found.config.model, np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])
+    batch = _batch(cfg, theirs.config.pad_token_id or 0)
+    inputs = {"input_ids": "tokens", "attention_mask": "segment_ids", "token_type_ids": "token_types"}
+    want = theirs(**{name: torch.tensor(batch[of]) for name, of in inputs.items()},
+                  labels=torch.tensor(true, dtype=torch.float32)).loss  # fmt: skip
+    want.backward()
+    batch |= {"labels": true @ [1, 2, 4]}
+    padded = {name: np.concatenate([x, np.full_like(x[:1], -(name == "labels"))]) for name, x in batch.items()}
+    objective = objectives.of(found.config)
+
+    def loss(params, batch):
+        return objective.sums(cfg, params, batch, None).loss / objective.count(batch)
+
+    params = ours.on_one_device(found)
+    our_loss, gradients = jax.jit(jax.value_and_grad(loss))(params, jax.tree.map(jnp.asarray, padded))
+    assert float(our_loss) == pytest.approx(want.item(), rel=1e-6)
+    export.write_folder(tmp_path / "out", cfg, jax.device_get(gradients), found.like)
+    written = ours.tensors(tmp_path / "out")
+    theirs = {name: array.grad.numpy() for name, array in theirs.named_parameters() if array.grad is not None}
+    nothing = 1e-6 * np.linalg.norm([np.linalg.norm(gradient) for gradient in theirs.values()])
+    for name, gradient in theirs.items():
+        assert np.linalg.norm(written[name] - gradient) <= 1e-3 * np.linalg.norm(gradient) + nothing, name
