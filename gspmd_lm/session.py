@@ -46,7 +46,7 @@ from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
-from gspmd_lm.workdir import checkpoint, layout, lock, orbax_folder, trackers
+from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
 
 OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
 ReadWeights = Callable[[Any], Any]  # a tree of jax.ShapeDtypeStruct -> the weights, placed and cast as it says
@@ -318,7 +318,7 @@ def opened(
                 report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
-            open_rows=rows or (lambda: loader.open_loaders(config, progress(console) if machine.is_main else None)),
+            open_rows=rows or functools.partial(_open_rows, config, workdir, console if machine.is_main else None),
             workdir=workdir,
             console=console,
             profile=profile,
@@ -333,6 +333,13 @@ def opened(
         if writes and built.config and (rate := _learning_rate(config)):
             run.say(rate)
         yield run
+
+
+def _open_rows(config: Config, workdir: epath.Path, console: Console | None) -> tuple[loop.Rows, loop.Rows | None]:
+    """The rows of a config, whose classes have the order that a run or the weights that it begins with gave them."""
+    begun = config.train.init_from
+    known = history.known_classes(workdir) or (history.known_classes(layout.path_of(begun)) if begun else ())
+    return loader.open_loaders(config, progress(console) if console else None, known)
 
 
 def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:

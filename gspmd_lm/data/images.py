@@ -47,8 +47,9 @@ class ImageRows(media.Rows):
         fields["labels"][i] = self.classes.index(item.label)
 
 
-def open_images(config: Config, progress: Progress | None = None) -> media.Opened:
-    """The images of `data.source` and of `data.held_out`, a share of which is chosen by content.
+def open_images(config: Config, progress: Progress | None = None, known: Sequence[str] = ()) -> media.Opened:
+    """The images of `data.source` and of `data.held_out`, a share of which is chosen by content. `known`: see
+    `loader.open_loaders`.
 
     Raises InputError if there are none, if a file is no image, or if their labels are not those of the model.
     """
@@ -58,7 +59,7 @@ def open_images(config: Config, progress: Progress | None = None) -> media.Opene
     notes = corpus.FileNotes()
     every = list(_found(data, data.sources, "data.source", notes, progress))
     named = list(_found(data, data.held_out_sources, "data.held_out", notes, progress))
-    classes = labelled.ordered({image.label for image in every})
+    classes = labelled.ordered({image.label for image in every}, known)
     if len(classes) != config.model.classes:
         raise InputError(
             f"data.source: images of {len(classes):,} classes, and model.classes is {config.model.classes:,} "

@@ -62,19 +62,26 @@ class Labelled:
             tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
         return tokens
 
-    def learn_classes(self, source: DocumentSource, progress: Progress | None = None) -> None:
-        """Finds the classes: the labels of the training data in order, of numbers if all of them are whole numbers.
+    def learn_classes(
+        self, source: DocumentSource, known: Sequence[str] = (), progress: Progress | None = None
+    ) -> None:
+        """Finds the classes: the labels of the training data, in the order that `ordered` gives them.
 
         They are read once for each source, and kept in the cache. Raises InputError for a record that cannot be read,
         or if there are fewer than two.
         """
         if self.data.label_kind == "number":
             return
+        found = self._found_classes(source, progress)
+        self.classes = ordered(found, known)
+        if self.classes != ordered(found):
+            self.fingerprint += f"-{hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()[:12]}"
+
+    def _found_classes(self, source: DocumentSource, progress: Progress | None) -> tuple[str, ...]:
         key = hashlib.sha256(f"classes {source.fingerprint}".encode()).hexdigest()[:24]
         path = cache_folder("data") / f"{key}.classes.json"
         if path.is_file():
-            self.classes = tuple(files.read_json(path))
-            return
+            return tuple(files.read_json(path))
         labels = [json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)]
         several = self.data.label_kind == "classes"
         found = {one for label in labels for one in label} if several else {*labels}
@@ -88,12 +95,13 @@ class Labelled:
                 f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
                 "  fix   name the column of the labels, or set data.label_kind to number for numbers to predict"
             )
-        self.classes = ordered(found)
+        classes = ordered(found)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.replace_json(path, self.classes)
+            files.replace_json(path, classes)
         except OSError as error:
             raise unwritable(path, error.strerror, "the classes ") from error
+        return classes
 
     def _input(self, texts: Sequence[str]) -> Any:
         """One text or a pair, as the tokenizer takes it."""
@@ -164,8 +172,12 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
     raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out{several}")
 
 
-def ordered(found: Collection[str]) -> tuple[str, ...]:
-    """Classes in order: that of numbers if all of them are whole numbers."""
+def ordered(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Classes in the order of the `known` ones, if they are the same; else in that of numbers, if all of them are whole
+    numbers, or of texts.
+    """
+    if {*found} == {*known}:
+        return tuple(known)
     whole = all(label.removeprefix("-").isdecimal() for label in found)
     return tuple(sorted(found, key=lambda label: (int(label) if whole else 0, label)))  # 7 and 07 are two classes
 

@@ -129,8 +129,12 @@ def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
     return iter(reads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
 
 
-def open_loaders(config: Config, progress: sources.Progress | None = None) -> tuple[Loader, Loader | None]:
+def open_loaders(
+    config: Config, progress: sources.Progress | None = None, known: Sequence[str] = ()
+) -> tuple[Loader, Loader | None]:
     """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
+
+    known: the classes that the model has learnt, in their order, which is that of the labels if they are the same.
 
     The rows have what `config.objective` predicts: next tokens; masked or replaced tokens, of which evaluation always
     has the same; a label; or the text that a source goes with. A source that has no cache yet is tokenized, and
@@ -138,13 +142,13 @@ def open_loaders(config: Config, progress: sources.Progress | None = None) -> tu
     InputError if the source, the tokenizer, the labels or their sizes do not fit.
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
-    if found := objects.open_media(config, progress):
+    if found := objects.open_media(config, progress, known):
         return _of_media(config, found)
     _check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
         return _open_random(config, count, masked)
-    source, tokens, made = _source(config, progress, masked)
+    source, tokens, made = _source(config, progress, masked, known)
     all_masks = None
     if masked and isinstance(tokens, tokenizer.Tokenizer):
         mask = tokens.mask if config.objective == "masked" else None
@@ -277,7 +281,7 @@ def _check_objective(config: Config) -> None:
 
 
 def _source(
-    config: Config, progress: sources.Progress | None, masked: bool
+    config: Config, progress: sources.Progress | None, masked: bool, known: Sequence[str]
 ) -> tuple[sources.DocumentSource, cache.Encoder, Path | None]:
     """The source and the tokenizer of a config, and the file of a tokenizer that is trained on the source."""
     data = config.data
@@ -304,7 +308,7 @@ def _source(
                 f"data.tokenizer={data.tokenizer} gives a second text the token type 1, and model.token_types is 1\n"
                 "  fix   name the model's own tokenizer.json, or set model.token_types to 2"
             )
-        tokens.learn_classes(source, progress)
+        tokens.learn_classes(source, known, progress)
         if data.label_kind != "number" and len(tokens.classes) != config.model.classes:
             raise InputError(
                 f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "

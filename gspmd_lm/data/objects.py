@@ -88,15 +88,15 @@ def drawn(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
     return float(x[chosen]), float(y[chosen])
 
 
-def open_media(config: Config, progress: Progress | None = None) -> media.Opened | None:
-    """Images with labels, with texts or with masks, or sounds with texts; None for a model of texts alone. Raises
-    InputError where the source does not hold them.
+def open_media(config: Config, progress: Progress | None = None, known: Sequence[str] = ()) -> media.Opened | None:
+    """Images with labels, with texts or with masks, or sounds with texts; None for a model of texts alone. `known`: see
+    `loader.open_loaders`. Raises InputError where the source does not hold them.
     """
     model = config.model
     if model.masks:
         return open_objects(config, progress)
     if model.patches:
-        return images.open_images(config, progress)
+        return images.open_images(config, progress, known)
     if model.vision:
         return images.open_captions(config, progress)
     return sounds.open_sounds(config, progress) if model.frames else None

@@ -16,6 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object, json_value
 from gspmd_lm.workdir import layout, log
 
+SHOWN = 8  # classes in a message
 LAST = 10  # speeds are medians over so many of the last logged rows
 
 
@@ -55,14 +56,37 @@ def write_description(
     files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
 
 
-def check_classes(workdir: epath.Path, classes: Sequence[str]) -> None:
-    """Raises InputError if a run keeps other classes than those of its data now, whose numbers would mean others."""
-    path = workdir / layout.CLASSES
-    if classes and path.exists() and (kept := json_value(paths.read_text(path), path)) != [*classes]:
+def known_classes(workdir: epath.Path) -> tuple[str, ...]:
+    """The classes of a run's model, in their order: those of its data, or of the config.json that came with its
+    weights; () if neither names any.
+    """
+    kept, published = workdir / layout.CLASSES, workdir / layout.IMPORTED / "config.json"
+    if kept.exists():
+        classes = json_value(paths.read_text(kept), kept)
+        return tuple(map(str, classes)) if isinstance(classes, list) else (str(classes),)
+    names = json_object(paths.read_text(published), published).get("id2label") if published.exists() else None
+    named = names if isinstance(names, dict) else {}
+    return tuple(str(named[number]) for number in map(str, range(len(named))) if number in named)
+
+
+def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[str], None]) -> None:
+    """Raises InputError if a run keeps other classes than those of its data now, whose numbers would mean others.
+
+    `say` warns of classes of data that are not those that came with the run's weights.
+    """
+    known, path = known_classes(workdir), workdir / layout.CLASSES
+    if not classes or not known or known == (*classes,):
+        return
+    if path.exists():
         raise InputError(
-            f"{path}: the run was trained with the classes {kept}, and the training data now has {[*classes]}\n"
+            f"{path}: the run was trained with the classes {[*known]}, and the training data now has {[*classes]}\n"
             "  fix   restore the data, or use another --workdir"
         )
+    numbered = (*map(str, range(len(known))),)
+    if classes != numbered and known != tuple(f"LABEL_{number}" for number in numbered):
+        ours, theirs = (", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN) for names in (classes, known))
+        say(f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
+            "the same order")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

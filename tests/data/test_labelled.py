@@ -150,6 +150,14 @@ def test_numbers_to_predict():
     assert (read["segment_ids"][:4].sum(1) == 4).all()  # a label takes no part in what ends a record
 
 
+def test_classes_that_a_model_has_learnt_keep_their_order():
+    sorted_, learnt, other = (loader.open_loaders(_config(), None, known)[0] for known in
+                              ((), ("yes", "maybe", "no"), ("yes", "no")))  # fmt: skip
+    assert (sorted_.classes, learnt.classes) == (("maybe", "no", "yes"), ("yes", "maybe", "no"))
+    assert _all(learnt)["labels"].tolist() == [(2, 0, 1)[i % 3] for i in range(60)]
+    assert other.classes == sorted_.classes and other.fingerprint == sorted_.fingerprint != learnt.fingerprint
+
+
 def test_a_text_has_several_classes_or_none():
     labels = [["b", "a"], [], ["c", 7, "b", "b"]]
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in labels])

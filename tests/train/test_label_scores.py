@@ -9,6 +9,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm.config import ModelConfig
+from gspmd_lm.data.labelled import ordered
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import metrics, objectives
 from gspmd_lm.train.objectives import SEVERAL, class_scores, class_sums, number_scores, number_sums
@@ -93,13 +94,29 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
 
 def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):
     workdir = epath.Path(tmp_path / "run")
-    history.check_classes(workdir, ("a", "b"))
+    history.check_classes(workdir, ("a", "b"), print)
     about = {"mesh": {}, "rows": "", "device": "cpu"}
     history.write_description(workdir, {}, "", None, ("a", "b"), **about)
     assert json.loads((workdir / "classes.json").read_text()) == ["a", "b"]
-    history.check_classes(workdir, ("a", "b"))
-    history.check_classes(workdir, ())
+    history.check_classes(workdir, ("a", "b"), print)
+    history.check_classes(workdir, (), print)
     with pytest.raises(InputError, match=r"classes\.json: .* classes \['a', 'b'\], .* now has \['a', 'c'\]\n  fix "):
-        history.check_classes(workdir, ("a", "c"))
+        history.check_classes(workdir, ("a", "c"), print)
     history.write_description(epath.Path(tmp_path / "other"), {}, "", None, (), **about)
     assert not (tmp_path / "other" / "classes.json").exists()
+
+
+def test_classes_of_published_weights_have_their_order(tmp_path):
+    workdir, said = epath.Path(tmp_path), []
+    (workdir / "hugging_face").mkdir()
+    (workdir / "hugging_face/config.json").write_text(json.dumps({"id2label": {"1": "no", "0": "yes"}}))
+    known = history.known_classes(workdir)
+    assert known == ("yes", "no") == ordered(["no", "yes"], known) and ordered(["b", "a"], known) == ("a", "b")
+    for classes in (("yes", "no"), ("0", "1"), ()):
+        history.check_classes(workdir, classes, said.append)
+    assert not said
+    history.check_classes(workdir, ("neg", "pos"), said.append)
+    assert said == ["warning: the classes of the data, neg, pos, are not those of the model, yes, no: they are taken "
+                    "to be in the same order"]  # fmt: skip
+    (workdir / "classes.json").write_text('["b", "a"]')  # of a run, which are never passed over
+    assert history.known_classes(workdir) == ("b", "a") and history.known_classes(workdir / "none") == ()
