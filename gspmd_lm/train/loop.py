@@ -147,7 +147,8 @@ class Run:
         state = checkpoints.read(chosen, self.step.abstract_state)
         if chosen.extra["data"] != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
-        self.say(f"restored step {chosen.step} of {self.workdir}")
+        changes = history.changes(self.workdir, described(self.config or self.step.task))
+        self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
         return chosen.step, state
 
     def _initial_state(self, origin: InitFrom | None) -> State:

@@ -56,6 +56,19 @@ def write_description(
     files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
 
 
+def changes(workdir: epath.Path, config: Mapping[str, Any]) -> list[str]:
+    """The settings of a run that are not those of its last start, as 'data.batch: 8 is now 16'.
+
+    Settings that the run's config.yaml does not name are younger than it.
+    """
+    try:
+        before: Any = core_yaml.parse(paths.read_text(workdir / layout.CONFIG), "")
+    except InputError:  # it is replaced now
+        return []
+    old, new = _stated(before if isinstance(before, dict) else {}), _stated(config)
+    return [f"{key}: {old[key]} is now {value}" for key, value in new.items() if old.get(key, value) != value]
+
+
 def known_classes(workdir: epath.Path) -> tuple[str, ...]:
     """The classes of a run's model, in their order: those of its data, or of the config.json that came with its
     weights; () if neither names any.
@@ -215,9 +228,12 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
 
 def settings(run: RunHistory) -> dict[str, str]:
     """The settings of a run, each as `section.key`, and its rules."""
-    stated = {f"{section}.{key}": json.dumps(value) for section, values in run.config.items()
-             if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
-    return stated | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
+    return _stated(run.config) | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
+
+
+def _stated(config: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{section}.{key}": json.dumps(value) for section, values in config.items()
+            if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
 
 
 def differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
