@@ -44,6 +44,7 @@ from gspmd_lm.show import comparison
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import decoder, loop, state, step
+from gspmd_lm.train.optimizer import unfinished
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
@@ -248,7 +249,7 @@ def train(
 
     rows: opens the data, of a model of one's own.
     """
-    if steps is not None and steps < 1:
+    if steps is not None and (steps < 1 or steps % 1):
         raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:
@@ -330,8 +331,9 @@ def opened(
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
                 f"{len(session.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
         run.say(f"workdir {workdir}")
-        if writes and built.config and (rate := _learning_rate(config)):
-            run.say(rate)
+        if writes and built.config:
+            for line in filter(None, (_learning_rate(config), unfinished(config.optimizer, config.train.steps))):
+                run.say(line)
         yield run
 
 

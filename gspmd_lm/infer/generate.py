@@ -130,7 +130,7 @@ def check_prompts(
     """
     encoder, context = config.model.of_encoder, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
-    if new_tokens < 1:
+    if new_tokens < 1 or new_tokens % 1:
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
     queries = config.model.of_queries
     first = queries.context + 1 if queries and not encoder else given_tokens(config)

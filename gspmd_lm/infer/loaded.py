@@ -195,7 +195,7 @@ class TaskModel:
                 f"generate: task {self.task.name} does not say how it generates\n"
                 "  fix   Task(..., generation=gspmd_lm.Generation(begin, extend))"
             )
-        if max_new_tokens < 1:
+        if max_new_tokens < 1 or max_new_tokens % 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for 1 or more")
         padded, rows = self._padded(batch)
         likes = self._built.batch_of(len(next(iter(padded.values()))))

@@ -21,13 +21,18 @@ class StopSignal:
 
     The second Ctrl-C interrupts at once. The third ends the process, whatever the process waits for. SIGTERM only ever
     asks, so that a launcher that is impatient does not end what the first one asked for.
+
+    In another thread than the main one, which alone may handle signals, nothing changes.
     """
 
     def __init__(self, asked: Callable[[], None]):
         self._asked = asked
         self._interrupted = False
+        self._handles = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "StopSignal":
+        if not self._handles:
+            return self
         # Python knows no handlers of libraries, such as the one of jax.distributed where another program started it.
         self._actions = {number: _action(number) for number in _NUMBERS}
         self._previous = {number: signal.signal(number, self._notice) for number in _NUMBERS}
@@ -40,6 +45,8 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if not self._handles:
+            return
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._written)
         for number, handler in self._previous.items():

@@ -48,6 +48,16 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
+def unfinished(cfg: config.Optimizer, steps: int) -> str:
+    """A warning about a schedule that is longer than a run of so many steps; '' if it is not."""
+    parts = {"warmup_steps": cfg.warmup_steps}
+    parts |= {"decay_steps": cfg.decay_steps} if cfg.schedule == "warmup_stable_decay" and cfg.decay_steps else {}
+    if sum(parts.values()) <= steps:
+        return ""
+    stated = " and ".join(f"optimizer.{name}={value:,}" for name, value in parts.items())
+    return f"warning: {stated}: more than train.steps={steps:,}, so the learning rate does not come to its end"
+
+
 def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:
     """The transformation of gradients to updates: clipping by global norm, the rule, decay of matrices, the schedule.
 

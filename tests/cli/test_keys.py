@@ -10,7 +10,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
-from gspmd_lm.config import core_yaml
+from gspmd_lm.config import core_yaml, types
 from gspmd_lm.config.images import Patches
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
@@ -94,7 +94,7 @@ def test_what_config_keys_reads_of_a_class():
         # Written above,
         # on two lines.
         choice: Literal["a", "b", "c"] | None = "b"  # and beside
-        size: config.BelowOne = 0.5  # some_word is kept
+        size: types.BelowOne = 0.5  # some_word is kept
         text: str = "yes"  # text: as it is
 
         def unrelated(self):

@@ -114,3 +114,5 @@ def test_values_out_of_range_are_listed():
     lines = str(caught.value).split("\n")
     assert [line.split("=")[0] for line in lines[:-1]] == ["temperature", "top_k", "top_p", "min_p", "seed"]
     assert lines[-1].startswith("  fix ")
+    with pytest.raises(InputError, match=r"^top_k=2\.5: must be a whole number .*\nseed=0\.5: must"):
+        Sampling(temperature=1.0, top_k=2.5, seed=0.5)  # pyright: ignore[reportArgumentType]

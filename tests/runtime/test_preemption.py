@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -19,6 +20,20 @@ def test_sigterm_only_ever_asks_and_the_handlers_come_back():
         signal.raise_signal(signal.SIGTERM)
         assert len(asked) == 2
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_another_thread_than_the_main_one_handles_no_signals():
+    """Python refuses it, and a program may train in a thread."""
+    before, entered = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        with StopSignal(lambda: None):
+            entered.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert entered == [before] == [signal.getsignal(signal.SIGTERM)]
 
 
 def test_the_file_that_python_tells_of_signals_comes_back():

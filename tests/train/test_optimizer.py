@@ -157,6 +157,22 @@ def test_schedules(small):
     assert rate(10**6, schedule="constant") == pytest.approx(peak)
 
 
+def test_a_schedule_that_is_longer_than_the_run_is_a_warning():
+    stable = configs.Optimizer(schedule="warmup_stable_decay", warmup_steps=5, decay_steps=6)
+    cosine = configs.Optimizer(warmup_steps=5, decay_steps=6)
+    assert optimizer.unfinished(stable, 11) == optimizer.unfinished(cosine, 5) == ""
+    assert optimizer.unfinished(stable, 10) == (
+        "warning: optimizer.warmup_steps=5 and optimizer.decay_steps=6: more than train.steps=10, so the learning rate "
+        "does not come to its end"
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"eps": 0.0}, {"eps": 1e-60}, {"b1": 1 - 1e-9}, {"b2": 1 - 1e-9}], ids=str)
+def test_what_would_divide_by_zero_in_float32_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"should be (greater|less) than or equal to"):
+        configs.Optimizer(**wrong)
+
+
 def test_clipping_is_by_the_global_norm(small):
     config = small(optimizer={"clip_norm": 0.5, "weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant"})
     found = state.arrays(config)
