@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
@@ -124,15 +125,12 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     folder, model = Path(values.to).expanduser(), config.model
     original = _original(workdir, config)
     like = architecture.read_config_json(original) if original else None
-    if like and (classes := _classes(workdir)):
-        numbered = {str(number): name for number, name in enumerate(classes)}
-        like |= {"id2label": numbered, "label2id": {name: int(number) for number, name in numbered.items()}}
-    if config.objective == "classes" and config.data.label_kind == "classes":
-        if like:
-            like |= {"problem_type": SEVERAL}
-        else:
-            begun.say(f"warning: add problem_type: {SEVERAL} to {folder / architecture.CONFIG}: without it, "
-                     "pipelines of transformers take one class of a text")  # fmt: skip
+    of_classes = said_of_classes(config, _classes(workdir), like or {})
+    if like:
+        like |= of_classes
+    elif "problem_type" in of_classes:
+        begun.say(f"warning: add problem_type: {SEVERAL} to {folder / architecture.CONFIG}: without it, "
+                 "pipelines of transformers take one class of a text")  # fmt: skip
     if original and (original / IGNORED).is_file():
         fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
@@ -179,6 +177,21 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
     return 0
+
+
+def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json about the classes of a run's data, and whether a text has several of them.
+
+    classes: their names; none where the run was not trained. like: what came with the weights.
+    """
+    numbered = {str(number): name for number, name in enumerate(classes)}
+    said: dict[str, Any] = {"id2label": numbered, "label2id": {name: int(number) for number, name in numbered.items()}}
+    said = said if classes else {}
+    if config.objective == "classes" and config.data.label_kind == "classes":
+        return said | {"problem_type": SEVERAL}
+    return said | (
+        {"problem_type": "single_label_classification"} if said and like.get("problem_type") == SEVERAL else {}
+    )
 
 
 def _classes(workdir: str) -> list[str]:

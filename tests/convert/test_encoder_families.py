@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspmd_lm.cli import conversion
 from gspmd_lm.config import from_dict, load, to_dict
 from gspmd_lm.convert import architecture, export, pretrained, safetensors
 from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES, SEVERAL
@@ -194,6 +195,20 @@ def test_a_classifier_of_several_classes_says_what_its_data_need():
     of_images = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     with pytest.raises(InputError, match=r"problem_type(.|\n)*is not supported for images"):
         _model(of_images | {"problem_type": raw["problem_type"]})
+
+
+def test_an_export_says_whether_a_text_has_several_classes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_config("BertForSequenceClassification")))
+    one, several = (architecture.new_config(tmp_path, [f"data.label_kind={kind}"]) for kind in ("class", "classes"))
+    names, came = ["a", "b", "c"], {"problem_type": SEVERAL}
+
+    def said(config, classes, like):
+        return conversion.said_of_classes(config, classes, like).get("problem_type")
+
+    assert said(several, [], {}) == said(several, names, {}) == SEVERAL
+    assert said(one, names, came) == "single_label_classification"
+    assert said(one, [], came) is said(one, names, {}) is None  # as it came, and as any other says nothing
+    assert conversion.said_of_classes(one, names, {})["label2id"] == {"a": 0, "b": 1, "c": 2}
 
 
 def _batch(cfg, pad):
