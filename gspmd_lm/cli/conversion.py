@@ -189,9 +189,9 @@ def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mappin
     said = said if classes else {}
     if config.objective == "classes" and config.data.label_kind == "classes":
         return said | {"problem_type": SEVERAL}
-    return said | (
-        {"problem_type": "single_label_classification"} if said and like.get("problem_type") == SEVERAL else {}
-    )
+    if said and like.get("problem_type") == SEVERAL:
+        said["problem_type"] = "single_label_classification"
+    return said
 
 
 def _classes(workdir: str) -> list[str]:
