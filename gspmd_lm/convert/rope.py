@@ -110,7 +110,7 @@ class Rope:
             values["rope_scaling"] = {"kind": kind, **scaling}
 
     def _kind(self, reader: ConfigReader, name: str, rope: Mapping[str, Any]) -> str:
-        kind = str(rope.get("rope_type", rope.get("type")) or "default")
+        kind = str(rope.get("rope_type") or rope.get("type") or "default")
         kind = dict(self.older_kinds).get(kind, kind)
         if kind not in _NEEDED:
             reader.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")
