@@ -180,8 +180,8 @@ def _reading(place: str) -> Iterator[None]:
     """A context in which what is said of a wav file becomes an InputError that names its place."""
     try:
         yield
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a part is said to be longer than the file
         raise InputError(
-            f"{place}: cannot be read as a wav file of whole numbers ({error or 'it ends early'})\n"
+            f"{place}: cannot be read as a wav file of whole numbers ({str(error) or 'it ends early'})\n"
             f"  fix   {_CONVERT}, or leave it out"
         ) from error

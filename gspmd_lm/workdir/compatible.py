@@ -109,7 +109,7 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
             if name in saved_arrays and not same(name)
         ],
     }
-    lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer?)"]
+    lines = [f"{place}: the checkpoint holds another state than this run's (another optimizer, or model.frozen?)"]
     for kind, lines_of_kind in problems.items():
         lines += [f"  {kind}: {line}" for line in lines_of_kind[:SHOWN]]
         lines += [f"  {kind}: {len(lines_of_kind) - SHOWN} more"] if len(lines_of_kind) > SHOWN else []

@@ -139,6 +139,8 @@ def broken(folder, what):
         content = bytearray(path.read_bytes())
         content[32:36] = b"\x08\x00\x40\x00"
         path.write_bytes(content)
+    elif what == "long part":
+        path.write_bytes(path.read_bytes()[:36] + b"LIST" + b"\xff" * 4 + path.read_bytes()[44:])
     elif what == "no name":
         (folder / "table.jsonl").write_text(json.dumps({"file": "wav/\0.wav", "text": "a"}))
         table.unlink()
@@ -170,7 +172,8 @@ def broken(folder, what):
         ("wide", r"0\.wav: samples of 64 bits, and 32 are the most\n  fix   ffmpeg"),
         ("no name", r"cannot be read \(embedded null byte\)\n  fix "),
         ("no wav", r"0\.wav: cannot be read as a wav file of whole numbers \(.*\)\n  fix   ffmpeg"),
-        ("nothing", r"0\.wav: cannot be read as a wav file of whole numbers"),
+        ("nothing", r"0\.wav: cannot be read as a wav file of whole numbers \(it ends early\)"),
+        ("long part", r"0\.wav: cannot be read as a wav file of whole numbers \(it ends early\)"),
         ("missing", r"0\.wav: cannot be read \(No such file or directory\)"),
         ("long text", r"table\.csv:2.*: text: 22 tokens, .* data\.seq=12 \(model\.context=16\)\n  fix   cut the sound"),
         ("too long text", r"text: 33 tokens"),
