@@ -119,14 +119,10 @@ def _reading(path: Path) -> Iterator[None]:
     """A context in which the errors of files and of compressed data become InputErrors that name `path`."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # pyarrow too raises OSError for damaged pages
-        raise InputError(_refused(path, error)) from error
-    except ValueError as error:
-        if isinstance(error, InputError) or "pyarrow" not in sys.modules:
-            raise
-        import pyarrow
-
-        if not isinstance(error, pyarrow.ArrowException):
+    except Exception as error:
+        pyarrow = sys.modules.get("pyarrow")  # it raises OSError, too, for damaged pages
+        of_arrow = (pyarrow.ArrowException,) if pyarrow else ()
+        if not isinstance(error, (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, *of_arrow)):
             raise
         raise InputError(_refused(path, error)) from error
 

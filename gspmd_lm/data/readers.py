@@ -151,8 +151,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
         by = next((one for one in separators if set(columns) <= set(split(one))), max(separators, key=first.count))
         header = split(by)
-        if twice := [name for name in columns if header.count(name) > 1]:
-            raise InputError(f"{path}: two columns are named {twice[0]}\n  fix   rename one of them")
+        _check_columns(path, header, columns)
         rows = csv.reader(file, delimiter=by, quoting=quoting, strict=True)
         while True:
             place = f"{path}:{rows.line_num + 2}"
@@ -170,6 +169,12 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 )
             if row:
                 yield place, dict(zip(header, row, strict=True))
+
+
+def _check_columns(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raises InputError if two columns have a name that is wanted."""
+    if twice := [name for name in wanted if names.count(name) > 1]:
+        raise InputError(f"{path}: two columns are named {twice[0]}\n  fix   rename one of them")
 
 
 def array_records(path: Path) -> Iterator[bytes]:
@@ -262,20 +267,25 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
     with _table(path) as (schema, batches):
         if field not in schema.names:
             raise no_text(f"{path}: no column", field, schema.names, any(map(_is_list, schema.types)))
+        _check_columns(path, schema.names, [field])
         kind = schema.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
             fix = f"for conversations set data.messages_field={field}" if _is_list(kind) else "set data.text_field"
             raise InputError(f"{path}: column {field} is {kind}, not text\n  fix   {fix}")
         for batch in batches([field]):
-            yield from (text or b"" for text in batch.column(0).cast(pyarrow.large_binary()).to_pylist())
+            column = batch.column(0).cast(pyarrow.large_binary())
+            column.validate(full=True)  # damage would end this process
+            yield from (text or b"" for text in column.to_pylist())
 
 
 def table_records(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a Parquet or Arrow file, each with its place."""
     number = 0
     with _table(path) as (schema, batches):
+        _check_columns(path, schema.names, columns)
         for batch in batches(list(columns) if columns and set(columns) <= set(schema.names) else None):
+            batch.validate(full=True)  # damage would end this process, and texts are UTF-8
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", record

@@ -6,6 +6,7 @@ import sys
 
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 import zstandard
 
@@ -173,3 +174,26 @@ def test_the_look_of_a_file(tmp_path):
 @pytest.mark.parametrize("name", ["a.pdf", "a", "a.gz", "a.docx.gz", "a.parquet.gz", "a.arrow.zst", "a.zip", ".txt"])
 def test_unknown_endings(tmp_path, name):
     assert formats.format_of(tmp_path / name) is None
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_tables_that_are_ambiguous_or_hold_no_utf8(ending, tmp_path):
+    def written(*arrays):
+        table = pyarrow.Table.from_arrays(list(arrays), names=["text", "text"][: len(arrays)])
+        path = tmp_path / f"a.{ending}"
+        if ending == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table)
+        return path
+
+    latin = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    path = written(latin)
+    assert list(formats.texts(path, "text")) == [b"a", b"\xff"]  # read byte by byte
+    with pytest.raises(InputError, match=rf"a\.{ending}: cannot be read as {ending} \(.*UTF8.*\)\n  fix "):
+        list(formats.records(path, ["text"]))
+    path = written(latin, latin)
+    for read in (lambda: formats.texts(path, "text"), lambda: formats.records(path, ["text"])):
+        with pytest.raises(InputError, match=rf"a\.{ending}: two columns are named text\n  fix "):
+            list(read())
