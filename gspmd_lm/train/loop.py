@@ -103,7 +103,7 @@ class Run:
             chosen = checkpoints.choose(step, self.step.abstract_state)
             best = Best.of(chosen.extra) if chosen else Best()
             if chosen and (chosen.step >= stop or best.ends(self.settings.patience)):
-                self.say(_nothing_to_do(chosen.step, stop, best, self.settings.patience))
+                self.say(saving.nothing_to_do(chosen.step, stop, best, self.settings.patience))
                 return {}
             return _Training(self, checkpoints, stop, best, *self._begin(checkpoints, chosen)).train(chosen)
 
@@ -224,12 +224,19 @@ class _Training:
                 # The run was asked to stop at this step, and saved it without evaluating it.
                 self._evaluate()
                 self.meter.begin()
-            for at, batch in self.meter.waiting(() if self._ends_early else batches):
-                trace(at)
-                self.state, values = self.program(self.state, batch)
-                self.done = at + 1
-                if self._after_step(values):
-                    break
+            try:
+                for at, batch in self.meter.waiting(() if self._ends_early else batches):
+                    trace(at)
+                    self.state, values = self.program(self.state, batch)
+                    self.done = at + 1
+                    if self._after_step(values):
+                        break
+            except InputError:  # a row that cannot be read, such as an image that ends early
+                if not processes.several() and self.done > self.start:  # no other process waits for that row
+                    self._save_if_due(True, False, self.best)
+                    self.checkpoints.wait()
+                    self.say(f"saved step {self.done}; the same command goes on from there")
+                raise
             self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()
         return self.last
@@ -383,16 +390,6 @@ class _Silent:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
-
-
-def _nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:
-    """What to say where the checkpoint of a step leaves nothing to do."""
-    if step >= stop:
-        return f"the checkpoint is at step {step}: nothing to do up to step {stop} (--steps, train.steps)"
-    return (
-        f"the run ended early at step {step}: the last {best.since} evaluations were not better than that of step "
-        f"{best.step}, so there is nothing to do (--set train.patience=0 goes on)"
-    )
 
 
 def _due(step: int, every: int) -> bool:

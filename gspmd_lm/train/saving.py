@@ -80,6 +80,16 @@ class Best:
         return 0 < patience <= self.since
 
 
+def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:
+    """What to say where the checkpoint of a step leaves nothing to do."""
+    if step >= stop:
+        return f"the checkpoint is at step {step}: nothing to do up to step {stop} (--steps, train.steps)"
+    return (
+        f"the run ended early at step {step}: the last {best.since} evaluations were not better than that of step "
+        f"{best.step}, so there is nothing to do (--set train.patience=0 goes on)"
+    )
+
+
 class SkippedSteps:
     """The number of consecutive steps that were not finite, and were skipped, read while later steps run.
 

@@ -15,6 +15,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import versions
+from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import Decoder, decode
@@ -208,6 +209,25 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
     again = run(tmp_path, config=config)
     again.train(at + 1, step=at)
     assert state_of(again)[0] == at + 1
+
+
+def test_a_row_that_cannot_be_read_loses_no_steps(run, straight, tmp_path, monkeypatch):
+    read = Loader.rows_at
+
+    def broken(self, step, rows):
+        if step == 7 and self.repeat:
+            raise InputError("a.jpg: cannot be read as an image")
+        return read(self, step, rows)
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"^a\.jpg: cannot be read"):
+        patch.setattr(Loader, "rows_at", broken)
+        stopped = run(tmp_path)
+        stopped.train(12)
+    assert "saved step 7; the same command goes on from there" in stopped.console.file.getvalue()
+    again = run(tmp_path)
+    again.train(12)
+    assert "restored step 7 of" in again.console.file.getvalue()
+    same(state_of(again)[1], straight[1][1])
 
 
 def test_nothing_to_do_changes_nothing(run, straight, tmp_path, monkeypatch):
