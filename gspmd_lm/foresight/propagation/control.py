@@ -4,6 +4,7 @@ In a `shard_map`, the program says itself what devices send each other.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from gspmd_lm.foresight.equations import called_jaxprs, same_rank
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, array_bytes, rank_of, replicated
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, array_bytes, rank_of, replicated, without
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE, terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
@@ -66,12 +67,15 @@ def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
 def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop with a trip count.
 
-    What it carries has the sharding that it has after an iteration. A partial sum may be carried on if it begins as
-    one, or as zeros, and is only added to.
+    What it takes apart is gathered along the dimension that it runs over. What it carries has the sharding that it has
+    after an iteration. A partial sum may be carried on if it begins as one, or as zeros, and is only added to.
     """
     body = called_jaxprs(operation.params)[0]
     carried = same_rank(body.outvars, operation.equation.outvars)
     constants = same_rank(body.invars, operation.equation.invars) - carried
+    for number in range(constants + carried, len(operation.operands)):  # each iteration takes a part of these
+        target = ((), *operation.operands[number].dims[1:])
+        reader.move_operand(operation, number, target, keep_unreduced=True, chosen=False)
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
     reader.loops.append(operation.params["length"])
     depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
@@ -156,9 +160,10 @@ def _settled_carry(iterate: Any, begin: Sequence[ArraySharding]) -> list[ArraySh
 def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop whose trip count is not known: it counts once, and is noted as unknown."""
     reader.add_unknown("the trip count of a while loop")
-    body = operation.params["body_jaxpr"].jaxpr
+    condition, body = (operation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
-    captured, begin = operation.operands[skipped:][:constants], operation.operands[skipped + constants :]
+    asked, captured = operation.operands[:skipped], operation.operands[skipped:][:constants]
+    begin = operation.operands[skipped + constants :]
     avals = operation.inputs[skipped + constants :]
     carry = [reader.move(operation, aval, one, one.dims) for aval, one in zip(avals, begin, strict=True)]
     reader.loops.append(1)
@@ -166,6 +171,7 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
+        reader.read(condition, [*asked, *inside], operation.stack)
         return reader.read(body, [*captured, *inside], operation.stack)
 
     with reader.trial():
@@ -190,7 +196,10 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
             )
         records.append(record)
     reader.record.add(least_of(records))
-    return [ArraySharding(_least_split(one.dims for one in each)) for each in zip(*results, strict=True)]
+    depth = max((one.loop_depth for one in (*operation.operands, *itertools.chain(*results))), default=0)
+    return [
+        ArraySharding(_least_split(one.dims for one in each), loop_depth=depth) for each in zip(*results, strict=True)
+    ]
 
 
 def least_of(records: Sequence[Record]) -> Record:
@@ -232,17 +241,27 @@ def _as_asked(
 
 
 def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A function of what one device has: its operands are brought to where it says, and its collectives are read."""
+    """A function of what one device has: its operands are brought to where it says, and its collectives are read.
+
+    Mesh axes that it leaves to the compiler are noted as unknown: all that it does is taken to be shared out over them.
+    """
     body = getattr(operation.params["jaxpr"], "jaxpr", operation.params["jaxpr"])
+    manual = reader.mesh.parts(operation.params["newly_manual_axes"])
+    left: set[str] = set()  # to the compiler
     for number, spec in enumerate(operation.params["in_specs"]):
-        target = reader.mesh.dims(spec, operation.inputs[number].ndim)
+        kept = without(operation.operands[number].dims, manual)
+        left.update(*kept)
+        asked = reader.mesh.dims(spec, operation.inputs[number].ndim)
+        target = tuple((*names, *others) for names, others in zip(asked, kept, strict=True))
         reader.move_operand(operation, number, target, chosen=False)
+    if left:
+        reader.add_unknown("a shard_map that leaves mesh axes to the compiler")
     only_sums = all(equation.primitive.name in _SUMS for equation in body.eqns)
     is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
     # On TPUs and GPUs, XLA makes a sum over devices that a loop adds to what it carries once, after the loop.
     depth = len(reader.loops) - is_late
     operands = [dataclasses.replace(one, loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
-    results = PerDevice(reader, operation.stack).read(body, operands)
+    results = PerDevice(reader, operation.stack, 1 / reader.mesh.shards(left)).read(body, operands)
     return [
         ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth + is_late)
         for var, spec, result in zip(operation.equation.outvars, operation.params["out_specs"], results, strict=True)
@@ -255,6 +274,7 @@ class PerDevice:
 
     reader: Reader
     stack: str
+    share: float = 1.0  # of what the program does, that one device does; less where the compiler shares it out further
     # A buffer for the worst case is filled as balanced routing fills it. Rows of such buffers -> how much of them is.
     filled: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -284,9 +304,11 @@ class PerDevice:
             return self._scan(operation)
         if primitive == "while":
             self.reader.add_unknown("the trip count of a while loop")
-            return self._inside(params["body_jaxpr"].jaxpr, operation, operands[params["cond_nconsts"] :])
+            asked, captured = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
+            self._inside(params["cond_jaxpr"].jaxpr, operation, [*asked, *captured[params["body_nconsts"] :]])
+            return self._inside(params["body_jaxpr"].jaxpr, operation, captured)
         if primitive == "pallas_call":
-            self.reader.add_flops(operation, kernel_flops(params) * self._filled_part(operation))
+            self.reader.add_flops(operation, kernel_flops(params) * self.share * self._filled_part(operation))
         elif primitive == "cond":
             self._branches(operation)
         elif inner := next(iter(called_jaxprs(params)), None):
@@ -294,7 +316,7 @@ class PerDevice:
         elif "axis_name" in params and primitive not in _NO_COLLECTIVES:
             self.reader.add_unknown(primitive)
         part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
-        self.reader.add_flops(operation, equations.flops(operation.equation) * part)
+        self.reader.add_flops(operation, equations.flops(operation.equation) * self.share * part)
         return self._results_that_change_with(operation, operands, self.reader.value(operation))
 
     def _results_that_change_with(
@@ -310,7 +332,7 @@ class PerDevice:
         if len(jaxpr.invars) != len(arguments):  # such as a function with a derivative written by hand
             depth = max((one.loop_depth for one in arguments), default=0)
             arguments = [ArraySharding(loop_depth=depth)] * len(jaxpr.invars)
-        return PerDevice(self.reader, operation.stack, self.filled).read(jaxpr, arguments)
+        return dataclasses.replace(self, stack=operation.stack).read(jaxpr, arguments)
 
     def _scan(self, operation: Operation) -> list[ArraySharding]:
         body, changed = called_jaxprs(operation.params)[0], len(self.reader.loops) + 1
@@ -340,7 +362,7 @@ class PerDevice:
         named = (names,) if isinstance(names, str) else names
         over = self.reader.mesh.parts(name for name in named if isinstance(name, str))
         inputs, operands = operation.inputs, operation.operands
-        kind = _COLLECTIVES[operation.primitive]
+        kind, groups = _COLLECTIVES[operation.primitive], operation.params.get("axis_index_groups")
         if kind == "ragged-all-to-all":
             # One of operand and result is a buffer for the worst case: the fewer rows travel.
             few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])
@@ -349,7 +371,8 @@ class PerDevice:
         identity = self.reader.value(operation)
         if identity is None or identity not in self.reader.record.copies:
             for aval, operand in zip(inputs, operands, strict=True):
-                costs = self.reader.mesh.cost(kind, over, array_bytes(aval))
+                sent_bytes, group = array_bytes(aval) * self.share, len(groups[0]) if groups else 0
+                costs = self.reader.mesh.cost(kind, over, sent_bytes, group)
                 self.reader.add_transfers(operation, aval, operand, operand.dims, costs)
             if identity is not None:
                 self.reader.record.copies[identity] = ()

@@ -378,9 +378,10 @@ class Reader:
 
 
 def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A primitive without a rule: it is noted, and every device is given all operands."""
+    """A primitive without a rule: it is noted, and every device is given all operands, and computes all of it."""
     reader.add_unknown(operation.primitive)
     gather_operands(reader, operation)
+    reader.add_flops(operation, equations.flops(operation.equation))
     return [replicated(rank_of(var.aval)) for var in operation.equation.outvars]
 
 
