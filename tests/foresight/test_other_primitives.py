@@ -1,11 +1,13 @@
 """What the reader says of programs of other people, beside what their compiled programs compute and send."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm.foresight import hlo
@@ -136,3 +138,14 @@ def test_channels_in_fewer_groups_than_devices_are_gathered():
     split = KERNEL[1]
     found, compiled = read_sharded(lambda x, k: conv(x, k, 2), split, ((8, 8, 8), split), ((3, 4, 8), split))
     assert found.communication_bytes == compiled > 0
+
+
+def test_what_stands_behind_a_barrier_is_sent_again_in_the_program_of_one_device_too():
+    turned = functools.partial(jax.lax.ppermute, axis_name="fsdp", perm=[(0, 1), (1, 0)])
+    rows, mesh = PartitionSpec("fsdp"), AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, rows))
+    for again, times in ((lambda x: x, 1), (jax.lax.optimization_barrier, 2)):
+        function = jax.shard_map(
+            lambda x, again=again: turned(x) + turned(again(x)), mesh=mesh, in_specs=rows, out_specs=rows
+        )
+        assert read_step(jax.make_jaxpr(function)(x), (x,)).communication_bytes == times * 4 * 16 * 4

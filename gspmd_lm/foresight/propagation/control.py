@@ -315,6 +315,8 @@ class PerDevice:
             return self._inside(inner, operation, operands)
         elif "axis_name" in params and primitive not in _NO_COLLECTIVES:
             self.reader.add_unknown(primitive)
+        if primitive == "optimization_barrier":
+            return self._results_that_change_with(operation, operands, object())  # other arrays for collectives
         part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
         self.reader.add_flops(operation, equations.flops(operation.equation) * self.share * part)
         return self._results_that_change_with(operation, operands, self.reader.value(operation))
