@@ -37,7 +37,9 @@ WRONG = {
     "mesh is a number": Case("mesh: 8\nrules: {heads: tensor}\n"),
     "unknown mesh axis": Case("mesh: {tenser: 8}\nrules: {heads: tenser}\n"),
     "size below 1": Case("mesh: {tensor: 8, data: 0}\nrules: {heads: tensor, batch: data}\n"),
-    "size is no number": Case("mesh: {tensor: 8, data: two, fsdp: 1.5, context: -1.0}\nrules: {heads: tensor, batch: [data, fsdp]}\n"),
+    "size is no number": Case(
+        "mesh: {tensor: 8, data: two, fsdp: 1.5, context: -1.0}\nrules: {heads: tensor, batch: [data, fsdp]}\n"
+    ),
     "two sizes of -1": Case("mesh: {data: -1, tensor: -1}\nrules: {heads: tensor, batch: data}\n"),
     "mesh bigger than the devices": Case("mesh: {data: 4, tensor: 4}\nrules: {heads: tensor, batch: data}\n"),
     "mesh smaller than the devices": Case("mesh: {data: 2, tensor: 2}\nrules: {heads: tensor, batch: data}\n"),
