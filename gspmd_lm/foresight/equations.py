@@ -10,6 +10,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
 PARTS = ("gather", "dynamic_slice", "slice", "scatter", "scatter-add", "dynamic_update_slice")  # of the first operand
 
@@ -72,7 +73,7 @@ def model_flops(jaxpr: Any) -> float:
         if primitive == "pallas_call" or "rematted_computation" in str(equation.source_info.name_stack):
             continue
         total += flops(equation)
-        inner = [model_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
+        inner = [model_flops(inner_jaxpr) for inner_jaxpr in _run_jaxprs(equation)]
         if primitive == "cond":
             total += max(inner)
         elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
@@ -81,6 +82,13 @@ def model_flops(jaxpr: Any) -> float:
         else:
             total += sum(inner) * (params["length"] if primitive == "scan" else 1)
     return total
+
+
+def _run_jaxprs(equation: Any) -> list[Any]:
+    """The programs that an operation runs. A linear system is solved; its matrix is there for derivatives alone."""
+    if equation.primitive.name == LINEAR_SOLVE:
+        return [equation.params["jaxprs"].solve.jaxpr]
+    return inner_jaxprs(equation.params)
 
 
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:

@@ -74,6 +74,15 @@ def test_the_condition_of_a_loop_counts_as_its_body_does():
     assert found.flops == found.model_flops == compiled == 2 * 2 * 16**3
 
 
+def test_of_a_linear_system_what_solves_it_is_read():
+    def solved(a, b):
+        return jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda _, b: a.T @ (a @ b), symmetric=True)
+
+    found, compiled = read(solved, like(16, 16), like(16, 8))
+    assert found.flops == found.model_flops == compiled == 2 * 2 * 16 * 16 * 8
+    assert not found.unknown
+
+
 def test_a_kernel_of_pallas_is_no_part_of_the_flops_of_the_model():
     def kernel(x, w, y):
         y[...] = x[...] @ w[...]

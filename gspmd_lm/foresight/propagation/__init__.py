@@ -36,7 +36,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls
+from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading", "Transfer", "read_step", "read_train"]
 
-RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES
+RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | per_device.RULES
 
 
 def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:

@@ -36,7 +36,7 @@ CALLS = frozenset((
     "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
 ))  # fmt: skip
 # Those that read another jaxpr: what they are given is looked at there.
-CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
+CONTROL = CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
 
 RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
