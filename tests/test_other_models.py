@@ -148,6 +148,76 @@ def test_a_layer_that_computes_in_bfloat16_gathers_bfloat16():
     assert gathered and set(gathered) == {"bf16"}
 
 
+class Scaled(nnx.Linear):
+    """A layer of other people that calls the one of flax."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class ScaledDense(nn.Dense):
+    """The same of linen."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Centred(nnx.Linear):
+    """A layer with a product of its own, which needs its kernel as it is."""
+
+    def __call__(self, x):
+        kernel = self.kernel[...]
+        return x @ (kernel - kernel.mean(0)).astype(self.dtype)
+
+
+class Wide(nnx.Module):
+    """One layer of NNX that computes in bfloat16."""
+
+    def __init__(self, layer, rngs, **how):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("width", "wide"))
+        self.up = layer(128, 512, use_bias=False, kernel_init=kernel, dtype=jnp.bfloat16, rngs=rngs, **how)
+
+    def __call__(self, x):
+        return self.up(x).mean(1).astype(jnp.float32)
+
+
+class WideOfLinen(nn.Module):
+    """The same of linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("width", "wide"))
+        scores = ScaledDense(512, use_bias=False, kernel_init=kernel, dtype=jnp.bfloat16)(x)  # pyright: ignore
+        return scores.mean(1).astype(jnp.float32)
+
+
+KEPT = {"promote_dtype": lambda arrays, dtype: arrays}
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "scattered"),
+    [
+        pytest.param(functools.partial(Wide, Scaled), "bf16", True, id="a subclass"),
+        pytest.param(WideOfLinen(), "bf16", True, id="a subclass of linen"),
+        pytest.param(functools.partial(Wide, Centred), "f32", False, id="a product of its own"),
+        pytest.param(functools.partial(Wide, nnx.Linear, **KEPT), "f32", True, id="a promotion of its own"),
+    ],
+)
+def test_what_flax_computes_of_a_subclass_is_treated_as_its_own_layer(model, dtype, scattered):
+    def losses(params, batch, key):
+        made = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: model(nnx.Rngs(0)))), params)
+        return optax.softmax_cross_entropy_with_integer_labels(made(batch["rows"]), batch["labels"])
+
+    task = own_models.task("wide", model)
+    if not isinstance(model, nn.Module):
+        task = dataclasses.replace(task, init=lambda key: nnx.state(model(nnx.Rngs(key)), nnx.Param), sums=losses)
+    task = dataclasses.replace(task, vocabulary=None)
+    text = gspmd_lm.build(task, plain_rules(task, FSDP)).lower_train().as_text()
+    gathered = re.findall(r"sharding_constraint .*\[\{\}, \{\}\].*tensor<128x512x(\w+)>", text)
+    assert gathered and set(gathered) == {dtype}
+    assert ("tensor<8x128x512x" in text) == scattered  # a gradient for each device, before they are added up
+
+
 def test_what_is_shown_of_a_plain_model_is_what_happens(plain_steps):
     task = plain_models.decoder()
     page = gspmd_lm.dry_run(task, plain_rules(task, PLAIN["fsdp"]))
@@ -298,6 +368,9 @@ def test_what_is_no_parameter_of_nnx_is_refused_and_a_bridge_works():
     draws = dataclasses.replace(task, init=lambda key: nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(key))))
     with pytest.raises(InputError, match=r"rngs.count draws random numbers, and no step has those of"):
         gspmd_lm.dry_run(draws, rules(FSDP))
+    unnamed = nnx.state(nnx.Dict(kernel=nnx.Cache(jnp.ones(8)), mean=nnx.BatchStat(jnp.ones(8))))
+    with pytest.raises(InputError, match=r"of several kinds, and no nnx.Param: BatchStat, Cache"):
+        gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: unnamed), rules(FSDP))
     with pytest.raises(InputError, match=r"are not nested dicts of arrays: \[0\] in \[0\]"):
         gspmd_lm.dry_run(dataclasses.replace(task, init=lambda key: [jax.random.normal(key, (8, 8))]), rules(FSDP))
     page = gspmd_lm.dry_run(task, rules(FSDP))

@@ -73,7 +73,7 @@ def _profile(span: str | None) -> tuple[int, int] | None:
     if span is None:
         return None
     start, colon, stop = span.partition(":")
-    if not colon or not start.isdigit() or not stop.isdigit() or int(start) >= int(stop):
+    if not colon or not start.isdecimal() or not stop.isdecimal() or int(start) >= int(stop):
         raise InputError(f"--profile={span}: not two steps, the first before the second\n  fix   --profile=10:13")
     return int(start), int(stop)
 

@@ -50,7 +50,7 @@ def of_training(
     read and written once. Weights in use are read forward and backward in each microbatch, in the compute dtype. What
     the backward pass needs of the forward pass is written and read.
     """
-    moved_bytes = updated_bytes(rules, arrays) + 2 * reading.saved_bytes
+    moved_bytes = updated_bytes(rules, arrays) + 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
     if task.config:
         params = pairs(arrays.named_params, arrays.params)
         flops = model_flops(task.config, arrays) - lacking_flops(task.config, rules, graph)
@@ -92,8 +92,13 @@ def of_generation(
 def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
     """The lower bounds of a program of which nothing is known but its trace."""
     dtype = "float32" if reading.bytes_if_wider(FLOAT32_BYTES) == reading.communication_bytes else "bfloat16"
-    moved_bytes = reading.held_bytes + 2 * reading.saved_bytes
+    moved_bytes = reading.held_bytes + 2 * _waiting_bytes(reading)
     return _bounds(chip, reading, dtype, reading.model_flops / devices, moved_bytes)
+
+
+def _waiting_bytes(reading: Reading) -> float:
+    """What must wait for the backward pass; 0 where the program leaves open how much of it each device has."""
+    return 0.0 if reading.estimated_because else reading.saved_bytes
 
 
 def _bounds(

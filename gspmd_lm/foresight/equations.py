@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
+LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
 PARTS = ("gather", "dynamic_slice", "slice", "scatter", "scatter-add", "dynamic_update_slice")  # of the first operand
 
@@ -30,18 +32,48 @@ def flops(equation: Any) -> float:
     return _convolution(equation) if primitive == "conv_general_dilated" else 0.0
 
 
+def live(jaxpr: Any) -> Any:
+    """A program without what it computes and nothing reads. Of what a barrier holds, XLA leaves that out too."""
+    return partial_eval.dce_jaxpr(_barriers_apart(jaxpr), [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _barriers_apart(jaxpr: Any) -> Any:
+    """A program with a barrier for each array, in place of barriers for several."""
+    changed = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "optimization_barrier":
+            pairs = zip(equation.invars, equation.outvars, strict=True)
+            changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
+        elif inner_jaxprs(equation.params):
+            changed.append(equation.replace(params=jax.tree.map(_inner_apart, equation.params, is_leaf=_is_jaxpr)))
+        else:
+            changed.append(equation)
+    return jaxpr.replace(eqns=changed)
+
+
+def _inner_apart(param: Any) -> Any:
+    if isinstance(param, core.ClosedJaxpr):
+        return param.replace(jaxpr=_barriers_apart(param.jaxpr))
+    return _barriers_apart(param) if isinstance(param, core.Jaxpr) else param
+
+
+def _is_jaxpr(param: Any) -> bool:
+    return isinstance(param, core.Jaxpr | core.ClosedJaxpr)
+
+
 def model_flops(jaxpr: Any) -> float:
     """The FLOPs of the matmuls and convolutions of a program, those of all devices, without what is computed again.
 
-    A loop whose trip count is unknown counts once; of branches, the one that computes most.
+    Kernels of Pallas count nothing. A loop whose trip count is unknown counts once; of branches, the one that computes
+    most.
     """
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
-        if "rematted_computation" in str(equation.source_info.name_stack):
+        if primitive == "pallas_call" or "rematted_computation" in str(equation.source_info.name_stack):
             continue
         total += flops(equation)
-        inner = [model_flops(inner_jaxpr) for inner_jaxpr in inner_jaxprs(params)]
+        inner = [model_flops(inner_jaxpr) for inner_jaxpr in _run_jaxprs(equation)]
         if primitive == "cond":
             total += max(inner)
         elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
@@ -52,6 +84,13 @@ def model_flops(jaxpr: Any) -> float:
     return total
 
 
+def _run_jaxprs(equation: Any) -> list[Any]:
+    """The programs that an operation runs. A linear system is solved; its matrix is there for derivatives alone."""
+    if equation.primitive.name == LINEAR_SOLVE:
+        return [equation.params["jaxprs"].solve.jaxpr]
+    return inner_jaxprs(equation.params)
+
+
 def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """The programs that an operation with these parameters runs in any case; not the branches of a `cond`."""
     return [x for x in (getattr(x, "jaxpr", x) for x in params.values()) if hasattr(x, "eqns")]
@@ -59,7 +98,7 @@ def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """All programs among the parameters of an operation, branches too."""
-    leaves = jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    leaves = jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
     jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
     return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
 

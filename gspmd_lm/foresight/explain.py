@@ -246,6 +246,8 @@ def _read(
         return _Read(module, device_memory, moved, None, NOT_ON_CPU)
     each = None if tokens is None else tokens / target.devices
     predicted = predict.predict(module, target.chip, network, flops, each, error, needed)
+    if not predicted.step_time_s:
+        return _Read(module, device_memory, moved, None, "the program computes nothing")
     return _Read(module, device_memory, moved, predicted, "")
 
 

@@ -17,11 +17,12 @@ import math
 from collections.abc import Iterable
 
 from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE
 from gspmd_lm.plan.transfers import (
     FLOAT32_BYTES,
     OF_KEYS,
+    OUT,
+    READ,
     Parameter,
     Sharding,
     Transfers,
@@ -32,7 +33,6 @@ from gspmd_lm.plan.transfers import (
 
 _INT32_BYTES = 4
 _SHARED_KEY = K_ROPE.partition(":")[0]
-*_READ, _OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 
 
 class DecoderTransfers(Transfers):
@@ -189,26 +189,17 @@ class DecoderTransfers(Transfers):
         summed_over = mesh_axes(stream, *stream_axes)
         assert inner_end.placed
         # A key of latent attention has numbers besides what this weight gives it.
-        sent_bytes = inner_end.bytes if inner_end.placed.array in (*_READ, _OUT) else inner_bytes
+        sent_bytes = inner_end.bytes if inner_end.placed.array in (*READ, OUT) else inner_bytes
         queries = self.sharding_of_queries(inner_end)
         query_axes = mesh_axes(queries, "seq")
         whole_rows = stream_end.array in OF_KEYS and not stream["seq"]  # what keys are made from was gathered
         goes_back = self.has_gradient(inner_end)
         recomputed = goes_back and self.rules.remat.policy != "none"
-        if self.rules.context == "ulysses" and inner_end.placed.array in (*_READ, _OUT) and mesh_axes(stream, "seq"):
-            self.transfer(sent_bytes, computed, {**inner, "seq": stream["seq"]}, summed_over, times)
-            by_heads = {**inner, "seq": (), inner_axes[0]: (*inner[inner_axes[0]], *stream["seq"])}
-            recomputed &= inner_end.placed.array != _OUT or _OUT not in self.saved
-            # To heads, back for the gradients, and once more where it is recomputed.
-            for _ in range(1 + goes_back + recomputed):
-                self.transfer(sent_bytes, {**inner, "seq": stream["seq"]}, by_heads, times=times)
-        elif query_axes and not whole_rows:  # each query reads all keys; their gradients come from everywhere
-            all_keys, kind = {**inner, "seq": ()}, "keys" if self.rules.context == "ring" else "activations"
-            self.transfer(sent_bytes, computed, all_keys, summed_over, times, kind)
-            if goes_back:
-                self.transfer(sent_bytes, all_keys, {**inner, "seq": stream["seq"]}, query_axes, times, kind)
-            if recomputed or (goes_back and self.rules.context == "ring"):
-                self.transfer(sent_bytes, {**all_keys, "seq": stream["seq"]}, all_keys, (), times, kind)
+        by_heads = self.rules.context == "ulysses" and inner_end.placed.array in (*READ, OUT) and stream["seq"]
+        if by_heads or (query_axes and not whole_rows):
+            own, heads = {**inner, "seq": stream["seq"]}, inner_axes[0] if by_heads else ""
+            ring = self.rules.context == "ring"
+            self.add_exchange(inner_end, sent_bytes, own, computed, summed_over, query_axes, heads, ring)
         elif goes_back or stream_end is matmul.input:  # of what writes to the stream, it is the gradient
             self.transfer(inner_bytes, computed, inner, summed_over, times)
         matrix_bytes = matmul.weight.bytes
@@ -242,7 +233,7 @@ class DecoderTransfers(Transfers):
         if not goes_back:
             return
         if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
-            self.transfer(inner_bytes, inner, inner, self.rules.split("rules", _READ[1], "heads"), times)
+            self.transfer(inner_bytes, inner, inner, self.rules.split("rules", READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
             # are summed as those of the keys.

@@ -17,12 +17,13 @@ from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
+from gspmd_lm.plan.any_model_transfers import AnyModelTransfers
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
 from gspmd_lm.plan.traces import Part, Shards, TraceCache, parts
-from gspmd_lm.plan.transfers import FLOAT32_BYTES, AnyModelTransfers, EstimatedTransfer
+from gspmd_lm.plan.transfers import FLOAT32_BYTES, EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 
@@ -229,7 +230,7 @@ class Estimator:
         # The outputs of frozen weights matter too: nothing but what is computed again may read their inputs again.
         if len(self._trained) == len(self._params):
             names &= {"block_input", "residual", *(["dispatched"] if config and config.model.experts else []),
-                      *(["attention_out"] if costs.part.rules.context == "ulysses" else [])}  # fmt: skip
+                      *(["attention_out"] if costs.part.rules.context in ("ulysses", "ring") else [])}  # fmt: skip
         key = remat.policy, names
         if key not in costs.transfers:
             one_stream = config and not (config.model.encoder or config.model.masks)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.hardware.network import sent_bytes
+from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.latent_attention import K_ROPE, KV_LATENT
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
@@ -28,6 +29,7 @@ Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that s
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
 FLOAT32_BYTES = 4
+*READ, OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
@@ -150,6 +152,14 @@ class Transfers(abc.ABC):
         spec = self.rules.resolve("rules", array, axes, node.shape)[0]
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
+    def changes(self, node: Node) -> int:
+        """How often an array becomes another one: less often than the loop runs in which it is only placed anew."""
+        origin = node
+        while origin.primitive == "name":
+            origin = origin.inputs[0]
+        of_loop = origin.primitive == "carry" or origin.shape != node.shape  # carried on, or taken apart
+        return node.trip_count if of_loop else origin.trip_count
+
     def queries_of(self, keys: Node) -> Node | None:
         """The queries that read keys or values; None for other activations."""
         if not keys.placed or "kv_seq" not in keys.placed.axes:
@@ -171,7 +181,8 @@ class Transfers(abc.ABC):
         waiting, seen = [node], {node}
         while waiting:
             for user in waiting.pop().users:
-                if user in seen or user.checkpoint_name == "layer_input":
+                outside = user.checkpoint_name == "layer_input" or user.trip_count < node.trip_count
+                if user in seen or outside:
                     continue
                 if user in self.matmul_inputs:
                     return True
@@ -187,6 +198,44 @@ class Transfers(abc.ABC):
         drops what its target shard does not have, which costs nothing.
         """
         self.add(self.volume(size_bytes, source, target, summed_over), self.microbatches * times, kind, times > 1)
+
+    def add_exchange(
+        self,
+        array: Node,
+        size_bytes: float,
+        own: Sharding,
+        computed: Sharding,
+        summed_over: Iterable[str] = (),
+        query_axes: Iterable[str] = (),
+        heads: str = "",
+        ring: bool = False,
+    ) -> None:
+        """Adds how an array of a split sequence comes to where attention reads it, and its gradient back.
+
+        Each query reads all keys and values: they are gathered, or passed round a ring, and once more for gradients.
+        With ulysses, a device has all tokens of some heads instead: its queries go there as keys do, and results come
+        back. `computed` and `summed_over` are those of the matmul that gives the array, and `own` is the sharding by
+        tokens. heads: the axis that ulysses splits further; "" without it. query_axes: what splits the queries.
+        """
+        times = array.trip_count
+        has_gradient, remat = self.has_gradient(array), self.rules.remat.policy != "none"
+        if heads:
+            self.transfer(size_bytes, computed, own, summed_over, times)
+            by_heads = {**own, "seq": (), heads: (*own.get(heads, ()), *own["seq"])}
+            again = has_gradient and remat and not (array.array == OUT and OUT in self.saved)
+            for _ in range(1 + has_gradient + again):
+                self.transfer(size_bytes, own, by_heads, times=times)
+            return
+        whole, kind = {**own, "seq": ()}, "keys" if ring else "activations"
+        self.transfer(size_bytes, computed, whole, summed_over, times, kind)
+        if not has_gradient:
+            return
+        self.transfer(size_bytes, whole, own, query_axes, times, kind)
+        if remat or ring:
+            self.transfer(size_bytes, own, whole, (), times, kind)
+        if ring and remat and OUT not in self.saved and (turns := self.rules.num_shards(own["seq"])) > 1:
+            # Recomputation goes round the ring too. What it passes on first, gradients need first.
+            self.transfer(size_bytes * (turns - 2) / (turns - 1), own, whole, (), times, kind)
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
         """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
@@ -251,108 +300,3 @@ class Transfers(abc.ABC):
         iterations = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
         volume = self.volume(weight.elements * itemsize / iterations, weight.storage, weight.compute)
         self.add(volume, self.microbatches * iterations if iterations > 1 else 1, "weights", iterations > 1)
-
-
-class AnyModelTransfers(Transfers):
-    """The transfers of any model.
-
-    Nothing is known but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul that
-    sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
-    but for what `gathered` and `reduced` of matmuls.py move, and for keys and values that all queries read.
-    """
-
-    def add_model(self) -> None:
-        forward_alone = {matmul.path for matmul in self.graph.matmuls if not self.has_gradient(matmul.node)}
-        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
-        self.blocks = {node.name.modules[:1] for node in self.graph.nodes if node.checkpoint_name == "layer_input"}
-        for path, nodes in self.graph.used.items():
-            # For the backward pass, unless compilers find that it is there already.
-            again = path not in forward_alone and (nodes[0].trip_count > 1 or self.is_in_block(nodes[0]))
-            for _ in range(1 + again):
-                self.gather(self.weights[path], nodes[0].itemsize)
-        readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
-        for matmul in self.graph.matmuls:
-            self.add_output_side(matmul, written)
-            self.add_keys(matmul)
-            readers[matmul.input].append(matmul)
-        for x, matmuls in readers.items():
-            source = self.graph.gathered_from(x)
-            self.add_input_side(x, None if source in written else source, matmuls)
-        for path in set(self.graph.used) - self.graph.multiplied:
-            weight, applied = self.weights[path], self.graph.applied_to(path)
-            if weight.trained and applied:
-                sharding, node = self.sharding(applied), self.graph.used[path][0]
-                local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
-                summed_over = mesh_axes_except(sharding, *weight.sizes)
-                self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
-
-    def is_in_block(self, node: Node) -> bool:
-        """Whether the backward pass computes an operation again, unless the policy keeps its result."""
-        within = not self.blocks or node.name.modules[:1] in self.blocks
-        return within and self.rules.remat.policy != "none"
-
-    def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
-        """Adds the reduction of a matmul's partial sums. Results that one `reduced` adds up are reduced once."""
-        x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
-        compute = self.weights[matmul.path].compute
-        summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
-        destination = self.graph.written_to(y) if matmul.output else y
-        if destination is not y:
-            if y not in written and self.has_gradient(y):
-                self.transfer(y.bytes, self.sharding(destination), self.sharding(y), times=times)  # the gradient
-            if summed_over in written.setdefault(y, set()):
-                return
-            written[y].add(summed_over)
-        computed = {
-            axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()
-        }
-        kept = self.rules.remat.policy == "dots" or "residual" in self.saved or not self.blocks
-        recomputed = not kept and self.has_gradient(y) and self.is_in_block(matmul.node)
-        for _ in range(2 if recomputed and self.read_in_same_block(destination) else 1):
-            self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
-
-    def add_keys(self, matmul: Matmul) -> None:
-        """Adds what keys and values move whose queries are split over their sequence: each query reads all of them.
-
-        With ulysses, a device has all tokens of some heads instead. Queries go there as keys do, and results, which are
-        as large as queries, come back as values do.
-        """
-        y, split = matmul.output, self.sharding(matmul.input).get("seq", ())
-        queries = self.queries_of(y) if y else None
-        if not y or not queries or not (query_axes := mesh_axes(self.sharding(queries), "seq")):
-            return
-        passes = 1 + (self.has_gradient(y) and self.is_in_block(matmul.node))
-        of_own, of_all = ({**self.sharding(y), "seq": axes} for axes in (split, ()))
-        if self.rules.context == "ulysses" and split:
-            for node, heads in ((y, "kv_heads"), (queries, "heads")):
-                own = {**self.sharding(node), "seq": split}
-                by_heads = {**own, "seq": (), heads: (*own.get(heads, ()), *split)}
-                for _ in range(passes + self.has_gradient(y)):
-                    self.transfer(node.bytes, own, by_heads, times=node.trip_count)
-            return
-        for _ in range(passes):
-            self.transfer(y.bytes, of_own, of_all, times=y.trip_count)
-        if self.has_gradient(y):
-            self.transfer(y.bytes, of_all, of_own, query_axes, times=y.trip_count)
-
-    def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
-        """Adds the gradients of matmuls that have one input.
-
-        Where `gathered` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
-        """
-        sharding = self.sharding(x)
-        if source:
-            again = x.array not in self.saved and self.is_in_block(matmuls[0].node)
-            again &= any(self.has_gradient(matmul.node) for matmul in matmuls)
-            for _ in range(1 + again):
-                self.transfer(x.bytes, self.sharding(source), sharding, times=x.trip_count)
-        passed_back = matmuls if self.has_gradient(x) else []
-        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in passed_back]
-        for summed_over in dict.fromkeys(sums) if source else sums:
-            self.transfer(x.bytes, sharding, self.sharding(source or x), summed_over, x.trip_count)
-        for matmul in matmuls:
-            weight = self.weights[matmul.path]
-            if weight.trained:
-                row_axes = mesh_axes_except(sharding, *weight.sizes)
-                size_bytes, times = matmul.weight.bytes, matmul.node.trip_count
-                self.transfer(size_bytes, weight.compute, weight.gradient, row_axes, times, "gradients")

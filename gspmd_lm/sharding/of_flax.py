@@ -107,6 +107,12 @@ def _of_nnx(variables: Any) -> Any:
             )
         axes, value = variable.get_metadata("out_sharding", None), variable.get_raw_value()
         arrays[keys] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+    kinds = {type(variable).__name__ for _, variable in _variables(variables)}
+    if len(kinds) > 1 and not any(isinstance(variable, _nnx().Param) for _, variable in _variables(variables)):
+        raise InputError(
+            f"variables of NNX of several kinds, and no nnx.Param: {', '.join(sorted(kinds))}\n"
+            "  fix   make those that are trained nnx.Param, or a subclass of it"
+        )
     return unflatten_dict(arrays)
 
 
@@ -175,7 +181,8 @@ class _Read:
 def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
     """A parameter that a module reads, placed for use."""
     dtype, layer = value.dtype, _layer.get()
-    if layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize:
+    narrower = layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize
+    if layer and narrower and jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
     weight = Weight(value, path, axes, dtype)
     if layer:
@@ -201,10 +208,21 @@ _CASTING = (*_PRODUCTS, "Embed", "Conv", "Einsum")
 
 
 def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """What a method of a module of linen gives."""
-    kind = type(context.module)
-    known = kind is getattr(nn, kind.__name__, None) and kind.__name__ in _CASTING
-    return _within_layer(context.module, call, *args, **kwargs) if known else call(*args, **kwargs)
+    """What a method of a module of linen gives. One that a subclass of a layer has written itself is none of flax's."""
+    module, method = type(context.module), context.orig_method
+    kind = next((one for one in module.__mro__ if one in _layers_of_linen()), None)
+    inherited = _is_of_flax(getattr(method, "func", method)) and (module is kind or not _is_of_flax(module))
+    return _within_layer(kind, context.module, call, *args, **kwargs) if kind and inherited else call(*args, **kwargs)
+
+
+@functools.cache
+def _layers_of_linen() -> tuple[Any, ...]:
+    return tuple(getattr(nn, name) for name in _CASTING if hasattr(nn, name))
+
+
+def _is_of_flax(code: Any) -> bool:
+    """Whether flax has written a function or a class."""
+    return code.__module__.partition(".")[0] == "flax"
 
 
 @functools.cache
@@ -218,20 +236,19 @@ def _intercept_layers_of_nnx() -> None:
 def _of_nnx_layer(kind: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = type(self) is kind
-        return _within_layer(self, call, self, *args, **kwargs) if known else call(self, *args, **kwargs)
+        return _within_layer(kind, self, call, self, *args, **kwargs)
 
     return called
 
 
-def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a method of a layer gives; its products are those of `_product`."""
+def _within_layer(kind: Any, module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method of flax gives of a layer, which is of a `kind` or of a subclass. Its products are `_product`s."""
     if placement().is_single:
         return call(*args, **kwargs)
-    layer = _Layer(module.dtype)
+    layer = _Layer(module.dtype if _is_of_flax(getattr(module, "promote_dtype", nn.Dense)) else None)
     token, before = _layer.set(layer), getattr(module, "dot_general", None)
     usual = before in (None, jax.lax.dot_general) and getattr(module, "dot_general_cls", None) is None
-    replaced = type(module).__name__ in _PRODUCTS and usual
+    replaced = kind.__name__ in _PRODUCTS and usual
     try:
         if replaced:
             object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer))

@@ -142,8 +142,10 @@ class _Reader:
                     f"--mesh={override}: {self.path} has no mesh axis {name!r}{did_you_mean(name, map(str, raw))}\n"
                     f"  fix   its axes are {', '.join(map(str, raw))}"
                 )
-            if not size.removeprefix("-").isdigit():
+            if not (size.isascii() and size.removeprefix("-").isdigit()):
                 raise ShardingError(f"--mesh={override}: {name} has no size\n  fix   write --mesh={name}=SIZE")
+            if self.flags.get(f"mesh.{name}") == f"--mesh={override}":
+                raise ShardingError(f"--mesh={override}: {name} appears twice\n  fix   give it one size")
             raw[name] = int(size)
             self.flags[f"mesh.{name}"] = f"--mesh={override}"
         return raw
@@ -186,7 +188,8 @@ class _Reader:
         for name, size in raw.items():
             self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
             rest = ", or -1 for all the devices that are left"
-            mesh[str(name)] = size if size == -1 or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
+            is_open = size == -1 and isinstance(size, int)
+            mesh[str(name)] = size if is_open or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
         still_open = [name for name, size in mesh.items() if size == -1]
         if len(still_open) > 1:
             self.wrong(f"mesh: {' and '.join(still_open)} are both -1", "mesh", raw, "give all but one of them a size")

@@ -151,12 +151,17 @@ def answer(outcome: Outcome) -> str:
     price = (
         ""
         if outcome.usd is None
-        else f", for {outcome.usd:,.0f} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
+        else f", for {_amount(outcome.usd)} dollars at {outcome.usd_per_chip_hour:g} a chip and hour"
     )
-    sentence = f"{human_count(outcome.tokens)} tokens take {outcome.days_needed:,.1f} days{price}"
+    sentence = f"{human_count(outcome.tokens)} tokens take {_amount(outcome.days_needed)} days{price}"
     if outcome.in_time is False:
         return f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are"
     return f"{sentence}: within the {outcome.days:g} days that there are" if outcome.in_time else sentence
+
+
+def _amount(value: float) -> str:
+    """'1,234', '37.2', '0.0033': of days or dollars, of which there may be little."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" if value >= 1 else f"{value:.2g}"
 
 
 def estimate_error(plan: Plan) -> str:
@@ -235,8 +240,8 @@ def compared(outcome: Outcome) -> dict[str, str]:
         "step": figure(line and line.step_time_s, human_seconds),
         "tokens/s": figure(line and line.tokens_per_s, "{:,.0f}".format),
         "$/B tok": figure(line and line.usd_per_billion_tokens, "{:,.2f}".format),
-        "days": figure(outcome.days_needed if line and outcome.tokens else None, "{:,.1f}".format),
-        "$ in all": figure(line and outcome.usd, "{:,.0f}".format),
+        "days": figure(outcome.days_needed if line and outcome.tokens else None, _amount),
+        "$ in all": figure(line and outcome.usd, _amount),
         "in time": {None: "-", True: "yes", False: "NO"}[outcome.in_time if line else None],
     }
 

@@ -147,9 +147,10 @@ def _time(report: Report) -> Section:
 def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]:
     floor, notes = report.floor, []
     if floor.compute_s is not None and floor.memory_s is not None:
-        times = prediction.step_time_s / max(floor.compute_s, floor.memory_s)
+        larger_s = max(floor.compute_s, floor.memory_s)
+        times = f": the step takes {prediction.step_time_s / larger_s:.2f}x the larger" if larger_s else ""
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
-        notes.append(("floor, counted", f"{least}: the step takes {times:.2f}x the larger"))
+        notes.append(("floor, counted", f"{least}{times}"))
     if floor.communication_bytes is not None:
         by_axis = ", ".join(f"{axis} {human_bytes(size)}" for axis, size in floor.communication_by_axis.items())
         least = f"{human_bytes(floor.communication_bytes)} sent{f': {by_axis}' if by_axis else ''}"

@@ -1,5 +1,6 @@
 """What the backward pass waits for, counted by hand, and beside what compiled programs hold."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.foresight.propagation import read_step
+from gspmd_lm.foresight import bounds
+from gspmd_lm.foresight.propagation import Reading, read_step
+from gspmd_lm.hardware.chips import CHIPS
 from tests.foresight.plain_models import LAYOUTS, MODELS, train_step
 
 ROWS, WIDTH, WIDE, LAYERS = 32, 16, 64, 4
@@ -166,3 +169,11 @@ def test_a_compiled_step_of_others_holds_no_less(name, layout):
     # Temporaries may lie where results will be written.
     assert 0 < found.saved_bytes <= held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
     assert found.held_bytes <= held.argument_size_in_bytes + held.output_size_in_bytes
+
+
+def test_what_waits_is_no_part_of_the_floor_where_the_program_leaves_open_how_it_is_split():
+    sure = Reading((), {}, {}, saved_bytes=8e9, held_bytes=1e9)
+    left_open = dataclasses.replace(sure, unknown={"fft": 1})
+    chip = CHIPS["h100"]
+    floors = [bounds.of_program(chip, 8, reading).memory_s * chip.hbm_bytes_per_s for reading in (sure, left_open)]
+    assert floors == pytest.approx([1e9 + 2 * 8e9, 1e9])

@@ -145,6 +145,34 @@ def test_what_an_encoder_sends_is_what_the_trace_says(small, built, sent, layout
     assert of_axes == pytest.approx(sent(step), rel=0.14)
 
 
+def context_and_tensor(sequences, heads, **keys):
+    """Rules that split sequences over one mesh axis, and heads, hidden units and the vocabulary over another."""
+    rules = {"seq": "context", **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "tensor")}
+    raw = {"mesh": {"context": sequences, "tensor": heads}, "rules": rules, "remat": "block", **keys}
+    return rules_file.from_dict(raw, "mixed")
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "form"),
+    [
+        (2, 4, "gather"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, "gather"), (4, 2, "ulysses"))),
+    ],
+)
+def test_two_stacks_send_over_context_and_tensor_what_the_trace_says(small, built, sent, context, tensor, form):
+    """What the encoder made is gathered once for all layers that read it, and so is the sum of its gradients."""
+    config = small(**ENCODERS["summaries"])
+    step = built(config, context_and_tensor(context, tensor, context=form))
+    found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
+    assert found == pytest.approx(sent(step), rel=0.02)
+
+
+def test_keys_go_round_a_ring_again_for_attention_that_is_computed_again(small, built, sent):
+    step = built(small(), context_and_tensor(4, 2, context="ring"))
+    found = Estimator(small(), targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
+    assert found == pytest.approx(sent(step), rel=0.02)
+
+
 FROZEN = {
     "below": {"frozen": ("embedding", "layers")},  # no layer has a gradient
     "above": {"frozen": ("layers", "final_norm", "unembedding")},

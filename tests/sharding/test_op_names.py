@@ -109,6 +109,22 @@ def test_names_of_merged_tensors(op_name, count, expected):
         ("jit(_train)/jvp(of.loss)/reduce_max", "forward", ((), ("loss",), (), ("", ""))),
         ("jit(_train)/of.gradient_norm/reduce_sum", "optimizer", ((), ("gradient_norm",), (), ("", ""))),
         ("jit(_train)/jit(clip)/min", "optimizer", ((), (), (), ("", ""))),
+        # Not below the derivative: what is known of a loop without what is trained, and the update.
+        (
+            "jit(_train)/layers/cross/rules.memory/sharding_constraint",
+            "forward",
+            (("layers", "cross"), (), (), ("rules", "memory")),
+        ),
+        (
+            "jit(_train)/layers/attention/keys/all_gather",
+            "forward",
+            (("layers", "attention", "keys"), (), (), ("", "")),
+        ),
+        (
+            "jit(_train)/of.update/optimizer.layers.mlp.w_up/sharding_constraint",
+            "optimizer",
+            ((), ("update",), (), ("optimizer", "layers.mlp.w_up")),
+        ),
     ],
 )
 def test_what_names_say(op_name, phase, parts):

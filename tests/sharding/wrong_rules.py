@@ -37,7 +37,9 @@ WRONG = {
     "mesh is a number": Case("mesh: 8\nrules: {heads: tensor}\n"),
     "unknown mesh axis": Case("mesh: {tenser: 8}\nrules: {heads: tenser}\n"),
     "size below 1": Case("mesh: {tensor: 8, data: 0}\nrules: {heads: tensor, batch: data}\n"),
-    "size is no number": Case("mesh: {tensor: 8, data: two, fsdp: 1.5}\nrules: {heads: tensor, batch: [data, fsdp]}\n"),
+    "size is no number": Case(
+        "mesh: {tensor: 8, data: two, fsdp: 1.5, context: -1.0}\nrules: {heads: tensor, batch: [data, fsdp]}\n"
+    ),
     "two sizes of -1": Case("mesh: {data: -1, tensor: -1}\nrules: {heads: tensor, batch: data}\n"),
     "mesh bigger than the devices": Case("mesh: {data: 4, tensor: 4}\nrules: {heads: tensor, batch: data}\n"),
     "mesh smaller than the devices": Case("mesh: {data: 2, tensor: 2}\nrules: {heads: tensor, batch: data}\n"),
@@ -46,6 +48,8 @@ WRONG = {
     "--mesh names no axis": Case(TP, mesh="tenser=4"),
     "--mesh without a size": Case(TP, mesh="tensor"),
     "--mesh with a word": Case(TP, mesh="tensor=four"),
+    "--mesh with a digit that is no number": Case(TP, mesh="tensor=²"),
+    "--mesh with an axis twice": Case(TP, mesh="tensor=4,tensor=8"),
     "--mesh that does not fill the devices": Case(TP, mesh="tensor=4"),
     # What --set lays over the file
     "--set of no section": Case(TP, sets=("rules.remt=block",)),

@@ -33,11 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls
+from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
 from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading", "Transfer", "read_step", "read_train"]
 
-RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES
+RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | control.RULES | per_device.RULES
 
 
 def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:
@@ -62,7 +61,7 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
     if mesh is None:
         mesh = next((leaf.mesh.shape for leaf in leaves if isinstance(leaf, NamedSharding)), {})
     reader = Reader(mesh, RULES)
-    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    jaxpr = equations.live(program.jaxpr)
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [
         ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
@@ -92,7 +91,7 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
         tuple(record.transfers),
         dict(record.flops),
         dict(record.unknown),
-        equations.model_flops(program.jaxpr),
+        equations.model_flops(jaxpr),
         record.values.least_bytes(),
         held_bytes,
     )

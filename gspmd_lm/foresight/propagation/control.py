@@ -1,37 +1,18 @@
-"""The rules of primitives that run another jaxpr: calls, loops, branches, and `shard_map`.
-
-In a `shard_map`, the program says itself what devices send each other.
-"""
+"""The rules of primitives that run another jaxpr: calls, loops and branches."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend import core
-
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.equations import called_jaxprs, same_rank
-from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import CALLS, Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, array_bytes, rank_of, replicated
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE, terms, use_counts
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims
+from gspmd_lm.foresight.propagation.wanted import terms, use_counts
 
 _FIXED_POINT_TURNS = 3  # iterations of a loop after which what it carries has settled, in all programs that were tried
-_COLLECTIVES = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-    "ragged_all_to_all": "ragged-all-to-all",
-}
-_NO_COLLECTIVES = ("axis_index", "pvary", "pcast", "pbroadcast")  # they name mesh axes, and send nothing
-_SUMS = ADDITIVE | {"psum", "psum_invariant", *_NO_COLLECTIVES}
 
 
 def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -55,6 +36,14 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     return _as_asked(reader, operation, asked, inner.outvars, results)
 
 
+def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """A linear system: the function that solves it is read. What it captures stands before the right-hand side."""
+    lengths, solve = operation.params["const_lengths"], operation.params["jaxprs"].solve.jaxpr
+    begin = lengths.matvec + lengths.vecmat
+    captured = operation.operands[begin : begin + lengths.solve]
+    return reader.read(solve, [*captured, *operation.operands[sum(lengths) :]], operation.stack)
+
+
 def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
     """The same array, which is another one for collectives."""
     renamed = dataclasses.replace(array, identity=object())
@@ -66,12 +55,15 @@ def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
 def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop with a trip count.
 
-    What it carries has the sharding that it has after an iteration. A partial sum may be carried on if it begins as
-    one, or as zeros, and is only added to.
+    What it takes apart is gathered along the dimension that it runs over. What it carries has the sharding that it has
+    after an iteration. A partial sum may be carried on if it begins as one, or as zeros, and is only added to.
     """
     body = called_jaxprs(operation.params)[0]
     carried = same_rank(body.outvars, operation.equation.outvars)
     constants = same_rank(body.invars, operation.equation.invars) - carried
+    for number in range(constants + carried, len(operation.operands)):  # each iteration takes a part of these
+        target = ((), *operation.operands[number].dims[1:])
+        reader.move_operand(operation, number, target, keep_unreduced=True)  # or exchanged, to split what is taken
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
     reader.loops.append(operation.params["length"])
     depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop
@@ -156,9 +148,10 @@ def _settled_carry(iterate: Any, begin: Sequence[ArraySharding]) -> list[ArraySh
 def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A loop whose trip count is not known: it counts once, and is noted as unknown."""
     reader.add_unknown("the trip count of a while loop")
-    body = operation.params["body_jaxpr"].jaxpr
+    condition, body = (operation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     skipped, constants = operation.params["cond_nconsts"], operation.params["body_nconsts"]
-    captured, begin = operation.operands[skipped:][:constants], operation.operands[skipped + constants :]
+    asked, captured = operation.operands[:skipped], operation.operands[skipped:][:constants]
+    begin = operation.operands[skipped + constants :]
     avals = operation.inputs[skipped + constants :]
     carry = [reader.move(operation, aval, one, one.dims) for aval, one in zip(avals, begin, strict=True)]
     reader.loops.append(1)
@@ -166,6 +159,7 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
         inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
+        reader.read(condition, [*asked, *inside], operation.stack)
         return reader.read(body, [*captured, *inside], operation.stack)
 
     with reader.trial():
@@ -190,7 +184,10 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
             )
         records.append(record)
     reader.record.add(least_of(records))
-    return [ArraySharding(_least_split(one.dims for one in each)) for each in zip(*results, strict=True)]
+    depth = max((one.loop_depth for one in (*operation.operands, *itertools.chain(*results))), default=0)
+    return [
+        ArraySharding(_least_split(one.dims for one in each), loop_depth=depth) for each in zip(*results, strict=True)
+    ]
 
 
 def least_of(records: Sequence[Record]) -> Record:
@@ -228,144 +225,12 @@ def _as_asked(
     return arrays
 
 
-# What devices do each for itself
-
-
-def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A function of what one device has: its operands are brought to where it says, and its collectives are read."""
-    body = getattr(operation.params["jaxpr"], "jaxpr", operation.params["jaxpr"])
-    for number, spec in enumerate(operation.params["in_specs"]):
-        target = reader.mesh.dims(spec, operation.inputs[number].ndim)
-        reader.move_operand(operation, number, target, chosen=False)
-    only_sums = all(equation.primitive.name in _SUMS for equation in body.eqns)
-    is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
-    # On TPUs and GPUs, XLA makes a sum over devices that a loop adds to what it carries once, after the loop.
-    depth = len(reader.loops) - is_late
-    operands = [dataclasses.replace(one, loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
-    results = PerDevice(reader, operation.stack).read(body, operands)
-    return [
-        ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth + is_late)
-        for var, spec, result in zip(operation.equation.outvars, operation.params["out_specs"], results, strict=True)
-    ]
-
-
-@dataclasses.dataclass
-class PerDevice:
-    """Reads the program of one device. Of each array it follows which loops change it, and which array it is."""
-
-    reader: Reader
-    stack: str
-    # A buffer for the worst case is filled as balanced routing fills it. Rows of such buffers -> how much of them is.
-    filled: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
-        """What is known of the results of a jaxpr, from what is known of its arguments."""
-        known = {
-            var: dataclasses.replace(replicated(rank_of(var.aval)), loop_depth=one.loop_depth, identity=one.identity)
-            for var, one in zip(jaxpr.invars, arguments, strict=True)
-        }
-
-        def array(atom: Any) -> ArraySharding:
-            if isinstance(atom, core.Literal):
-                return dataclasses.replace(replicated(rank_of(atom.aval)), identity=str(atom.val))
-            return known.get(atom, replicated(rank_of(atom.aval)))
-
-        for equation in jaxpr.eqns:
-            names = "/".join(filter(None, (self.stack, str(equation.source_info.name_stack))))
-            results = self._results(Operation(equation, names, [array(atom) for atom in equation.invars], {}))
-            known.update(zip(equation.outvars, results, strict=True))
-        return [array(atom) for atom in jaxpr.outvars]
-
-    def _results(self, operation: Operation) -> list[ArraySharding]:
-        primitive, params, operands = operation.primitive, operation.params, operation.operands
-        if primitive in _COLLECTIVES:
-            return self._collective(operation)
-        if primitive == "scan":
-            return self._scan(operation)
-        if primitive == "while":
-            self.reader.add_unknown("the trip count of a while loop")
-            return self._inside(params["body_jaxpr"].jaxpr, operation, operands[params["cond_nconsts"] :])
-        if primitive == "pallas_call":
-            self.reader.add_flops(operation, kernel_flops(params) * self._filled_part(operation))
-        elif primitive == "cond":
-            self._branches(operation)
-        elif inner := next(iter(called_jaxprs(params)), None):
-            return self._inside(inner, operation, operands)
-        elif "axis_name" in params and primitive not in _NO_COLLECTIVES:
-            self.reader.add_unknown(primitive)
-        part = self._filled_part(operation) if primitive == equations.GROUPED else 1.0
-        self.reader.add_flops(operation, equations.flops(operation.equation) * part)
-        return self._results_that_change_with(operation, operands, self.reader.value(operation))
-
-    def _results_that_change_with(
-        self, operation: Operation, operands: Sequence[ArraySharding], identity: Any = None
-    ) -> list[ArraySharding]:
-        depth = max((one.loop_depth for one in operands), default=0)
-        return [
-            dataclasses.replace(replicated(rank_of(var.aval)), loop_depth=depth, identity=identity and (identity, n))
-            for n, var in enumerate(operation.equation.outvars)
-        ]
-
-    def _inside(self, jaxpr: Any, operation: Operation, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
-        if len(jaxpr.invars) != len(arguments):  # such as a function with a derivative written by hand
-            depth = max((one.loop_depth for one in arguments), default=0)
-            arguments = [ArraySharding(loop_depth=depth)] * len(jaxpr.invars)
-        return PerDevice(self.reader, operation.stack, self.filled).read(jaxpr, arguments)
-
-    def _scan(self, operation: Operation) -> list[ArraySharding]:
-        body, changed = called_jaxprs(operation.params)[0], len(self.reader.loops) + 1
-        carried = same_rank(body.outvars, operation.equation.outvars)
-        constants = same_rank(body.invars, operation.equation.invars) - carried
-        inside = [
-            one if number < constants else ArraySharding(loop_depth=changed)
-            for number, one in enumerate(operation.operands)
-        ]
-        self.reader.loops.append(operation.params["length"])
-        self._inside(body, operation, inside)
-        self.reader.loops.pop()
-        return self._results_that_change_with(operation, operation.operands)
-
-    def _branches(self, operation: Operation) -> None:
-        """Adds what the branch sends that sends least, and what the one computes that computes most."""
-        records: list[Record] = []
-        for branch in operation.params["branches"]:
-            with self.reader.trial() as record:
-                self._inside(branch.jaxpr, operation, operation.operands[1:])
-            records.append(record)
-        self.reader.record.add(least_of(records))
-
-    def _collective(self, operation: Operation) -> list[ArraySharding]:
-        """XLA does the same collective of the same arrays once, in a loop and after what it takes out of loops."""
-        names = operation.params.get("axes") or operation.params["axis_name"]
-        named = (names,) if isinstance(names, str) else names
-        over = self.reader.mesh.parts(name for name in named if isinstance(name, str))
-        inputs, operands = operation.inputs, operation.operands
-        kind = _COLLECTIVES[operation.primitive]
-        if kind == "ragged-all-to-all":
-            # One of operand and result is a buffer for the worst case: the fewer rows travel.
-            few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])
-            self.filled[many.shape[0]] = few.shape[0] / many.shape[0]
-            inputs, operands = [few], operands[:1]
-        identity = self.reader.value(operation)
-        if identity is None or identity not in self.reader.record.copies:
-            for aval, operand in zip(inputs, operands, strict=True):
-                costs = self.reader.mesh.cost(kind, over, array_bytes(aval))
-                self.reader.add_transfers(operation, aval, operand, operand.dims, costs)
-            if identity is not None:
-                self.reader.record.copies[identity] = ()
-        return self._results_that_change_with(operation, operation.operands, identity)
-
-    def _filled_part(self, operation: Operation) -> float:
-        rows = (aval.shape[0] for aval in operation.inputs if aval.shape)
-        return next((self.filled[n] for n in rows if n in self.filled), 1.0)
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(CALLS, call),
+    equations.LINEAR_SOLVE: linear_solve,
     "scan": scan,
     "while": while_loop,
     "cond": branches,
     "optimization_barrier": barrier,
     "device_put": device_put,
-    "shard_map": shard_map,
 }

@@ -139,19 +139,28 @@ def dot_general(reader: Reader, operation: Operation) -> ArraySharding:
 def convolution(reader: Reader, operation: Operation) -> ArraySharding:
     """A convolution, as a product over its channels. The rows and columns of a picture are not split.
 
-    Nor are channels, if they are in groups.
+    Of channels in groups, mesh axes that divide the groups split input and output alike; others are gathered.
     """
     numbers, params = operation.params["dimension_numbers"], operation.params
-    grouped = (params["feature_group_count"], params["batch_group_count"]) != (1, 1)
-    for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
-        kept = spec[:2] if not grouped else spec[:1] if side == LEFT and params["batch_group_count"] == 1 else ()
-        target = tuple(names if d in kept else () for d, names in enumerate(operation.operands[side].dims))
-        reader.move_operand(operation, side, target, keep_unreduced=True)
-    result: list[tuple[int, int]] = [(LEFT, numbers.lhs_spec[2])] * operation.output.ndim
-    result[numbers.out_spec[0]] = LEFT, numbers.lhs_spec[0]
-    result[numbers.out_spec[1]] = RIGHT, numbers.rhs_spec[0]
-    channels = [] if grouped else [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    return product(reader, Product(operation, [], channels, result))
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    by_features, by_batch = params["feature_group_count"], params["batch_group_count"]
+    grouped = by_features > 1 or by_batch > 1
+    in_groups = {(LEFT, lhs[1] if by_features > 1 else lhs[0]), (RIGHT, rhs[0])} if grouped else set()
+    whole = {(RIGHT, rhs[1])} if by_features > 1 else set()
+    for side, spec in enumerate((lhs, rhs)):
+        dims = list(operation.operands[side].dims)
+        for d, names in enumerate(dims):
+            undivided = (side, d) in in_groups and max(by_features, by_batch) % reader.mesh.shards(names)
+            if d not in spec[:2] or (side, d) in whole or undivided:
+                dims[d] = ()
+        reader.move_operand(operation, side, tuple(dims), keep_unreduced=True)
+    result: list[tuple[int, int]] = [(LEFT, lhs[2])] * operation.output.ndim
+    result[out[1]] = RIGHT, rhs[0]
+    if by_batch == 1:
+        result[out[0]] = LEFT, lhs[0]
+    groups = [(lhs[1], rhs[0])] if by_features > 1 else [(lhs[0], rhs[0])] if by_batch > 1 else []
+    channels = [(lhs[1], rhs[1])] if by_features == 1 else []
+    return product(reader, Product(operation, groups, channels, result))
 
 
 def kernel(reader: Reader, operation: Operation) -> list[ArraySharding]:

@@ -36,7 +36,7 @@ CALLS = frozenset((
     "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
 ))  # fmt: skip
 # Those that read another jaxpr: what they are given is looked at there.
-CONTROL = CALLS | {"scan", "cond", "while", "shard_map"}
+CONTROL = CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
 
 RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
@@ -378,9 +378,10 @@ class Reader:
 
 
 def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A primitive without a rule: it is noted, and every device is given all operands."""
+    """A primitive without a rule: it is noted, and every device is given all operands, and computes all of it."""
     reader.add_unknown(operation.primitive)
     gather_operands(reader, operation)
+    reader.add_flops(operation, equations.flops(operation.equation))
     return [replicated(rank_of(var.aval)) for var in operation.equation.outvars]
 
 

@@ -116,10 +116,13 @@ class MeshShape(dict[str, int]):
         axes = {self.axis[name] for name in names}
         return "+".join(name for name in self.factors if name in axes)
 
-    def cost(self, kind: str, names: Iterable[str], input_bytes: float) -> list[CollectiveCost]:
-        """The cost of one collective, of which a device hands in `input_bytes`; none where one device is alone."""
+    def cost(self, kind: str, names: Iterable[str], input_bytes: float, group: int = 0) -> list[CollectiveCost]:
+        """The cost of one collective, of which a device hands in `input_bytes`; none where one device is alone.
+
+        group: how many devices take part in it; 0 means all along these mesh axes.
+        """
         names = frozenset(names)
-        shards = self.shards(names)
+        shards = group or self.shards(names)
         sent = sent_bytes(kind, input_bytes * (shards if kind == "all-gather" else 1), shards)
         return [CollectiveCost(kind, names, sent)] if shards > 1 and sent else []
 

@@ -54,7 +54,7 @@ _FREE_CALLS = {
     "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
 }  # fmt: skip
 # The compiler's own kernels that only move their bytes, by call target or op_name.
-_MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
+_MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata", "X64SplitLow", "X64SplitHigh", "X64Combine")
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {

@@ -1,0 +1,121 @@
+"""What any model sends in a train step, as `plan` estimates it: of a model with several stacks, or of one's own."""
+
+import collections
+
+from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.plan.transfers import FLOAT32_BYTES, Parameter, Transfers, mesh_axes, mesh_axes_except
+
+
+class AnyModelTransfers(Transfers):
+    """The transfers of any model.
+
+    Nothing is known but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul that
+    sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
+    but for what `gathered` and `reduced` of matmuls.py move, and for keys and values that all queries read.
+    """
+
+    def add_model(self) -> None:
+        forward_alone = {matmul.path for matmul in self.graph.matmuls if not self.has_gradient(matmul.node)}
+        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
+        self.blocks = {node.name.modules[:1] for node in self.graph.nodes if node.checkpoint_name == "layer_input"}
+        for path, nodes in self.graph.used.items():
+            # For the backward pass, unless compilers find that it is there already.
+            again = path not in forward_alone and (nodes[0].trip_count > 1 or self.is_in_block(nodes[0]))
+            for _ in range(1 + again):
+                self.gather(self.weights[path], nodes[0].itemsize)
+        readers, written = collections.defaultdict[Node, list[Matmul]](list), dict[Node, set[frozenset[str]]]()
+        for matmul in self.graph.matmuls:
+            self.add_output_side(matmul, written)
+            self.add_keys(matmul)
+            readers[matmul.input].append(matmul)
+        for x, matmuls in readers.items():
+            source = self.graph.gathered_from(x)
+            self.add_input_side(x, None if source in written else source, matmuls)
+        for path, nodes in self.graph.looked_up.items():
+            if path not in self.graph.used:
+                self.add_look_ups(self.weights[path], nodes)
+        for path in set(self.graph.used) - self.graph.multiplied:
+            weight, applied = self.weights[path], self.graph.applied_to(path)
+            if weight.trained and applied:
+                sharding, node = self.sharding(applied), self.graph.used[path][0]
+                local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
+                summed_over = mesh_axes_except(sharding, *weight.sizes)
+                self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
+
+    def add_look_ups(self, table: Parameter, nodes: list[Node]) -> None:
+        """Adds what look-ups in a table move whose rows may be split, forward and backward, and its gradients."""
+        rows = next(iter(table.sizes))
+        row_axes = table.compute[rows]
+        for node in nodes:
+            for placed in self.graph.after([node])[:1]:
+                sharding, times = self.sharding(placed), node.trip_count
+                found = {axis: names for axis, names in sharding.items() if not {*names} & {*row_axes}}
+                self.transfer(node.bytes, found, sharding, row_axes, times)
+                if table.trained:
+                    self.transfer(node.bytes, sharding, found, times=times)
+                if table.trained and table.path not in self.graph.multiplied:
+                    size_bytes, summed_over = table.elements * FLOAT32_BYTES, mesh_axes_except(found, *table.sizes)
+                    self.transfer(size_bytes, {rows: row_axes}, table.gradient, summed_over, times, "gradients")
+
+    def is_in_block(self, node: Node) -> bool:
+        """Whether the backward pass computes an operation again, unless the policy keeps its result."""
+        within = not self.blocks or node.name.modules[:1] in self.blocks
+        return within and self.rules.remat.policy != "none"
+
+    def add_output_side(self, matmul: Matmul, written: dict[Node, set[frozenset[str]]]) -> None:
+        """Adds the reduction of a matmul's partial sums. Results that one `reduced` adds up are reduced once."""
+        x, y, times = self.sharding(matmul.input), matmul.output or matmul.input, matmul.node.trip_count
+        compute = self.weights[matmul.path].compute
+        summed_over = frozenset(mesh_axes_except(compute, *(compute.keys() - x.keys())))
+        destination = self.graph.written_to(y) if matmul.output else y
+        if destination is not y:
+            if y not in written and self.has_gradient(y):
+                self.transfer(y.bytes, self.sharding(destination), self.sharding(y), times=times)  # the gradient
+            if summed_over in written.setdefault(y, set()):
+                return
+            written[y].add(summed_over)
+        computed = {
+            axis: tuple(name for name in names if name not in summed_over) for axis, names in self.sharding(y).items()
+        }
+        kept = self.rules.remat.policy == "dots" or "residual" in self.saved or not self.blocks
+        recomputed = not kept and self.has_gradient(y) and self.is_in_block(matmul.node)
+        for _ in range(2 if recomputed and self.read_in_same_block(destination) else 1):
+            self.transfer(matmul.node.bytes, computed, self.sharding(destination), summed_over, times)
+
+    def add_keys(self, matmul: Matmul) -> None:
+        """Adds what keys and values move whose queries are split over their sequence: see `add_exchange`.
+
+        With ulysses, queries move with the keys, and results, which are as large as queries, with the values.
+        """
+        y, split = matmul.output, self.sharding(matmul.input).get("seq", ())
+        queries = self.queries_of(y) if y else None
+        if not y or not queries or not (query_axes := mesh_axes(self.sharding(queries), "seq")):
+            return
+        ulysses = self.rules.context == "ulysses" and split
+        for node, heads in ((y, "kv_heads"), (queries, "heads"))[: 2 if ulysses else 1]:
+            own = {**self.sharding(node), "seq": split}
+            self.add_exchange(node, node.bytes, own, own, query_axes=query_axes, heads=heads if ulysses else "")
+
+    def add_input_side(self, x: Node, source: Node | None, matmuls: list[Matmul]) -> None:
+        """Adds the gradients of matmuls that have one input.
+
+        Where `gathered` gathers that input from a `source`, the gather is added too, and the gradients are summed once.
+        """
+        sharding = self.sharding(x)
+        # What comes from outside of a loop is gathered once for all its iterations, and so is the sum of its gradients.
+        times = self.changes(source or x)
+        if source:
+            again = times == x.trip_count and x.array not in self.saved and self.is_in_block(matmuls[0].node)
+            again &= any(self.has_gradient(matmul.node) for matmul in matmuls)
+            for _ in range(1 + again):
+                self.transfer(x.bytes, self.sharding(source), sharding, times=times)
+        passed_back = matmuls if self.has_gradient(x) else []
+        sums = [frozenset(mesh_axes_except(self.weights[matmul.path].compute, *sharding)) for matmul in passed_back]
+        for summed_over in dict.fromkeys(sums) if source else sums:
+            self.transfer(x.bytes, sharding, self.sharding(source or x), summed_over, times)
+        for matmul in matmuls:
+            weight = self.weights[matmul.path]
+            if weight.trained:
+                row_axes = mesh_axes_except(sharding, *weight.sizes)
+                size_bytes, times = matmul.weight.bytes, matmul.node.trip_count
+                self.transfer(size_bytes, weight.compute, weight.gradient, row_axes, times, "gradients")

@@ -1,0 +1,166 @@
+"""What the reader says of programs of other people, beside what their compiled programs compute and send."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.collectives import count, ring_bytes
+from gspmd_lm.foresight import hlo
+from gspmd_lm.foresight.propagation import read_step
+
+FSDP, TENSOR = 2, 4
+ROWS, ROWS_AND_CHANNELS = PartitionSpec("fsdp"), PartitionSpec("fsdp", None, "tensor")
+
+
+def like(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def read(function, *arguments):
+    """The reading, and the FLOPs of the compiled program."""
+    traced = jax.jit(function).trace(*arguments)
+    module = hlo.parse(traced.lower().compile().as_text())
+    flops = sum(instruction.flops * instruction.executions for instruction in module.operations)
+    return read_step(traced.jaxpr, arguments, traced.out_info), flops
+
+
+def read_sharded(function, result, *arguments):
+    """The reading, and the bytes that a device sends in the compiled program. arguments: shapes and their splits."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(FSDP, TENSOR), ("fsdp", "tensor"),
+                axis_types=(AxisType.Auto,) * 2)  # fmt: skip
+    placed = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in arguments]
+    with jax.set_mesh(mesh):
+        traced = jax.jit(function, out_shardings=NamedSharding(mesh, result)).trace(*placed)
+        found = read_step(traced.jaxpr, placed, traced.out_info, mesh.shape)
+        return found, ring_bytes(count(traced.lower().compile().as_text()))
+
+
+@jax.custom_vjp
+def both_gradients(x, w):
+    return x @ w
+
+
+both_gradients.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda kept, dy: jax.lax.optimization_barrier((dy @ kept[1].T, kept[0].T @ dy))
+)
+
+
+def test_a_gradient_that_nothing_reads_does_not_count_though_a_barrier_holds_it():
+    def step(x, frozen):
+        def layer(x, w):
+            return jnp.tanh(both_gradients(x, w)), None
+
+        return jax.grad(lambda x: (jax.lax.scan(jax.checkpoint(layer), x, frozen)[0] ** 2).sum())(x)
+
+    found, compiled = read(step, like(16, 32), like(5, 32, 32))
+    one = 2 * 16 * 32 * 32
+    assert found.flops == compiled == 5 * 3 * one  # forward, once more, and backward
+    assert found.model_flops == 5 * 2 * one
+
+
+def test_what_a_function_computes_in_vain_does_not_count():
+    found, compiled = read(lambda x, w: jax.jit(lambda x, w: (x @ w, (x @ w) @ w))(x, w)[0], like(8, 16), like(16, 16))
+    assert found.model_flops == found.flops == compiled == 2 * 8 * 16 * 16
+
+
+def test_the_condition_of_a_loop_counts_as_its_body_does():
+    found, compiled = read(lambda x, w: jax.lax.while_loop(lambda x: (x @ w).sum() < 5, lambda x: x @ w, x),
+                           like(16, 16), like(16, 16))  # fmt: skip
+    assert found.flops == found.model_flops == compiled == 2 * 2 * 16**3
+
+
+def test_of_a_linear_system_what_solves_it_is_read():
+    def solved(a, b):
+        return jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda _, b: a.T @ (a @ b), symmetric=True)
+
+    found, compiled = read(solved, like(16, 16), like(16, 8))
+    assert found.flops == found.model_flops == compiled == 2 * 2 * 16 * 16 * 8
+    assert not found.unknown
+
+
+def test_a_kernel_of_pallas_is_no_part_of_the_flops_of_the_model():
+    def kernel(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    call = pl.pallas_call(kernel, out_shape=like(16, 16), cost_estimate=pl.CostEstimate(99, 0, 0))
+    jaxpr = jax.make_jaxpr(lambda x, w: call(x, w) @ w)(like(16, 16), like(16, 16))
+    assert read_step(jaxpr).flops - 99 == read_step(jaxpr).model_flops == 2 * 16**3
+
+
+def conv(x, kernel, groups=8):
+    dimensions = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dimensions,
+                                        feature_group_count=groups)  # fmt: skip
+
+
+def mapped(function, into, out, **kwargs):
+    return lambda *arrays: jax.shard_map(function, in_specs=into, out_specs=out, check_vma=False, **kwargs)(*arrays)
+
+
+def branch_and_gather(x, _):
+    chosen = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+    return jax.lax.with_sharding_constraint(
+        jnp.tanh(jax.lax.with_sharding_constraint(chosen, PartitionSpec())), ROWS
+    ), None
+
+
+KERNEL = (3, 1, 8), PartitionSpec(None, None, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "arguments"),
+    [
+        pytest.param(lambda x: jax.lax.scan(branch_and_gather, x, None, length=5)[0], ROWS, [((8, 16), ROWS)],
+                     id="branches in a loop"),
+        pytest.param(conv, ROWS_AND_CHANNELS, [((8, 8, 8), ROWS_AND_CHANNELS), KERNEL], id="a convolution by channel"),
+        pytest.param(lambda x, k: jax.grad(lambda k: (conv(x, k) ** 2).sum())(k), KERNEL[1],
+                     [((8, 8, 8), ROWS_AND_CHANNELS), KERNEL], id="the gradient of its kernel"),
+        pytest.param(mapped(lambda x: jax.lax.psum(x, "tensor", axis_index_groups=[[0, 1], [2, 3]]),
+                            PartitionSpec("fsdp", "tensor"), PartitionSpec("fsdp", "tensor")),
+                     PartitionSpec("fsdp", "tensor"), [((8, 16), PartitionSpec("fsdp", "tensor"))],
+                     id="a sum over groups"),
+    ],
+)  # fmt: skip
+def test_what_is_sent_is_what_the_compiled_program_sends(function, result, arguments):
+    found, compiled = read_sharded(function, result, *arguments)
+    assert found.communication_bytes == compiled and not found.unknown and not found.estimated_because
+
+
+def test_what_a_loop_takes_apart_is_gathered_along_the_dimension_that_it_runs_over():
+    """Another dimension could be split instead: the reader's choice is XLA's."""
+    layers = (8, 16, 16), PartitionSpec("tensor")
+    found, compiled = read_sharded(lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0], ROWS,
+                                   ((32, 16), ROWS), layers)  # fmt: skip
+    assert found.communication_bytes == found.chosen_bytes == compiled == 8 * 16 * 16 * 4 * 3 / 4
+
+
+def test_mesh_axes_that_a_function_of_one_device_leaves_to_the_compiler_stay_and_are_named():
+    into = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+    function = mapped(lambda x, w: jax.lax.psum(x @ w, "tensor"), into, PartitionSpec(), axis_names={"tensor"})
+    found, compiled = read_sharded(
+        function, ROWS, ((8, 16), PartitionSpec("fsdp", "tensor")), ((16, 32), PartitionSpec("tensor"))
+    )
+    assert found.communication_bytes == compiled and found.flops == found.model_flops / 8
+    assert [*found.unknown] == ["a shard_map that leaves mesh axes to the compiler"]
+
+
+def test_channels_in_fewer_groups_than_devices_are_gathered():
+    split = KERNEL[1]
+    found, compiled = read_sharded(lambda x, k: conv(x, k, 2), split, ((8, 8, 8), split), ((3, 4, 8), split))
+    assert found.communication_bytes == compiled > 0
+
+
+def test_what_stands_behind_a_barrier_is_sent_again_in_the_program_of_one_device_too():
+    turned = functools.partial(jax.lax.ppermute, axis_name="fsdp", perm=[(0, 1), (1, 0)])
+    rows, mesh = PartitionSpec("fsdp"), AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, rows))
+    for again, times in ((lambda x: x, 1), (jax.lax.optimization_barrier, 2)):
+        function = jax.shard_map(
+            lambda x, again=again: turned(x) + turned(again(x)), mesh=mesh, in_specs=rows, out_specs=rows
+        )
+        assert read_step(jax.make_jaxpr(function)(x), (x,)).communication_bytes == times * 4 * 16 * 4
