@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from gspmd_lm.runtime.quiet import collect_seldom
 from tests.quick import XLA_FLAGS
 
 gc.disable()  # until the tests begin: a third of the time to import and to collect them was spent on it
@@ -18,36 +19,20 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
 
 # The files that take longest, the longest first: workers take whole files in this order, and end together.
 LONGEST = (
-    "convert/test_families.py",
-    "runtime/test_processes.py",
-    "foresight/test_bounds.py",
-    "foresight/test_attribution.py",
-    "foresight/test_said_once.py",
-    "test_trained_tasks.py",
-    "train/test_promise.py",
-    "train/test_pipeline.py",
-    "foresight/test_explain.py",
-    "train/test_seq2seq.py",
-    "test_other_models.py",
-    "test_api.py",
-    "cli/test_verbs.py",
-    "train/test_loop.py",
-    "plan/test_space.py",
-    "train/test_collectives.py",
-    "train/test_objectives.py",
-    "train/test_context_layouts.py",
-    "plan/test_sent.py",
-    "plan/test_search.py",
-    "model/test_transformer.py",
-    "infer/test_generate.py",
-    "train/test_lora.py",
-    "train/test_matmul_dtype.py",
-    "train/test_optimizer.py",
-    "model/kernels/test_context.py",
-    "test_layouts.py",
-    "sharding/test_rules.py",
-    "model/test_latent_attention.py",
-)
+    "convert/test_families.py", "test_trained_tasks.py", "test_other_models.py", "runtime/test_processes.py",
+    "train/test_pipeline.py", "foresight/test_bounds.py", "train/test_promise.py", "cli/test_verbs.py", "test_api.py",
+    "plan/test_sent.py", "train/test_loop.py", "foresight/test_said_once.py", "foresight/test_explain.py",
+    "plan/test_space.py", "sharding/test_rules.py", "model/test_experts.py", "test_layouts.py",
+    "train/test_context_layouts.py", "train/test_collectives.py", "train/test_matmul_dtype.py",
+    "foresight/test_attribution.py", "model/kernels/test_context.py", "train/test_mask_layouts.py",
+    "train/test_seq2seq.py", "model/test_transformer.py", "infer/test_generate.py", "test_your_own_model.py",
+    "plan/test_pipelines.py", "train/test_towers.py", "model/kernels/test_cudnn.py", "plan/test_estimate.py",
+    "infer/test_eight_bits.py", "infer/test_references.py", "workdir/test_failures.py", "model/test_adapters.py",
+    "infer/test_encoder_decoders.py", "train/test_optimizer.py", "train/test_lora.py",
+    "model/kernels/test_attention.py", "plan/test_search.py", "train/test_objectives.py", "foresight/test_any_step.py",
+    "convert/test_reading_families.py", "runtime/test_startup.py", "sharding/test_partial_sums.py",
+    "model/test_latent_attention.py", "workdir/test_checkpoint.py",
+)  # fmt: skip
 
 
 def pytest_configure(config):
@@ -66,5 +51,5 @@ def pytest_collection_finish():
     """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 50)
+    collect_seldom()
     gc.enable()

@@ -35,7 +35,8 @@ BIASED = (
     *PLAIN[1:],
 )
 ROUTED = ("model.router_bias=true", "model.balance=bias", "model.shared_mlp=64", "model.shared_gate=true")
-VARIANTS = [PLAIN, BIASED, ("model.qk_norm=true", "model.block=parallel", "model.tied_embeddings=true")]
+OTHERS = ("qk_norm=true", "attention_gate=true", "attention_sinks=true", "embedding_width=64", "tied_embeddings=true")
+VARIANTS = [PLAIN, BIASED, tuple(f"model.{one}" for one in ("block=parallel", *OTHERS))]
 
 
 @pytest.fixture(autouse=True)
@@ -160,20 +161,17 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs = [config.load(name) for name in names]
     configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
     configs.append(config.load("tiny_experts", ROUTED))
-    configs.append(config.load("tiny", ["model.embedding_width=64", "model.attention_sinks=true"]))
     linear = "model.linear_attention={key_heads: 2, value_heads: 4, head_dim: 8}"
-    configs.append(config.load("tiny", [linear, "model.layer_pattern=[linear, full]", "model.attention_gate=true"]))
     latent = "model.latent_attention={kv_rank: 16, q_rank: 16, v_head_dim: 8}"
-    configs.append(config.load("tiny", [latent, "model.rope_dim=8"]))
+    configs.append(config.load("tiny", [linear, latent, "model.layer_pattern=[linear, full]", "model.rope_dim=8"]))
     streams = ["residual_streams=2", "laurel_rank=4", "layer_embed=8", "activation_sparsity=0.5"]
     configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
     full = ["model.mask=full", "model.token_types=2"]
-    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *full]))
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
     for vectors in ("model.relative_vectors={}", "model.relative_vectors={own_projections: true}"):
         scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
         configs.append(config.load("tiny", ["objective=masked", *scored]))
-    configs.append(config.load("tiny", ["objective=masked", *narrow, *full]))
+    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *narrow, *full]))
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",

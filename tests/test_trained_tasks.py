@@ -172,6 +172,13 @@ def reverser(tmp_path_factory):
     return model, workdir
 
 
+@pytest.fixture(scope="module")
+def loaded(reverser):
+    """The model of that run, on one device."""
+    model, workdir = reverser
+    return gspmd_lm.load_task(workdir, model.TASK, layout(model.TASK, "none"))
+
+
 def test_mfu_of_a_task_is_that_of_the_products_in_its_traced_step(reverser):
     model, workdir = reverser
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -182,10 +189,9 @@ def test_mfu_of_a_task_is_that_of_the_products_in_its_traced_step(reverser):
     assert mfu * step_time_s * 1e12 == pytest.approx(3 * forward, rel=1e-3)
 
 
-def test_a_task_generates_what_its_own_functions_choose_under_every_layout(reverser):
+def test_a_task_generates_what_its_own_functions_choose_under_every_layout(reverser, loaded):
     model, workdir = reverser
     source, wanted = model.batch(5)["source"][:5], np.zeros((5, model.LENGTH), np.int32)
-    loaded = gspmd_lm.load_task(workdir, model.TASK, layout(model.TASK, "none"))
     following = jax.jit(model.following)
     for at in range(model.LENGTH):
         wanted[:, at] = following(loaded.params, source, wanted, at)[0].argmax(-1)
@@ -216,11 +222,11 @@ def test_a_task_generates_what_its_own_functions_choose_under_every_layout(rever
          r"extend\(\) returned the state"),
     ],
 )  # fmt: skip
-def test_what_generation_cannot_take_is_told(reverser, functions, batch, tokens, message):
+def test_what_generation_cannot_take_is_told(reverser, loaded, functions, batch, tokens, message):
     model, workdir = reverser
     task = dataclasses.replace(model.TASK, generation=model.TASK.generation._replace(**functions))
     with pytest.raises(InputError, match=message):
-        loaded = gspmd_lm.load_task(workdir, task, layout(task, "none"))
+        loaded = gspmd_lm.load_task(workdir, task, layout(task, "none")) if functions else loaded
         loaded.generate({"source": np.zeros((4, 8), np.int32)} if batch is None else batch, tokens)
 
 

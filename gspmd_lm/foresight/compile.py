@@ -29,6 +29,7 @@ from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
 from gspmd_lm.hardware.target import Target
+from gspmd_lm.runtime import quiet
 from gspmd_lm.sharding.rules import Rules, ShardingError
 
 if TYPE_CHECKING:
@@ -380,6 +381,7 @@ def described(
 
 
 def _main(folder: Path) -> int:
+    quiet.collect_seldom()
     request = pickle.loads((folder / "request.pickle").read_bytes())
     try:
         _compile(request, folder)

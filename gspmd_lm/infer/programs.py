@@ -308,6 +308,7 @@ def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict
     }
 
 
+@functools.lru_cache(maxsize=8)
 def parameters(model: configs.ModelConfig) -> Arrays:
     """The weights of a model that is not trained."""
     return arrays(functools.partial(init, model), DECODER)

@@ -315,7 +315,7 @@ def _log_correction(one: Candidate, compiled: Sequence[Candidate], ratios: Seque
 
 def _distance(one: Candidate, other: Candidate) -> int:
     """In how many features two layouts differ."""
-    return sum(a != b for a, b in zip(one.features, other.features, strict=True))
+    return sum(map(operator.ne, one.features, other.features))
 
 
 def _no_mesh(task: Task, target: Target, refused: int) -> InputError:

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -128,13 +129,16 @@ def test_wrong_input_exits_with_2(run, arguments, message):
     assert out == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "pyarrow", "tokenizers")
+# What is told before these are imported: what is wrong with a flag before a config is read, and with a file before jax.
+TOLD = {
+    (*HEAVY, "numpy", "rich", "pydantic", "yaml"): [
         (("--help",), "usage: "),
         (("--version",), "gspmd_lm "),
         (("explain", "--help"), "python main.py explain: "),
         (("--confg=tiny",), "--confg: train has no such flag"),
+    ],
+    (*HEAVY, "numpy", "rich"): [
         (("keys",), "Everything that decides what is computed."),
         (("--config=tinny",), "tinny: no such file"),
         (("--set=train.step=3",), "configs/tiny.yaml --set train.step=3: 1 problem"),
@@ -144,26 +148,40 @@ def test_wrong_input_exits_with_2(run, arguments, message):
         (("explain", "--rules=tp8,tp9", "--target=cpu:8"), "tp9: no such file"),
         (("compare", "tp8", "tp9", "--target=cpu:8"), "tp9: no such file"),
         (("compare", "tp8", "--config=tinny", "--target=cpu:8"), "tinny: no such file"),
+    ],
+    HEAVY: [
         (("compare", "tp8", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
         (("plan", "--target=v5q:2x2"), "--target=v5q:2x2: unknown chip"),
     ],
-)
-def test_what_is_told_before_anything_heavy_is_imported(arguments, begins, tmp_path):
-    """What is wrong with a flag is told before a config is read, and what is wrong with a file before jax comes."""
-    heavy = ["jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "pyarrow", "tokenizers"]
-    if "--target=v5q:2x2" not in arguments:
-        heavy += ["numpy", "rich"]
-    if begins.startswith(("usage", "gspmd_lm", "python", "--confg")):
-        heavy += ["pydantic", "yaml"]
+}
+# One process runs all commands of a row, since nothing that they may not import is there to be imported.
+RUN_ALL = """
+import contextlib, gc, io, json, runpy, sys
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["main.py", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path("main.py", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    assert gc.get_threshold()[0] > 10_000  # what is imported is not looked through for garbage again and again
+    print(json.dumps([out.getvalue(), err.getvalue(), code]))
+"""
+
+
+@pytest.mark.parametrize("heavy", TOLD, ids=len)
+def test_what_is_told_before_anything_heavy_is_imported(heavy, tmp_path):
     for name in heavy:
         (tmp_path / f"{name}.py").write_text("raise SystemError('imported')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "main.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout + done.stderr).startswith(begins)
-    assert done.returncode == (0 if {"--help", "--version", "keys"} & {*arguments} else 2)
-    assert not done.stdout or not done.stderr
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", RUN_ALL, json.dumps([arguments for arguments, _ in TOLD[heavy]])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for (arguments, begins), line in zip(TOLD[heavy], done.stdout.splitlines(), strict=True):
+        out, err, code = json.loads(line)
+        assert (out + err).startswith(begins), arguments
+        assert (code or 0) == (0 if {"--help", "--version", "keys"} & {*arguments} else 2)
+        assert not out or not err
 
 
 @pytest.mark.parametrize(

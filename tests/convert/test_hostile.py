@@ -382,7 +382,7 @@ def check_index(text):
         assert name in places[where.path.name]
 
 
-@pytest.mark.parametrize("examples", [pytest.param(15, id="some"), MANY])
+@pytest.mark.parametrize("examples", [pytest.param(8, id="some"), MANY])
 def test_a_config(examples):
     draws(check_config, configs(), examples)
 

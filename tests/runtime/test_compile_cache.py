@@ -25,9 +25,9 @@ for _ in range(PASSES):
             jax.jit(function).lower(jax.ShapeDtypeStruct((size, size), jnp.float32)).compile()
     print(cache.hits - hits, cache.misses - misses, cache.saved_s >= 0)
 """
-    code, twice = (code.replace("PASSES", str(passes)) for passes in (1, 2))
+    once, thrice = (code.replace("PASSES", str(passes)) for passes in (1, 3))
     env = {"GSPMD_LM_CACHE": str(tmp_path)}
-    assert output(launch(code, **env))[0] == "0 4 True\n"
+    assert output(launch(once, **env))[0] == "0 4 True\n"
     entries = sorted((tmp_path / "compile").glob("*-cache"))
     assert len(entries) == 4
     for entry in entries:
@@ -37,15 +37,15 @@ for _ in range(PASSES):
         elif entry == entries[-1]:  # one of the two sizes, and the other goes with it
             data[len(data) // 2] ^= 0xFF
             entry.write_bytes(data)
-    out, err = output(launch(code, PYTHONWARNINGS="ignore", **env))
-    hits, misses, _ = out.split()
+    out, err = output(launch(thrice, PYTHONWARNINGS="ignore", **env))
+    first, _, last = out.splitlines()
+    hits, misses, _ = first.split()
     assert int(hits) + int(misses) == 4
     assert int(misses) >= 3
-    assert "entries of jit_square could not be read and are made anew" in err
+    assert err.count("entries of jit_square could not be read and are made anew") == 1
     assert "Error reading" not in err
     # An entry that went with a damaged one, after it had been read, is made again.
-    out, err = output(launch(twice, **env))
-    assert (out.splitlines()[1], err) == ("4 0 True", "")
+    assert last == "4 0 True"
 
 
 def test_the_cache_keeps_the_entries_used_last(tmp_path):

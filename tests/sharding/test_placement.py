@@ -61,13 +61,14 @@ for equation, axes, *shapes in CASES:
     print("reduce-scatter(" in text, "all-reduce(" in text)
 """
 COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
+SIZES = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
+SUMS = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for axes, rows, columns in SIZES]
+SUMS.append(("rtd,rtnh->rdnh", ("embed", "heads", "head_dim"), (8, 1024, 768), (8, 1024, 12, 64)))
 
 
-def test_a_tpu_gives_each_device_only_its_piece_of_a_sum():
+@pytest.mark.parametrize("cases", [SUMS[::4], pytest.param(SUMS, marks=pytest.mark.slow)], ids=len)
+def test_a_tpu_gives_each_device_only_its_piece_of_a_sum(cases):
     """However long the piece is that a device keeps of an expert's columns, of its rows, or of rows of narrow heads."""
-    sizes = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
-    cases = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for axes, rows, columns in sizes]
-    cases.append(("rtd,rtnh->rdnh", ("embed", "heads", "head_dim"), (8, 1024, 768), (8, 1024, 12, 64)))
     launched = launch(TOTAL.replace("CASES", repr(cases)), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     printed, errors = output(launched)
     assert printed.splitlines() == ["True False"] * len(cases), errors

@@ -220,7 +220,7 @@ def visit(tmp_path_factory):
     return open_page
 
 
-@pytest.mark.parametrize("width", [375, 1280, 1400])
+@pytest.mark.parametrize("width", [375, 1280, pytest.param(1400, marks=pytest.mark.slow)])
 def test_in_a_browser(visit, width):
     told = visit(width, "LLAMA")
     assert told["width"] == width and told["overflow"] <= 0

@@ -95,12 +95,12 @@ FAMILIES = {
         "init_std": 0.1,
     },
 }  # fmt: skip
-# A dense layer with linear attention, then one of experts with latent attention within chunks.
+LATENT = {key: FAMILIES["DeepSeek-V3"][key] for key in ("latent_attention", "head_dim", "rope_dim", "init_std")}
+# A layer with linear attention, and one with latent attention within chunks. Others have experts in layouts.
 FAMILIES["linear and latent"] = {
-    **FAMILIES["DeepSeek-V3"], "layer_pattern": ("linear", "chunked"), "attention_chunk": 5,
+    **LATENT, "layer_pattern": ("linear", "chunked"), "attention_chunk": 5,
     "linear_attention": FAMILIES["Qwen3-Next"]["linear_attention"],
 }  # fmt: skip
-LATENT = {key: FAMILIES["DeepSeek-V3"][key] for key in ("latent_attention", "head_dim", "rope_dim", "init_std")}
 KEPT = [
     Remat("none"), Remat("dots"), Remat("names", ("kv_latent", "q_latent", "attention_out")),
     Remat("names", ("q", "k", "v")),

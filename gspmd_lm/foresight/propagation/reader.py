@@ -311,12 +311,15 @@ class Reader:
                 results = self._results(operation)
             depth = max((one.loop_depth for one in operation.operands), default=0)
             for var, result in zip(equation.outvars, results, strict=True):
-                if operation.primitive not in CONTROL:
-                    result = dataclasses.replace(result, loop_depth=depth)
-                result = dataclasses.replace(result, unreduced=result.unreduced - result.mesh_axes)
+                identity = result.identity
                 if len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
-                    result = dataclasses.replace(result, identity=result.identity or self.value(operation))
-                result = _identified(result)
+                    identity = identity or self.value(operation)
+                result = dataclasses.replace(
+                    result,
+                    loop_depth=result.loop_depth if operation.primitive in CONTROL else depth,
+                    unreduced=result.unreduced - result.mesh_axes,
+                    identity=object() if identity is None else identity,
+                )
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
             if operation.primitive not in CALLS:
                 multiplies = sum(self.record.flops.values()) > flops_before
