@@ -25,5 +25,5 @@ def windows(body: str) -> Windows:
         kernel = next((found for found in attributes if "window_params" in found), None)
         if kernel is None:
             return ()
-        bounds = (window["window_bounds"] for window in ir.ArrayAttr(kernel["window_params"]))
+        bounds = (ir.DictAttr(window)["window_bounds"] for window in ir.ArrayAttr(kernel["window_params"]))
         return tuple(tuple(ir.DenseI64ArrayAttr(sizes)) for sizes in bounds)
