@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.foresight.hlo import kernel, values, work
+from gspmd_lm.foresight.hlo import values, work
 from gspmd_lm.foresight.hlo.shape import Shape
 from gspmd_lm.sharding import op_names
 
@@ -124,12 +124,6 @@ class Instruction:
         )
         flops_and_bytes = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
         return flops_and_bytes if any(flops_and_bytes) else None
-
-    @functools.cached_property
-    def windows(self) -> kernel.Windows:
-        """The windows of a Pallas kernel for TPUs: see `kernel.windows`. () for other instructions."""
-        body = self.config.get("custom_call_config", {}).get("body", "")
-        return kernel.windows(body) if body else ()
 
     @functools.cached_property
     def called(self) -> Mapping[str, tuple[Computation, ...]]:

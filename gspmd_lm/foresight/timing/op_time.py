@@ -57,9 +57,7 @@ _FREE_CALLS = {
 # The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata")
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
-_TILE = re.compile(
-    r"tile_([mkn])\W+(\d+)"
-)  # in the metadata of MaxText's grouped kernels, some of which have no windows
+_TILE = re.compile(r"tile_([mkn])\W+(\d+)")  # in what MaxText's grouped kernels say of themselves
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
@@ -178,17 +176,9 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 
 
 def _tile(call: Instruction) -> tuple[int, int, int] | None:
-    """The rows, inner columns and columns of a grouped matmul's tile, as its kernel says; None if it does not.
-
-    The windows of such a kernel are those of rows, of as many rows again, and of a matrix in its place among them.
-    """
-    told = {side: int(size) for side, size in _TILE.findall(call.frontend.get("kernel_metadata", ""))}
-    if len(told) == 3:
-        return told["m"], told["k"], told["n"]
-    rows = [window for window in call.windows if len(window) == 2]
-    if len(call.windows) == 3 and len(rows) == 2 and rows[0][0] == rows[1][0]:
-        return *rows[0], rows[1][1]
-    return None
+    """The rows, inner columns and columns of a tile, if a grouped matmul of another program says them."""
+    sizes = {side: int(size) for side, size in _TILE.findall(call.frontend.get("kernel_metadata", ""))}
+    return (sizes["m"], sizes["k"], sizes["n"]) if len(sizes) == 3 else None
 
 
 def _arrays(call: Instruction) -> list[Array]:
