@@ -24,9 +24,25 @@ from gspmd_lm.runtime import compiler
 POLICIES = {"minimal": "minimal", "minimal flash": "minimal_with_context", "full": "full"}
 # Arrays of layers, in the words of rows and of MaxText.
 KEPT = {"block_input": "decoder_layer_input", "q": "query_proj", "k": "key_proj", "v": "value_proj",
-        "attention_out": "out_proj"}  # fmt: skip
+        "attention_out": "out_proj", "mlp_out": "mlpwo"}  # fmt: skip
 WHERE = {"save": "device", "offload": "offload"}
+NAMES = {"llama4-scout-17b-16e": "llama4-17b-16e"}  # MaxText's, where the rows have others
 KERNELS = {"cudnn": "cudnn_flash_jax", "splash": "flash", "xla": "dot_product"}
+
+_BLOCKS = [f"sa_block_{of}" for of in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")]
+# What the recipe of a model told MaxText besides what its row says. Sources: those of the rows.
+RECIPES: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "sa_block_q": 2048, "sa_block_q_dkv": 2048, "sa_block_q_dq": 2048, "use_iota_embed": True,
+        "megablox": False, "sparse_matmul": False, "capacity_factor": 1.25,
+    },
+    "llama4-scout-17b-16e": dict.fromkeys(_BLOCKS, 2048),
+    "gpt-oss-120b": {
+        **dict.fromkeys(_BLOCKS[:3], 1024), **dict.fromkeys(_BLOCKS[3:], 2048), "sa_use_fused_bwd_kernel": True,
+        "sa_q_layout": "SEQ_MINOR", "sa_k_layout": "SEQ_MINOR", "sa_v_layout": "SEQ_MINOR", "use_tokamax_splash": True,
+        "use_tokamax_gmm": True, "use_gmm_v2": True, "shard_exp_on_fsdp": True,
+    },
+}  # fmt: skip
 
 
 def settings(row: step_times.Row) -> dict[str, Any]:
@@ -40,11 +56,11 @@ def settings(row: step_times.Row) -> dict[str, Any]:
         "run_name": "explained", "base_output_directory": "/tmp", "skip_jax_distributed_system": True,
         "internal_compile": True, "internal_compile_num_devices": row.devices,
         "hardware": CHIPS[row.chip].platform,
-        "base_emb_dim": row.D, "base_num_query_heads": row.N, "base_num_kv_heads": row.K, "head_dim": row.H,
-        "base_mlp_dim": row.F, "base_num_decoder_layers": row.L, "vocab_size": row.V, "decoder_block": "llama2",
-        "max_target_length": row.seq, "per_device_batch_size": row.per_device_batch, "logits_via_embedding": row.tied,
+        "model_name": NAMES.get(row.model, row.model), "override_model_config": True, "base_num_decoder_layers": row.L,
+        "max_target_length": row.seq, "per_device_batch_size": row.per_device_batch,
         "dtype": "bfloat16", "weight_dtype": row.weights, "attention": KERNELS[row.attention],
         "dataset_type": "synthetic", "enable_checkpointing": False, **remat,
+        **RECIPES.get(row.model, {}),
         **{f"ici_{axis}_parallelism": size for axis, size in row.mesh.items()},
     }  # fmt: skip
 

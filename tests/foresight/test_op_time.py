@@ -21,12 +21,21 @@ V5E, V5P, V6E, H100 = (CHIPS[name] for name in ("v5e", "v5p", "v6e", "h100"))
 X, W, COUNTS = "bf16[4096,1024]{1,0}", "bf16[8,1024,2048]{2,1,0}", "s32[8]{0}"
 
 
-def called(estimate="", target="tpu_custom_call", x=X, w=W, op="jit(f)/jvp(D)/layers/of.layers.mlp/mine", fused=False):
-    """A program of one custom call with two factors, which may stand in a fusion."""
+def called(
+    estimate="",
+    target="tpu_custom_call",
+    x=X,
+    w=W,
+    op="jit(f)/jvp(D)/layers/of.layers.mlp/mine",
+    fused=False,
+    told="",
+):
+    """A program of one custom call with two factors, which may stand in a fusion. `told` is the call's metadata."""
+    told = f", frontend_attributes={{kernel_metadata={told}}}" if told else ""
     config = f', backend_config={{"custom_call_config":{{"body":"","cost_estimate":{estimate}}}}}' if estimate else ""
     given = f"  %g = {COUNTS} parameter(0)\n  %x = {x} parameter(1)\n  %w = {w} parameter(2)\n"
     shape = "bf16[4096,2048]{1,0}"
-    call = f'  ROOT %c = {shape} custom-call(%g, %x, %w), custom_call_target="{target}", metadata={{op_name="{op}"}}{config}\n'
+    call = f'  ROOT %c = {shape} custom-call(%g, %x, %w), custom_call_target="{target}", metadata={{op_name="{op}"}}{told}{config}\n'
     body = f"(g: s32[8]) -> f32[] {{\n{given}{call}}}\n"
     if not fused:
         return hlo.parse(f"HloModule test\n\nENTRY %main {body}")
@@ -174,6 +183,16 @@ def test_on_a_tpu_a_grouped_matmul_costs_what_its_kernel_computes_and_reads(w):
     assert price(module, V5P).seconds == pytest.approx(multiplying)
     slow = dataclasses.replace(V5P, hbm_bytes_per_s=1e9)
     assert price(module, slow).seconds == pytest.approx(read / (op_time.HBM_SHARE["tpu"] * 1e9))
+
+
+@pytest.mark.parametrize("told", [r'{"a":"{\"tile_m\": 512, \"tile_k\": 1024, \"tile_n\": 1536}"}',
+                                  '{"tiles.tile_m":512,"tiles.tile_k":1024,"tiles.tile_n":1536}'])  # fmt: skip
+def test_a_grouped_kernel_of_another_program_has_the_tile_that_it_says(told):
+    """8 experts, 4096 rows of 1024 to 2048 columns, in tiles of 512 rows and 1536 columns."""
+    operations = 2 * 4096 * 1024 * 2048
+    computed = operations * (4096 + 7 * 512) / 4096 * 3072 / 2048
+    seconds = V5P.matmul_slowdown * computed / (op_time.MATMUL_SHARE["tpu"] * 459e12)
+    assert price(called(estimate(operations, 8), told=told), V5P).seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("shapes", [("[4096,1024]", "[8,1024,2048]", "[4096,2048]"),

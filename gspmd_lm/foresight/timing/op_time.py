@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import re
 from collections.abc import Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
@@ -56,6 +57,7 @@ _FREE_CALLS = {
 # The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata", "X64SplitLow", "X64SplitHigh", "X64Combine")
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
+_TILE = re.compile(r"tile_([mkn])\W+(\d+)")  # in what MaxText's grouped kernels say of themselves
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {
     "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
@@ -157,18 +159,26 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 
     Megablox says that it reads its weights again for each tile of rows, also where they stay on the chip.
     """
-    arrays = _arrays(call)
+    arrays, tile = _arrays(call), _tile(call)
     matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
-    if _GROUPED not in call.op_name or matrices is None or not operations:
+    if not (_GROUPED in call.op_name or tile) or matrices is None or not operations:
         return operations, moved_bytes
     experts, inner, columns = matrices.dimensions
     outer = matrices is arrays[-1]
-    if not outer and arrays[0].dimensions[-1] != inner:  # given as its transpose
+    if outer:  # the result may have more columns, in whole lanes
+        inner, columns = (array.dimensions[-1] for array in arrays[:2])
+    elif arrays[0].dimensions[-1] != inner:  # given as its transpose
         inner, columns = columns, inner
     rows = operations / (2 * inner * columns)
     itemsize = bits(matrices.dtype) // 8
-    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer)
+    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer, tile)
     return operations / share, kernel_bytes
+
+
+def _tile(call: Instruction) -> tuple[int, int, int] | None:
+    """The rows, inner columns and columns of a tile, if a grouped matmul of another program says them."""
+    sizes = {side: int(size) for side, size in _TILE.findall(call.frontend.get("kernel_metadata", ""))}
+    return (sizes["m"], sizes["k"], sizes["n"]) if len(sizes) == 3 else None
 
 
 def _arrays(call: Instruction) -> list[Array]:

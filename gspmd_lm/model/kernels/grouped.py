@@ -222,14 +222,22 @@ def _side(size: float, most: int) -> int:
 
 
 def work(
-    rows: float, experts: float, inner: float, columns: float, itemsize: int, kind: str, outer: bool = False
+    rows: float,
+    experts: float,
+    inner: float,
+    columns: float,
+    itemsize: int,
+    kind: str,
+    outer: bool = False,
+    tile: tuple[int, int, int] | None = None,
 ) -> tuple[float, float]:
     """The share of what megablox computes that was asked for, and the bytes that it moves, of `grouped` or `outer`.
 
     Its tiles reach past the last column. The rows of experts begin anywhere in a tile, so each expert but the first
-    computes a tile of rows again that the expert before it has ended in.
+    computes a tile of rows again that the expert before it has ended in. `tile` is as `_tile` gives it, or of another
+    program.
     """
-    tile_rows, *sides = _tile(rows, inner, columns, itemsize, kind, outer)
+    tile_rows, *sides = tile or _tile(rows, inner, columns, itemsize, kind, outer)
     visited = rows / tile_rows + experts - 1
     inner_tiles, column_tiles = math.ceil(inner / sides[0]), math.ceil(columns / sides[1])
     computed = visited * tile_rows * inner_tiles * sides[0] * column_tiles * sides[1]
