@@ -14,7 +14,7 @@ from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.transformer import init
 from gspmd_lm.train.state import State
 
-MOST = 80
+MOST = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
     """A function that trains a config under rules for some steps. What it was asked lately, it does not run again.
 
     All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py. Of all
-    courses, the last MOST are held: a process has memory maps for a few hundred programs.
+    courses, the last MOST are held: a process has memory maps for some 200 programs.
     """
     courses = {}
 
