@@ -339,8 +339,9 @@ def opened(
 
 def _open_rows(config: Config, workdir: epath.Path, console: Console | None) -> tuple[loop.Rows, loop.Rows | None]:
     """The rows of a config, whose classes have the order that a run or the weights that it begins with gave them."""
-    begun = config.train.init_from
-    known = history.known_classes(workdir) or (history.known_classes(layout.path_of(begun)) if begun else ())
+    begun, known = config.train.init_from, ()
+    if config.objective == "classes":
+        known = history.known_classes(workdir) or (history.known_classes(layout.path_of(begun)) if begun else ())
     return loader.open_loaders(config, progress(console) if console else None, known)
 
 

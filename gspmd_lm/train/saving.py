@@ -84,9 +84,10 @@ def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:
     """What to say where the checkpoint of a step leaves nothing to do."""
     if step >= stop:
         return f"the checkpoint is at step {step}: nothing to do up to step {stop} (--steps, train.steps)"
+    than = f"not better than that of step {best.step}" if best.step is not None else "not finite"
     return (
-        f"the run ended early at step {step}: the last {best.since} evaluations were not better than that of step "
-        f"{best.step}, so there is nothing to do (--set train.patience=0 goes on)"
+        f"the run ended early at step {step}: the last {best.since} evaluations were {than}, so there is nothing to do "
+        "(--set train.patience=0 goes on)"
     )
 
 

@@ -87,8 +87,8 @@ def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[st
 
     `say` warns of classes of data that are not those that came with the run's weights.
     """
-    known, path = known_classes(workdir), workdir / layout.CLASSES
-    if not classes or not known or known == (*classes,):
+    known, path = known_classes(workdir) if classes else (), workdir / layout.CLASSES
+    if not known or known == (*classes,):
         return
     if path.exists():
         raise InputError(

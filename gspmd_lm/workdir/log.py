@@ -47,25 +47,33 @@ class Log:
         if online and self.metrics.dropped:
             say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
                 "new ones")  # fmt: skip
-        self.trackers = trackers.start(workdir, start_step, train, config)
+        self.trackers, self._say = trackers.start(workdir, start_step, train, config), say
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one row. Values that are not finite are written as null, which every JSON reader accepts."""
         self.metrics.add(step, {key: value if math.isfinite(value) else None for key, value in values.items()})
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
-        for tracker in self.trackers:
-            tracker.log(step, finite)
+        self._tell(lambda tracker: tracker.log(step, finite))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Adds a row for each sample."""
         for number, sample in enumerate(samples, 1):
             self.samples.add(step, sample._asdict())
-            for tracker in self.trackers:
-                tracker.text(step, f"sample {number}", f"**{sample.prompt}**{sample.text}")
+            text = f"**{sample.prompt}**{sample.text}"
+            self._tell(lambda tracker, name=f"sample {number}", text=text: tracker.text(step, name, text))
 
     def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
+        self._tell(lambda tracker: tracker.close())
+
+    def _tell(self, call: Callable[[Any], None]) -> None:
+        """Calls each tracker. One that fails, such as without a network, gets no more: the run goes on."""
+        for tracker in list(self.trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # each tracker raises what it likes
+                self.trackers.remove(tracker)
+                why = " ".join(str(error).split()) or type(error).__name__
+                self._say(f"warning: {tracker.name} failed ({why}) and gets no more figures; {METRICS} has them all")
 
 
 class _JsonLines:

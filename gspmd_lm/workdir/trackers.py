@@ -81,6 +81,8 @@ def start(workdir: epath.Path, start_step: int, train: Train, config: dict[str, 
 
 
 class _TensorBoard:
+    name = "tensorboard"
+
     def __init__(self, directory: str, purge_step: int):
         self.writer = import_tracker("tensorboard").SummaryWriter(directory, purge_step=purge_step)
 
@@ -99,7 +101,7 @@ class _Online:
     """A run of Weights & Biases, or of trackio, whose runs have the same functions."""
 
     def __init__(self, tracker: str, train: Train, config: dict[str, Any], options: dict[str, Any]):
-        group = train.group or None
+        self.name, group = tracker, train.group or None
         self.run = import_tracker(tracker).init(project=train.project, group=group, config=config, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -111,6 +111,22 @@ def test_a_damaged_file_is_kept_beside_what_could_be_read(tmp_path):
     assert not said
 
 
+def test_a_tracker_that_fails_ends_no_run(online, tmp_path):
+    said = []
+    log = Log(epath.Path(tmp_path), 0, Train(steps=9, trackers=("wandb", "trackio")), {}, said.append)
+
+    def broken(*given, **options):
+        raise ConnectionError("no network")
+
+    log.trackers[0].run.log = broken
+    for step in (1, 2):
+        log.write(step, {"loss": 1.0})
+    log.close()
+    assert said == ["warning: wandb failed (no network) and gets no more figures; metrics.jsonl has them all"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [tracker.name for tracker in log.trackers] == ["trackio"]
+
+
 def test_that_an_online_tracker_keeps_old_points_is_said(online, tmp_path):
     train, said = Train(steps=9, trackers=("wandb",)), []
     for start in (0, 8, 4):
