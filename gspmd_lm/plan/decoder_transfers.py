@@ -303,7 +303,7 @@ class DecoderTransfers(Transfers):
     def add_look_up(self, table: Parameter) -> None:
         """Adds look-ups in the token table and in learned positions, forward and backward: see `matmuls.look_up`.
 
-        A tied table is gathered for the logits anyway, and its two gradients can be added up before they are reduced.
+        A tied table is gathered for the logits anyway. Its two gradients are reduced apart.
         """
         tied, size_bytes = table.path in self.graph.multiplied, self.block_input.bytes
         ids, width = table.sizes
@@ -319,15 +319,16 @@ class DecoderTransfers(Transfers):
             self.transfer(size_bytes, block_input, residual, row_axes)
             if table.trained:
                 self.transfer(size_bytes, residual, block_input)
-        elif not tied:
+        else:
             # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
             # table is gathered.
             looked_up_where_stored = self.volume(size_bytes, {width: tuple(column_axes)}, residual)
-            table_gathered = self.volume(table.elements * itemsize, table.storage, {})
-            self.add_cheapest([looked_up_where_stored, self.token_ids(column_axes & token_axes)], [table_gathered])
+            at_rest = [looked_up_where_stored, self.token_ids(column_axes & token_axes)]
+            gathered = [self.volume(table.elements * itemsize, table.storage, {})]
+            self.add_cheapest(at_rest, gathered, free=gathered if tied else None)
         # Either the gradients of the tables are reduced, or the gradient of the activations is sent to the devices
         # that hold its columns, and is summed there.
-        gradients = [] if tied or not table.trained else [(table, FLOAT32_BYTES)]
+        gradients = [(table, FLOAT32_BYTES)] if table.trained else []
         used = [self.weights[path] for path in self.graph.looked_up if path in self.graph.used and path != table.path]
         gradients += [(positions, itemsize) for positions in used if positions.trained]
         shared_axes = set() if row_axes else mesh_axes(table.gradient, width) & token_axes

@@ -251,9 +251,10 @@ class Transfers(abc.ABC):
             self.transfer(whole.bytes, gathered, split, mesh_axes(split, "seq"), whole.trip_count)
         return True
 
-    def add_cheapest(self, *ways: list[Volume], times: int = 1) -> None:
-        """Adds the way that sends least."""
-        for volume in min(ways, key=lambda way: sum(sum(volume.values()) for volume in way)):
+    def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> None:
+        """Adds the way that sends least; nothing if that is the one of which all is sent anyway."""
+        cheapest = min(ways, key=lambda way: sum(sum(volume.values()) for volume in way))
+        for volume in [] if cheapest is free else cheapest:
             self.add(volume, self.microbatches * times, in_loop=times > 1)
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:

@@ -164,3 +164,44 @@ def test_what_stands_behind_a_barrier_is_sent_again_in_the_program_of_one_device
             lambda x, again=again: turned(x) + turned(again(x)), mesh=mesh, in_specs=rows, out_specs=rows
         )
         assert read_step(jax.make_jaxpr(function)(x), (x,)).communication_bytes == times * 4 * 16 * 4
+
+
+def mesh_of_eight(kind):
+    return Mesh(np.array(jax.devices()[:8]).reshape(FSDP, TENSOR), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+
+
+def test_a_program_whose_types_say_how_arrays_are_sharded():
+    spec, mesh = PartitionSpec, mesh_of_eight(AxisType.Explicit)
+
+    def update(weights, x):
+        def loss(weights):
+            up, down = (
+                jax.sharding.reshard(w, p) for w, p in zip(weights, (spec(None, "tensor"), spec("tensor")), strict=True)
+            )
+            hidden = jnp.tanh(jnp.einsum("bd,df->bf", x, up, out_sharding=spec("fsdp", "tensor")))
+            return (jnp.einsum("bf,fd->bd", hidden, down, out_sharding=spec("fsdp", None)) ** 2).mean()
+
+        return [w - g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    shapes = ((64, 128), spec("fsdp", "tensor")), ((128, 64), spec("tensor", "fsdp")), ((32, 64), spec("fsdp", None))
+    up, down, x = (jax.ShapeDtypeStruct(n, jnp.float32, sharding=NamedSharding(mesh, p)) for n, p in shapes)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(update).trace([up, down], x)
+        text = traced.lower().compile().as_text()
+    found = read_step(traced.jaxpr, ([up, down], x), traced.out_info, mesh.shape)
+    weights, rows = 4 * 64 * 128 / 8, 2 * 4 * 16 * 64 * (TENSOR - 1) / TENSOR
+    # Both weights are gathered, their gradients scattered, and the partial sums of the rows added up.
+    assert found.communication_bytes == 2 * weights + 2 * weights + rows <= ring_bytes(count(text))
+    assert found.flops == found.model_flops / 8 and not found.unknown and not found.estimated_because
+
+
+def test_a_constraint_that_leaves_a_dimension_open_moves_nothing_there():
+    mesh, spec = mesh_of_eight(AxisType.Auto), PartitionSpec
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, spec("fsdp")))
+
+    def read_at(*places):
+        put = jax.jit(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, spec(*places))))
+        return read_step(put.trace(x).jaxpr, (x,)).communication_bytes
+
+    assert read_at(spec.UNCONSTRAINED, "tensor") == 0
+    assert read_at(spec.UNCONSTRAINED, "fsdp") == read_at(None, "fsdp") > 0

@@ -166,6 +166,14 @@ def test_two_stacks_send_over_context_and_tensor_what_the_trace_says(small, buil
     assert found == pytest.approx(sent(step), rel=0.02)
 
 
+@pytest.mark.parametrize("layout", ["zero1_8", pytest.param("fsdp8", marks=pytest.mark.slow)])
+def test_a_tied_table_has_two_gradients_and_is_gathered_once(small, built, sent, layout):
+    config = small(tied_embeddings=True)
+    step = built(config, layout)
+    found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
+    assert found == pytest.approx(sent(step), rel=3e-3)  # scales are left out
+
+
 def test_keys_go_round_a_ring_again_for_attention_that_is_computed_again(small, built, sent):
     step = built(small(), context_and_tensor(4, 2, context="ring"))
     found = Estimator(small(), targets.parse("cpu:8")).estimate(step.rules).sent_by_axis

@@ -24,7 +24,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     total_bytes,
     without,
 )
-from gspmd_lm.foresight.propagation.wanted import ADDITIVE, Wanted, terms, use_counts, wanted_dims
+from gspmd_lm.foresight.propagation.wanted import ADDITIVE, CONSTRAINTS, Wanted, terms, use_counts, wanted_dims
 from gspmd_lm.sharding import op_names
 
 # Those that are additive in one of their operands.
@@ -305,7 +305,7 @@ class Reader:
                             operation, atom, operation.operands[number]
                         )
             flops_before = sum(self.record.flops.values())
-            if operation.primitive == "sharding_constraint":
+            if operation.primitive in CONSTRAINTS:
                 results = [self._constrained(operation, constrained, uses[equation.outvars[0]])]
             else:
                 results = self._results(operation)
@@ -368,7 +368,8 @@ class Reader:
     def _constrained(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
         """An array where the program says that it is. XLA does the same constraint of the same array once."""
         operand, aval = operation.operands[0], operation.inputs[0]
-        target = self.mesh.dims(operation.params["sharding"].spec, aval.ndim)
+        spec = operation.params[CONSTRAINTS[operation.primitive]].spec
+        target = self.mesh.dims(spec, aval.ndim, operand.dims)
         if operand.unreduced and uses == 1:  # what is constrained twice in a row is added up where it goes last
             target = self.destination(operand.with_dims(target), operation.wanted_dims)
         key = operation.equation.invars[0], target

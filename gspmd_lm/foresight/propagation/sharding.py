@@ -6,7 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from gspmd_lm.hardware.network import sent_bytes
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # what splits a dimension is left open
 
 MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]  # of each dimension, the mesh axes that split it, the major one first
@@ -98,10 +102,19 @@ class MeshShape(dict[str, int]):
         """The factors of some axes of the program."""
         return tuple(part for name in names for part in self.factors[name])
 
-    def dims(self, spec: Iterable[Any], rank: int) -> Dims:
-        """The factors that split each of `rank` dimensions, from a jax PartitionSpec."""
+    def dims(self, spec: Iterable[Any], rank: int, before: Dims = ()) -> Dims:
+        """The factors that split each of `rank` dimensions, from a jax PartitionSpec.
+
+        Where it leaves open what splits a dimension, that is what splits it `before`, if no other dimension has it.
+        """
         entries = (*spec, *(None,) * rank)[:rank]
-        return tuple(self.parts((names,) if isinstance(names, str) else names or ()) for names in entries)
+        said = [() if names is UNCONSTRAINED else names for names in entries]
+        dims = [self.parts((names,) if isinstance(names, str) else names or ()) for names in said]
+        taken = axes_of(dims)
+        for d, names in enumerate(entries if before else ()):
+            if names is UNCONSTRAINED:
+                dims[d] = tuple(name for name in before[d] if name not in taken)
+        return tuple(dims)
 
     def shards(self, names: Iterable[str]) -> int:
         """How many pieces some mesh axes make."""

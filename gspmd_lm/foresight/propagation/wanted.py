@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gspmd_lm.foresight.propagation.sharding import Dims, MeshShape
+from gspmd_lm.foresight.propagation.sharding import UNCONSTRAINED, Dims, MeshShape
 
 # Those of several terms, or of one: the sum of what they give is what they give of the sum.
 ADDITIVE = frozenset((
@@ -15,6 +15,10 @@ ADDITIVE = frozenset((
     "concatenate", "roll", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
     "optimization_barrier", "reshard",
 ))  # fmt: skip
+
+# Those that say where an array is -> the parameter that has its sharding. `reshard` is that of programs whose types say
+# how arrays are sharded.
+CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 Wanted = Mapping[Any, Dims]  # variables -> mesh axes of each dimension
 # Of these the dimensions of the result are not those of an operand, although the shapes may agree.
@@ -33,8 +37,10 @@ def wanted_dims(mesh: MeshShape, jaxpr: Any, results: Sequence[Dims | None]) -> 
     for equation in reversed(jaxpr.eqns):
         primitive = equation.primitive.name
         operands = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
-        if primitive == "sharding_constraint" and operands:
-            wanted[operands[0]] = mesh.dims(equation.params["sharding"].spec, operands[0].aval.ndim)
+        if primitive in CONSTRAINTS and operands:
+            spec = equation.params[CONSTRAINTS[primitive]].spec
+            if UNCONSTRAINED not in spec:
+                wanted[operands[0]] = mesh.dims(spec, operands[0].aval.ndim)
             continue
         if len(equation.outvars) != 1 or equation.outvars[0] not in wanted or primitive in _OTHER_DIMENSIONS:
             continue
