@@ -278,6 +278,11 @@ def test_a_task_that_another_module_has_configured_is_refused(monkeypatch):
         gspmd_lm.explain(own_models.task("configured", own_models.Plain()), rules(FSDP), "cpu:8")
     assert "task configured: its functions have other sizes in the process that compiles" in str(error.value)
     assert "head.kernel: [1024, 8] here, [512, 8] there" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_task_that_was_handed_its_sizes_has_them_in_the_other_process(monkeypatch):
+    monkeypatch.setattr(own_models, "WIDE", 2 * own_models.WIDE)
     handed = own_models.task("handed", own_models.Plain(hidden_units=own_models.WIDE))
     assert gspmd_lm.explain(handed, rules(FSDP), "cpu:8").parameters == 1024 * (128 + 8)
 

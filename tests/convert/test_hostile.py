@@ -387,7 +387,7 @@ def test_a_config(examples):
     draws(check_config, configs(), examples)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(400, id="some"), MANY])
+@pytest.mark.parametrize("examples", [pytest.param(200, id="some"), MANY])
 def test_a_file(examples):
     draws(check_file, files(), examples)
 

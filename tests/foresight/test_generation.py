@@ -31,7 +31,7 @@ def report_of(cache):
     return make
 
 
-BY_DEFAULT = {"prefill": ("fsdp8",), "decode": ("decode_tp8", "fsdp2_tp4")}
+BY_DEFAULT = {"prefill": ("fsdp8",), "decode": ("decode_tp8",)}
 
 
 @pytest.mark.parametrize(("rules", "phase"), [

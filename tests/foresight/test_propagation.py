@@ -63,7 +63,7 @@ def compiled_text(name, sizes, rules):
 # Of what a compiled program sends, how much its trace must show at least. XLA sends more where it adds up the
 # gradients of q, k and v apart, and both of a tied table; where it looks up in a split table by a sum, instead of
 # gathering the table; and, on CPU, where it reduces gradients to all instead of scattering them.
-DEFAULT = {("looped_recomputed", "fsdp2tp4"), ("translator", "tp"), ("classifier", "tp"), ("translator", "fsdp")}
+DEFAULT = {("looped_recomputed", "fsdp2tp4"), ("translator", "tp"), ("classifier", "tp")}
 AT_LEAST = {"dp": 0.8, "fsdp": 0.6, "tp": 0.6, "fsdp2tp4": 0.5}
 
 

@@ -61,8 +61,8 @@ for equation, axes, *shapes in CASES:
     print("reduce-scatter(" in text, "all-reduce(" in text)
 """
 COLUMNS, ROWS = ("expert", "mlp", "embed"), ("expert", "embed", "mlp")
-SIZES = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
-SUMS = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for axes, rows, columns in SIZES]
+PIECES = [(COLUMNS, 512, 8 * size) for size in (64, 384)] + [(ROWS, 8 * size, 512) for size in (8, 24)]
+SUMS = [("retm,retd->remd", axes, (8, 4, 256, rows), (8, 4, 256, columns)) for axes, rows, columns in PIECES]
 SUMS.append(("rtd,rtnh->rdnh", ("embed", "heads", "head_dim"), (8, 1024, 768), (8, 1024, 12, 64)))
 
 

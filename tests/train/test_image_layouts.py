@@ -51,7 +51,7 @@ DEFAULT = [("fsdp2_tp4", "vit, biases of beit")]  # test_mask_layouts.py has win
 )
 def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **KINDS[kind])
-    alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
+    alone, found = course(settings, "single", unroll=1), course(settings, layout)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk",))
 

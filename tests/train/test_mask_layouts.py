@@ -43,7 +43,7 @@ LEAN = {name: SAM[name] for name in NAMES} | {
 )
 def test_a_layout_changes_nothing(layout, kind, small, course):
     settings = small(optimizer={"clip_norm": 0.0, "learning_rate": 3.0e-3}, data=ROWS, **kind)
-    alone, found = course(settings, "single", 3, unroll=1), course(settings, layout, 3)
+    alone, found = course(settings, "single", unroll=1), course(settings, layout)
     # Where patches attend to tokens, these are nearly alike: gradients are a thousandth of what they are sums of.
     agree(found, alone, rtol=1e-6, atol=0, unseen=UNSEEN, gradients=1e-4)
 

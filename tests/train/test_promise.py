@@ -114,21 +114,21 @@ KEPT = [
 )
 def test_a_layout_changes_nothing_of_what_a_family_has(family, small, course):
     config = small(optimizer=UNCLIPPED, **FAMILIES[family])
-    agree(course(config, "fsdp2_tp4", 3), course(config, "single", 3, **LOOP))
+    agree(course(config, "fsdp2_tp4"), course(config, "single", **LOOP))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp8", "tp8", "cp8", "cp8_ring", "cp8_ulysses"])
 def test_a_layout_changes_nothing_of_latent_attention(layout, small, course):
     config = small(optimizer=UNCLIPPED, **LATENT)
-    agree(course(config, layout, 3), course(config, "single", 3, **LOOP))
+    agree(course(config, layout), course(config, "single", **LOOP))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 def test_what_is_kept_changes_nothing_of_latent_attention(kept, small, course):
     config = small(optimizer=UNCLIPPED, **LATENT)
-    agree(course(config, "fsdp2_tp4", 3, remat=kept), course(config, "single", 3, **LOOP))
+    agree(course(config, "fsdp2_tp4", remat=kept), course(config, "single", **LOOP))
 
 
 def without_kv_heads(layout):

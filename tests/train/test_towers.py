@@ -31,7 +31,7 @@ CASES += [("cp8", DROPOUT, 1), ("fsdp2_tp4", CLIP, 2)]
 @pytest.mark.parametrize(("layout", "kind", "interleave"), CASES)
 def test_a_layout_changes_nothing(layout, kind, interleave, small, course):
     config, rules = small(optimizer=UNCLIPPED, **kind), rules_file.load(layout)
-    alone, found = course(config, "single", 3, unroll=1), course(config, rules, 3, interleave=interleave)
+    alone, found = course(config, "single", unroll=1), course(config, rules, interleave=interleave)
     # Softmax does not know what all keys have in common.
     agree(found, alone, rtol=1e-6, atol=0, unseen=("attention.bk",))
 
@@ -67,7 +67,7 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 )
 def test_rows_that_read_an_image_change_nothing_under_a_layout(layout, kind, interleave, small, course):
     config = small(optimizer=UNCLIPPED, **kind)
-    found, alone = course(config, layout, 3, interleave=interleave), course(config, "single", 3, unroll=1)
+    found, alone = course(config, layout, interleave=interleave), course(config, "single", unroll=1)
     agree(found, alone, rtol=1e-6, atol=0, unseen=(".bk",))
     frozen = {name for name in found.before if name in kind["frozen"]}
     assert ("vision" in found.gradients) == (not frozen)
