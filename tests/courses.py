@@ -14,6 +14,8 @@ from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.transformer import init
 from gspmd_lm.train.state import State
 
+MOST = 80
+
 
 @dataclasses.dataclass(frozen=True)
 class Course:
@@ -75,9 +77,10 @@ def begun(step: Any) -> State:
 
 
 def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..., Course]:
-    """A function that trains a config under rules for some steps. What it was asked before, it does not run again.
+    """A function that trains a config under rules for some steps. What it was asked lately, it does not run again.
 
-    All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py.
+    All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py. Of all
+    courses, the last MOST are held: a process has memory maps for a few hundred programs.
     """
     courses = {}
 
@@ -93,6 +96,9 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
                 if gradients is None and config.optimizer.name == "adamw":
                     gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
             courses[key] = Course(program, before, jax.device_get(state.params), metrics, gradients)
+        courses[key] = courses.pop(key)  # the last one
+        if len(courses) > MOST:
+            del courses[next(iter(courses))]
         return courses[key]
 
     return run

@@ -61,6 +61,11 @@ def test_rows_hold_whole_pairs_in_their_order():
     assert (padding["targets"] == -1).all() and not padding["segment_ids"].any()
 
 
+def test_a_row_may_be_full():
+    rows = _open(seq=14, source_seq=200)[0].rows
+    assert (rows.read(range(len(rows)))["targets"] >= 0).sum(1).max() == 14
+
+
 def test_a_side_that_is_too_long_is_cut_and_keeps_its_end():
     train, _ = _open(seq=3, source_seq=4)
     assert "pairs of which something was cut" in train.description

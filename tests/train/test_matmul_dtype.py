@@ -88,14 +88,14 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
 OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
 PARTS_OF_MATRICES = {
     "mesh": {"data": 2, "expert": 2, "tensor": 2},
-    "rules": {"batch": "data", "expert": "expert", "mlp": "tensor"},
+    "rules": {"batch": ["data", "expert"], "expert": "expert", "mlp": "tensor"},
 }
 OTHERS = [pytest.param(*one, marks=pytest.mark.slow) for one in (
-    ("fsdp_expert8", "fp8", OF_EXPERTS), ("fsdp8", "int8", OF_EXPERTS), (PARTS_OF_MATRICES, "int8", OF_EXPERTS),
+    ("fsdp_expert8", "int8", OF_EXPERTS), ("fsdp_expert8", "fp8", OF_EXPERTS), ("fsdp8", "int8", OF_EXPERTS),
     (PARTS_OF_MATRICES, "fp8", OF_EXPERTS), ("cp8", "int8", LATENT))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "dtype", "model"), [("fsdp_expert8", "int8", OF_EXPERTS), *OTHERS])
+@pytest.mark.parametrize(("layout", "dtype", "model"), [(PARTS_OF_MATRICES, "int8", OF_EXPERTS), *OTHERS])
 def test_a_layout_changes_nothing_of_experts_and_of_latent_attention(layout, dtype, model, small, course):
     config = eight(small, dtype, **model)
     rules = layout if isinstance(layout, str) else rules_file.from_dict(layout, "here.yaml")

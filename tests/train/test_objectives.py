@@ -121,16 +121,17 @@ def test_data_of_another_objective_is_refused(kind, changes, message, folder):
 
 
 def test_a_head_that_weights_lack_is_new(folder, small, built):
-    """A classifier begins with what guessed tokens, and one of other classes with that."""
+    """A model that says a number begins with what guessed tokens, and a classifier with that."""
     shared = {"layers": 1, **BERT | {"vocab": 61, "padded_vocab": 64, "context": 32}}
     before = small(objective="masked", **shared | KINDS["masked"][0])
-    for name, classes, new in (("a", 2, ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
-                               ("b", 3, ["classifier", "classifier_bias"])):  # fmt: skip
+    for name, classes, kind, new in (("a", 1, "number", ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
+                                     ("b", 3, "class", ["classifier", "classifier_bias"])):  # fmt: skip
         params = weights(before.model)
         with checkpoint.of_run(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
-        after = small(objective="classes", train={"init_from": str(folder / name)}, **shared | {"classes": classes})
+        after = small(objective="classes", data={"label_kind": kind}, train={"init_from": str(folder / name)},
+                      **shared | {"classes": classes})  # fmt: skip
         found, step = init_from.find(after), built(after, "fsdp2_tp4")
         assert sorted(found.new) == new
         number, given = found.restore(step)
