@@ -10,6 +10,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,8 @@ def train(
 
     rows: opens the data, of a model of one's own.
     """
-    if steps is not None and (steps < 1 or steps % 1):
-        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a number from 1, or None for train.steps")
+    if steps is not None and (not isinstance(steps, Integral) or steps < 1):
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a a whole number, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir
@@ -339,9 +340,7 @@ def opened(
 
 def _open_rows(config: Config, workdir: epath.Path, console: Console | None) -> tuple[loop.Rows, loop.Rows | None]:
     """The rows of a config, whose classes have the order that a run or the weights that it begins with gave them."""
-    begun, known = config.train.init_from, ()
-    if config.objective == "classes":
-        known = history.known_classes(workdir) or (history.known_classes(layout.path_of(begun)) if begun else ())
+    known = history.known_classes(workdir, config.train.init_from) if config.objective == "classes" else ()
     return loader.open_loaders(config, progress(console) if console else None, known)
 
 

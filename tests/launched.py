@@ -20,7 +20,7 @@ FROM_OUTSIDE = ("JAX_", "PJRT_", "NPROC", "XLA_", "SLURM_", "OMPI_", "GSPMD_", "
 def launch(code: str, **env: str) -> subprocess.Popen:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FROM_OUTSIDE)}
     pipe = subprocess.PIPE
-    code = f"import gc; gc.set_threshold(200_000, 20, 50)\n{code}"  # as commands do: imports take a sixth less time
+    code = f"import gc; gc.set_threshold(200_000, 20, 50)\n{code}"  # imports take a sixth less time
     return subprocess.Popen(
         [sys.executable, "-c", code], env=clean | {"PYTHONPATH": str(ROOT)} | env, stdout=pipe, stderr=pipe, text=True
     )

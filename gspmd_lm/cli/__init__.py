@@ -22,7 +22,6 @@ from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean
-from gspmd_lm.runtime.quiet import collect_seldom
 from gspmd_lm.versions import __version__
 
 VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
@@ -32,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Never returns: runs one verb and exits with 0 on success, 2 for wrong input, else 1 or a signal's code."""
     argv = list(sys.argv if argv is None else argv)
     code, message = 0, ""
-    collect_seldom()
     try:
         code = _run(argv)
     except InputError as error:

@@ -189,7 +189,7 @@ def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mappin
     said = said if classes else {}
     if config.objective == "classes" and config.data.label_kind == "classes":
         return said | {"problem_type": SEVERAL}
-    if said and like.get("problem_type") == SEVERAL:
+    if said and like.get("problem_type"):
         said["problem_type"] = "single_label_classification"
     return said
 

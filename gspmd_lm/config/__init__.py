@@ -56,7 +56,7 @@ class Optimizer:
     weight_decay: NotNegative = 0.1  # on matrices only
     b1: _Decay = 0.9  # the decay of the mean of gradients
     b2: _Decay = 0.95  # the decay of the mean of their squares
-    eps: Annotated[float, pydantic.Field(ge=1e-30)] = 1e-8  # added to the denominator of an update
+    eps: NotNegative = 1e-8  # added to the denominator of an update
     # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
     mu_dtype: Literal["float32", "bfloat16"] | None = None
     clip_norm: NotNegative = 1.0  # 0 means none
@@ -64,6 +64,8 @@ class Optimizer:
     def __post_init__(self):
         if self.mu_dtype and self.name == "adafactor":
             raise ValueError(f"mu_dtype={self.mu_dtype}: adafactor keeps no mean of gradients; leave mu_dtype out")
+        if self.eps < 1e-30 and self.name in ("adamw", "muon"):
+            raise ValueError(f"eps={self.eps}: must be 1e-30 or more: a gradient of 0 would be divided by 0")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

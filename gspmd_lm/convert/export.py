@@ -135,7 +135,7 @@ def _write_file(
 
 
 def _bytes(tensor: Tensor, held: Held, model: config.ModelConfig, dtype: Any) -> np.ndarray:
-    """The bytes of a tensor, in its dtype. Raises InputError for numbers that float16 does not hold."""
+    """The bytes of a tensor, in its dtype. Raises InputError for numbers that float16 does not hold, or none."""
     view = np.empty(tensor.view(model), dtype)
     for location, array, entry in held:
         rows = tensor.rows(location.weight, location.letters, model)
@@ -143,8 +143,9 @@ def _bytes(tensor: Tensor, held: Held, model: config.ModelConfig, dtype: Any) ->
             with np.errstate(over="ignore"):  # it is told below
                 rows.write_into(view, np.asarray(piece), index)
     if dtype == np.float16 and not np.isfinite(view).all():
+        weights = ", ".join(dict.fromkeys(location.path for location, *_ in held))
         raise InputError(
-            f"{', '.join(dict.fromkeys(location.path for location, *_ in held))}: has numbers beyond those of float16\n"
+            f"{weights}: has numbers that float16 does not hold, or that are not finite\n"
             "  fix   --dtype=bfloat16, or float32"
         )
     return view.reshape(-1).view(np.uint8)

@@ -176,7 +176,7 @@ def ordered(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...
     """Classes in the order of the `known` ones, if they are the same; else in that of numbers, if all of them are whole
     numbers, or of texts.
     """
-    if {*found} == {*known}:
+    if sorted(found) == sorted(known):
         return tuple(known)
     whole = all(label.removeprefix("-").isdecimal() for label in found)
     return tuple(sorted(found, key=lambda label: (int(label) if whole else 0, label)))  # 7 and 07 are two classes

@@ -274,8 +274,12 @@ def table_texts(path: Path, field: str) -> Iterator[bytes]:
             fix = f"for conversations set data.messages_field={field}" if _is_list(kind) else "set data.text_field"
             raise InputError(f"{path}: column {field} is {kind}, not text\n  fix   {fix}")
         for batch in batches([field]):
-            column = batch.column(0).cast(pyarrow.large_binary())
-            column.validate(full=True)  # damage would end this process
+            column = batch.column(0)  # full validation finds damage, which would end this process
+            if str(column.type).endswith("_view"):
+                column = column.view(pyarrow.binary_view())
+                column.validate(full=True)
+            column = column.cast(pyarrow.large_binary())
+            column.validate(full=True)
             yield from (text or b"" for text in column.to_pylist())
 
 

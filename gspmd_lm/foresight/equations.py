@@ -34,27 +34,30 @@ def flops(equation: Any) -> float:
 
 def live(jaxpr: Any) -> Any:
     """A program without what it computes and nothing reads. Of what a barrier holds, XLA leaves that out too."""
-    return partial_eval.dce_jaxpr(_barriers_apart(jaxpr), [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return partial_eval.dce_jaxpr(_barriers_apart(jaxpr, {}), [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def _barriers_apart(jaxpr: Any) -> Any:
-    """A program with a barrier for each array, in place of barriers for several."""
+def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
+    """A program with a barrier for each array, in place of barriers for several.
+
+    apart: by their ids, the programs that were changed before, so that calls of one program still share it.
+    """
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        return jaxpr.replace(jaxpr=_barriers_apart(jaxpr.jaxpr, apart))
+    if id(jaxpr) in apart:
+        return apart[id(jaxpr)]
     changed = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "optimization_barrier":
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         elif inner_jaxprs(equation.params):
-            changed.append(equation.replace(params=jax.tree.map(_inner_apart, equation.params, is_leaf=_is_jaxpr)))
+            inner = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
+            changed.append(equation.replace(params=jax.tree.map(inner, equation.params, is_leaf=_is_jaxpr)))
         else:
             changed.append(equation)
-    return jaxpr.replace(eqns=changed)
-
-
-def _inner_apart(param: Any) -> Any:
-    if isinstance(param, core.ClosedJaxpr):
-        return param.replace(jaxpr=_barriers_apart(param.jaxpr))
-    return _barriers_apart(param) if isinstance(param, core.Jaxpr) else param
+    apart[id(jaxpr)] = jaxpr.replace(eqns=changed)
+    return apart[id(jaxpr)]
 
 
 def _is_jaxpr(param: Any) -> bool:

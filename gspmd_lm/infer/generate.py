@@ -5,6 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -130,8 +131,8 @@ def check_prompts(
     """
     encoder, context = config.model.of_encoder, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
-    if new_tokens < 1 or new_tokens % 1:
-        raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for 1 or more")
+    if not isinstance(new_tokens, Integral) or new_tokens < 1:
+        raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for a whole number from 1")
     queries = config.model.of_queries
     first = queries.context + 1 if queries and not encoder else given_tokens(config)
     if (encoder or queries) and first + new_tokens > context:
@@ -368,6 +369,6 @@ class SampleGenerator:
         sampling = Sampling(temperature=self.asked.temperature)
         try:
             results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
-        except RunFailed as error:  # a run goes on: the loss of the evaluation tells the same
-            return [(prompt, f" ({str(error).splitlines()[0]})") for prompt in self.asked.prompts]
+        except RunFailed:  # a run goes on: the loss of the evaluation tells the same
+            return [(prompt, " (the model gives logits that are not numbers)") for prompt in self.asked.prompts]
         return [(prompt, result.text) for prompt, result in zip(self.asked.prompts, results, strict=True)]

@@ -5,6 +5,7 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -195,17 +196,20 @@ class TaskModel:
                 f"generate: task {self.task.name} does not say how it generates\n"
                 "  fix   Task(..., generation=gspmd_lm.Generation(begin, extend))"
             )
-        if max_new_tokens < 1 or max_new_tokens % 1:
-            raise InputError(f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for 1 or more")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for a whole number from 1"
+            )
         padded, rows = self._padded(batch)
         likes = self._built.batch_of(len(next(iter(padded.values()))))
         arrays = {name: generation.to_devices(x, likes[name].sharding) for name, x in padded.items()}
         lower = functools.partial(self._lower_tokens, max_new_tokens, arrays, settings)
         program = self._program(f"generating {max_new_tokens:,} tokens of each row", arrays, lower)
         tokens_BT, end = np.asarray(program(self.params, arrays, settings))[:rows], self.task.generation.end
-        if (tokens_BT == NO_TOKEN).any():
+        texts = [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT.tolist()]
+        if any(NO_TOKEN in text for text in texts):
             raise generation.not_numbers("generate", self.task.name)
-        return [list(itertools.takewhile(lambda token: token != end, row)) for row in tokens_BT.tolist()]
+        return texts
 
     def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
         """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""

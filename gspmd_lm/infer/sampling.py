@@ -90,7 +90,8 @@ def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array
         kept_BV = filtered(logits_BV / settings.temperature, settings)
         return kept_BV + noise(settings.seed, number_B, position_B, logits_BV.shape[-1])
 
-    return best(jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV))
+    scores_BV = jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV)
+    return best(jnp.where(jnp.isnan(logits_BV).any(-1, keepdims=True), jnp.nan, scores_BV))
 
 
 def allowed(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> jax.Array:
@@ -142,7 +143,7 @@ def filtered(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
     scores_BV = jax.lax.cond(sorts, ranked, lambda x: x, scores_BV)
     # A ratio of probabilities is a difference of scores.
     least_B1 = scores_BV.max(-1, keepdims=True) + jnp.log(settings.min_p)
-    return jnp.where(scores_BV >= least_B1, scores_BV, -jnp.inf)
+    return jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)  # an infinite score has no least one: all are kept
 
 
 def noise(seed: jax.Array, number_B: jax.Array, position_B: jax.Array, vocab: int) -> jax.Array:

@@ -66,7 +66,8 @@ class Decoder(Stack):
         dropout), token_types [B, T] if the model has any, where texts are packed or padded segment_ids [B, T] (0 for
         padding), and places [B, T] if tokens do not stand in their order (see kernels/context.py). Without
         `dropout_key` nothing is dropped.
-        With a cache, it also holds slot [], where the T tokens begin, and start [B], where each row's first token is.
+        With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
+        length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
         For an encoder it holds source_tokens, source_positions and source_segment_ids [B, S]; of sounds source_frames,
         see `sounds.heard`, in place of tokens. A token attends to the source whose segment has the number of its own.
         Once a cache has the keys of the source, it holds memory_segment_ids [B, S] in their place.

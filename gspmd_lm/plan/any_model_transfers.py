@@ -32,7 +32,7 @@ class AnyModelTransfers(Transfers):
             source = self.graph.gathered_from(x)
             self.add_input_side(x, None if source in written else source, matmuls)
         for path, nodes in self.graph.looked_up.items():
-            if path not in self.graph.used:
+            if path not in self.graph.used or path in self.graph.multiplied:
                 self.add_look_ups(self.weights[path], nodes)
         for path in set(self.graph.used) - self.graph.multiplied:
             weight, applied = self.weights[path], self.graph.applied_to(path)

@@ -161,7 +161,9 @@ def answer(outcome: Outcome) -> str:
 
 def _amount(value: float) -> str:
     """'1,234', '37.2', '0.0033': of days or dollars, of which there may be little."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" if value >= 1 else f"{value:.2g}"
+    if 0 < value < 0.001:
+        return "under 0.001"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}" if value >= 0.995 else f"{value:.2g}"
 
 
 def estimate_error(plan: Plan) -> str:

@@ -87,7 +87,7 @@ class Run:
         """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
-        history.check_classes(self.workdir, train_rows.classes, self.say)
+        history.check_classes(self.workdir, train_rows.classes, self.say, self.settings.init_from)
         return train_rows, held_out_rows
 
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:
@@ -235,7 +235,7 @@ class _Training:
                 if not processes.several() and self.done > self.start:  # no other process waits for that row
                     self._save_if_due(True, False, self.best)
                     self.checkpoints.wait()
-                    self.say(f"saved step {self.done}; the same command goes on from there")
+                    self.say(f"saved step {self.done}; once that row is mended, the same command goes on from there")
                 raise
             self.checkpoints.wait()  # before anything is promised, and while signals cannot end this process
             self._say_how_it_ended()

@@ -41,7 +41,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     elif cfg.schedule == "warmup_exponential":
         after = optax.exponential_decay(peak, 1, cfg.decay_rate)
     else:
-        decay = cfg.decay_steps or max(steps // 10, 1)
+        decay = _decay_steps(cfg, steps)
         stable = max(steps - warmup - decay, 0)
         fall = optax.linear_schedule(peak, peak * cfg.final_fraction, decay)
         after = optax.join_schedules([optax.constant_schedule(peak), fall], [stable])
@@ -50,12 +50,19 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
 
 def unfinished(cfg: config.Optimizer, steps: int) -> str:
     """A warning about a schedule that is longer than a run of so many steps; '' if it is not."""
-    parts = {"warmup_steps": cfg.warmup_steps}
-    parts |= {"decay_steps": cfg.decay_steps} if cfg.schedule == "warmup_stable_decay" and cfg.decay_steps else {}
-    if sum(parts.values()) <= steps:
-        return ""
-    stated = " and ".join(f"optimizer.{name}={value:,}" for name, value in parts.items())
-    return f"warning: {stated}: more than train.steps={steps:,}, so the learning rate does not come to its end"
+    warmup, decay = cfg.warmup_steps, _decay_steps(cfg, steps)
+    if warmup > steps:
+        return (f"warning: optimizer.warmup_steps={warmup:,}: more than train.steps={steps:,}, so the learning rate "
+                "does not come to optimizer.learning_rate")  # fmt: skip
+    if warmup + decay > steps:
+        return (f"warning: optimizer.warmup_steps={warmup:,} and a decay over {decay:,} steps: more than "
+                f"train.steps={steps:,}, so the decay does not come to its end")  # fmt: skip
+    return ""
+
+
+def _decay_steps(cfg: config.Optimizer, steps: int) -> int:
+    """The steps of the final decay of warmup_stable_decay; 0 for other schedules."""
+    return (cfg.decay_steps or max(steps // 10, 1)) if cfg.schedule == "warmup_stable_decay" else 0
 
 
 def build_optimizer(cfg: config.Optimizer, steps: int, named: Any) -> optax.GradientTransformation:

@@ -16,7 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object, json_value
 from gspmd_lm.workdir import layout, log
 
-SHOWN = 8  # classes in a message
+CLASSES_SHOWN = 8
 LAST = 10  # speeds are medians over so many of the last logged rows
 
 
@@ -69,26 +69,32 @@ def changes(workdir: epath.Path, config: Mapping[str, Any]) -> list[str]:
     return [f"{key}: {old[key]} is now {value}" for key, value in new.items() if old.get(key, value) != value]
 
 
-def known_classes(workdir: epath.Path) -> tuple[str, ...]:
-    """The classes of a run's model, in their order: those of its data, or of the config.json that came with its
-    weights; () if neither names any.
+def known_classes(workdir: epath.Path, init_from: str = "") -> tuple[str, ...]:
+    """The classes of a run's model, in their order; () if nothing names any.
+
+    They are those of the run's data, or of the config.json that came with its weights, or else those that the run has
+    with whose weights it begins. Raises InputError if the file that names them is damaged.
     """
     kept, published = workdir / layout.CLASSES, workdir / layout.IMPORTED / "config.json"
     if kept.exists():
         classes = json_value(paths.read_text(kept), kept)
-        return tuple(map(str, classes)) if isinstance(classes, list) else (str(classes),)
+        if not isinstance(classes, list):
+            raise InputError(f"{kept}: not a list of classes\n  fix   restore it, or use another --workdir")
+        return tuple(map(str, classes))
     names = json_object(paths.read_text(published), published).get("id2label") if published.exists() else None
     named = names if isinstance(names, dict) else {}
-    return tuple(str(named[number]) for number in map(str, range(len(named))) if number in named)
+    found = tuple(str(named[number]) for number in map(str, range(len(named))) if number in named)
+    return found or (known_classes(layout.path_of(init_from)) if init_from else ())
 
 
-def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[str], None]) -> None:
+def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[str], None], init_from: str = "") -> None:
     """Raises InputError if a run keeps other classes than those of its data now, whose numbers would mean others.
 
-    `say` warns of classes of data that are not those that came with the run's weights.
+    `say` warns of classes of data that are not those of the weights with which the run begins. If there are more or
+    fewer of them, the head is a new one.
     """
-    known, path = known_classes(workdir) if classes else (), workdir / layout.CLASSES
-    if not known or known == (*classes,):
+    known, path = known_classes(workdir, init_from) if classes else (), workdir / layout.CLASSES
+    if not known or known == (*classes,) or (len(known) != len(classes) and not path.exists()):
         return
     if path.exists():
         raise InputError(
@@ -97,9 +103,13 @@ def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[st
         )
     numbered = (*map(str, range(len(known))),)
     if classes != numbered and known != tuple(f"LABEL_{number}" for number in numbered):
-        ours, theirs = (", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN) for names in (classes, known))
+        ours, theirs = map(_listed, (classes, known))
         say(f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
             "the same order")  # fmt: skip
+
+
+def _listed(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:CLASSES_SHOWN]) + ", ..." * (len(classes) > CLASSES_SHOWN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +243,9 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 def _stated(config: Mapping[str, Any]) -> dict[str, str]:
     return {f"{section}.{key}": json.dumps(value) for section, values in config.items()
-            if isinstance(values, dict) for key, value in values.items()}  # fmt: skip
+            if isinstance(values, dict) for key, value in values.items()} | {
+        key: json.dumps(value) for key, value in config.items() if not isinstance(value, dict)
+    }  # fmt: skip
 
 
 def differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:

@@ -214,6 +214,8 @@ def test_logits_that_are_not_numbers_are_no_text(made, prompts):
     broken.params = jax.tree.map(lambda x: x * jnp.nan, broken.params)
     with pytest.raises(RunFailed, match=r"prompt 3: small gives logits that are not numbers\n  fix "):
         broken.results(prompts[2:], new_tokens=NEW, first_number=2)
+    with pytest.raises(RunFailed, match="logits that are not numbers"):
+        broken.results(prompts, new_tokens=NEW, sampling=Sampling(temperature=1.0, top_k=3))
 
 
 def test_figures(made, prompts):

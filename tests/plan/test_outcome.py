@@ -82,6 +82,7 @@ def test_money_and_days_follow_from_tokens_per_second(planned):
     assert dataclasses.replace(planned, tokens=0.0).in_time is None
     assert "2.65 times the 14 days" in shown.answer(planned)
     assert "take 37.0 days" in shown.answer(planned)
+    assert "take under 0.001 days" in shown.answer(dataclasses.replace(planned, tokens=1e5, days=0.0))
     assert "take 0.0037 days" in shown.answer(dataclasses.replace(planned, tokens=1e8, days=0.0))
     assert outcome.hourly_usd("v5e", {"v5e": 9.0}) == 9.0
     assert outcome.hourly_usd("v5e", {}) == 1.2

@@ -118,5 +118,9 @@ def test_classes_of_published_weights_have_their_order(tmp_path):
     history.check_classes(workdir, ("neg", "pos"), said.append)
     assert said == ["warning: the classes of the data, neg, pos, are not those of the model, yes, no: they are taken "
                     "to be in the same order"]  # fmt: skip
+    new = epath.Path(tmp_path / "new")
+    history.check_classes(new, ("neg", "pos"), said.append, str(workdir))  # of a run that begins with these weights
+    history.check_classes(new, ("neg", "none", "pos"), said.append, str(workdir))  # with another head
+    assert len(said) == 2
     (workdir / "classes.json").write_text('["b", "a"]')  # of a run, which are never passed over
     assert history.known_classes(workdir) == ("b", "a") and history.known_classes(workdir / "none") == ()

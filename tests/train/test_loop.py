@@ -223,7 +223,9 @@ def test_a_row_that_cannot_be_read_loses_no_steps(run, straight, tmp_path, monke
         patch.setattr(Loader, "rows_at", broken)
         stopped = run(tmp_path)
         stopped.train(12)
-    assert "saved step 7; the same command goes on from there" in stopped.console.file.getvalue()
+    assert (
+        "saved step 7; once that row is mended, the same command goes on from there" in stopped.console.file.getvalue()
+    )
     again = run(tmp_path)
     again.train(12)
     assert "restored step 7 of" in again.console.file.getvalue()

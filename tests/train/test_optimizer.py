@@ -162,15 +162,18 @@ def test_a_schedule_that_is_longer_than_the_run_is_a_warning():
     cosine = configs.Optimizer(warmup_steps=5, decay_steps=6)
     assert optimizer.unfinished(stable, 11) == optimizer.unfinished(cosine, 5) == ""
     assert optimizer.unfinished(stable, 10) == (
-        "warning: optimizer.warmup_steps=5 and optimizer.decay_steps=6: more than train.steps=10, so the learning rate "
-        "does not come to its end"
+        "warning: optimizer.warmup_steps=5 and a decay over 6 steps: more than train.steps=10, so the decay does not "
+        "come to its end"
     )
+    late = configs.Optimizer(schedule="constant", warmup_steps=5)
+    assert "does not come to optimizer.learning_rate" in optimizer.unfinished(late, 4)
 
 
 @pytest.mark.parametrize("wrong", [{"eps": 0.0}, {"eps": 1e-60}, {"b1": 1 - 1e-9}, {"b2": 1 - 1e-9}], ids=str)
 def test_what_would_divide_by_zero_in_float32_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"should be (greater|less) than or equal to"):
+    with pytest.raises(ValueError, match=r"should be less than or equal to|must be 1e-30 or more"):
         configs.Optimizer(**wrong)
+    assert configs.Optimizer(name="lion", eps=0.0)  # which does not read it
 
 
 def test_clipping_is_by_the_global_norm(small):

@@ -63,7 +63,8 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     constants = same_rank(body.invars, operation.equation.invars) - carried
     for number in range(constants + carried, len(operation.operands)):  # each iteration takes a part of these
         target = ((), *operation.operands[number].dims[1:])
-        reader.move_operand(operation, number, target, keep_unreduced=True)  # or exchanged, to split what is taken
+        # It is gathered, or exchanged where that splits another dimension.
+        reader.move_operand(operation, number, target, keep_unreduced=True)
     begin, stacked = operation.operands[constants : constants + carried], operation.operands[constants + carried :]
     reader.loops.append(operation.params["length"])
     depth, once = len(reader.loops), operation.params["length"] == 1  # a single iteration is written out: no loop

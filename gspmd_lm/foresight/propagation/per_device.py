@@ -95,9 +95,9 @@ class PerDevice:
             return self._scan(operation)
         if primitive == "while":
             self.reader.add_unknown("the trip count of a while loop")
-            asked, captured = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
-            self._inside(params["cond_jaxpr"].jaxpr, operation, [*asked, *captured[params["body_nconsts"] :]])
-            return self._inside(params["body_jaxpr"].jaxpr, operation, captured)
+            of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
+            self._inside(params["cond_jaxpr"].jaxpr, operation, [*of_condition, *of_body[params["body_nconsts"] :]])
+            return self._inside(params["body_jaxpr"].jaxpr, operation, of_body)
         if primitive == "pallas_call":
             self.reader.add_flops(operation, kernel_flops(params) * self.share * self._filled_part(operation))
         elif primitive == "cond":
