@@ -1,5 +1,6 @@
-"""The environment of every process of a test run, the order of the files, and which processes have the fixtures."""
+"""The environment of every process of a test run, how it starts and ends, the order of files, and who has fixtures."""
 
+import atexit
 import gc
 import os
 import sys
@@ -53,3 +54,10 @@ def pytest_collection_finish():
     gc.freeze()
     collect_seldom()
     gc.enable()
+
+
+def pytest_sessionfinish():
+    """A worker has told what it found. To look through all that it holds, and to free it, took seconds of each run."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
+        atexit.register(os._exit, 0)
