@@ -160,10 +160,10 @@ def context_and_tensor(sequences, heads, **keys):
 )
 def test_two_stacks_send_over_context_and_tensor_what_the_trace_says(small, built, sent, context, tensor, form):
     """What the encoder made is gathered once for all layers that read it, and so is the sum of its gradients."""
-    config = small(**ENCODERS["summaries"])
+    config = small(**ENCODERS["summaries"], tied_embeddings=True)
     step = built(config, context_and_tensor(context, tensor, context=form))
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
-    assert found == pytest.approx(sent(step), rel=0.02)
+    assert found == pytest.approx(sent(step), rel=0.03)
 
 
 @pytest.mark.parametrize("layout", ["zero1_8", pytest.param("fsdp8", marks=pytest.mark.slow)])
