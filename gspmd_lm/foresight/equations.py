@@ -12,7 +12,11 @@ from jax.interpreters import partial_eval
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
-PARTS = ("gather", "dynamic_slice", "slice", "scatter", "scatter-add", "dynamic_update_slice")  # of the first operand
+# Those that read or write a part of their first operand.
+PARTS = (
+    "gather", "dynamic_slice", "slice", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min",
+    "scatter-max", "dynamic_update_slice",
+)  # fmt: skip
 
 
 def flops(equation: Any) -> float:

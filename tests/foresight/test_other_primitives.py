@@ -117,6 +117,9 @@ KERNEL = (3, 1, 8), PartitionSpec(None, None, "tensor")
     [
         pytest.param(lambda x: jax.lax.scan(branch_and_gather, x, None, length=5)[0], ROWS, [((8, 16), ROWS)],
                      id="branches in a loop"),
+        pytest.param(lambda x: jax.ops.segment_max(x, jnp.arange(16) // 2, 8), PartitionSpec(None, "tensor"),
+                     [((16, 32), PartitionSpec("fsdp", "tensor"))], id="the largest rows of groups"),
+        pytest.param(lambda x: x.at[jnp.arange(4)].mul(2.0), ROWS, [((16, 32), ROWS)], id="rows that are multiplied"),
         pytest.param(conv, ROWS_AND_CHANNELS, [((8, 8, 8), ROWS_AND_CHANNELS), KERNEL], id="a convolution by channel"),
         pytest.param(lambda x, k: jax.grad(lambda k: (conv(x, k) ** 2).sum())(k), KERNEL[1],
                      [((8, 8, 8), ROWS_AND_CHANNELS), KERNEL], id="the gradient of its kernel"),

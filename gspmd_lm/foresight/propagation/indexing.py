@@ -120,6 +120,14 @@ def scatter_add(reader: Reader, operation: Operation) -> ArraySharding:
     return ArraySharding(tuple(dims), sums - axes_of(dims), scatter=rows)
 
 
+def scatter_extreme(reader: Reader, operation: Operation) -> ArraySharding:
+    """Rows are multiplied with those of an array, or the larger or smaller ones stay. Devices add nothing up later."""
+    if not operation.operands[0].is_constant:
+        return scatter(reader, operation)
+    own = dataclasses.replace(scatter_add(reader, operation), scatter=None)
+    return reader.move(operation, operation.output, own, own.dims)
+
+
 def scatter(reader: Reader, operation: Operation) -> ArraySharding:
     """Rows of an array are set: each device sets those that it has, and so is given the columns of them."""
     begin, _, updates = operation.operands
@@ -321,6 +329,7 @@ def stack(reader: Reader, operation: Operation) -> ArraySharding:
 RULES: dict[str, Rule] = {
     "gather": gather,
     "scatter-add": scatter_add,
+    **dict.fromkeys(("scatter-mul", "scatter-min", "scatter-max"), scatter_extreme),
     "scatter": scatter,
     "slice": slice_,
     "split": split,
