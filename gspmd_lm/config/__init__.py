@@ -231,6 +231,8 @@ class Config:
                 (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
             "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
                 objective == "masks" and (data.label or len(data.fields) not in (0, 2, 3)),
+            f"model.token_types goes with objective: masked, replaced or classes, not {objective}":
+                model.token_types > 0 and objective not in ("masked", "replaced", "classes"),
             f"{predicts} needs data.packing: documents, which keeps texts and padding apart":
                 (queries or objective != "causal") and data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}, and no images":

@@ -109,6 +109,10 @@ class _MoeLayout(NamedTuple):
         over = {"expert": self.expert.over, "mlp": self.mlp.over}
         return tuple(over.get(axis, ()) for axis in axes)
 
+    def sharing(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes whose devices have other columns of the same rows, where columns are along `axis`."""
+        return self.mlp.over if axis == "mlp" and self.mlp.num_shards > 1 else ()
+
     def in_use(self, arrays: Sequence[Any]) -> list[Any]:
         """The weights, placed as the rules say for use; those of matrices perhaps quantised."""
         weights = [w.holding(array) for w, array in zip(self.weights, arrays, strict=True)]
@@ -343,7 +347,7 @@ def _product(layout: _MoeLayout, matrix: Adapted, rows_MD: jax.Array, sizes_E: j
     w, rows = matrix.weight, rows_MD
     with scope("of", w.path):
         if w.matmul_dtype:
-            rows = quantised.quantise_rows(rows_MD, w.matmul_dtype, layout.place(w.axes)[1])
+            rows = quantised.quantise_rows(rows_MD, w.matmul_dtype, layout.sharing(w.axes[1]))
         y_MF = grouped(rows, w.array, sizes_E)
     if not matrix.adapter:
         return [y_MF]
@@ -367,7 +371,7 @@ def _derivatives(
         rows, array = dy_MF, w.array
         if isinstance(array, Quantised):  # its scales are powers of two, which bfloat16 has
             exact = dy_MF.astype(jnp.float32) * of_rows(array.scale.astype(jnp.bfloat16), sizes_E, len(dy_MF))
-            rows = quantised.quantise_rows(exact, w.matmul_dtype, layout.place(w.axes)[2])
+            rows = quantised.quantise_rows(exact, w.matmul_dtype, layout.sharing(w.axes[2]))
             rows, array = dataclasses.replace(rows, dtype=dy_MF.dtype), array.values
         drows_MD = grouped(rows, array, sizes_E, transposed=True)
     gradients = [_gradient(matrix.weight, inputs[0], dy_MF, sizes_E)]

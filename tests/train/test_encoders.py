@@ -107,6 +107,7 @@ def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
     ("changes", "words"),
     [
         ({"mask": "full"}, "model.mask: full shows a token what objective: causal asks for"),
+        ({"token_types": 2}, "model.token_types goes with objective: masked, replaced or classes, not causal"),
         ({"objective": "masked"}, "objective: masked needs model.mask: full"),
         ({"objective": "classes", "mask": "full"}, "objective: classes needs model.classes"),
         ({"classes": 2}, "objective: classes needs model.classes, and model.classes needs objective: classes"),

@@ -85,6 +85,16 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
 
 
 OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
+
+
+@pytest.mark.parametrize("layout", ["dp2_tp4", "expert4"])
+def test_rules_are_checked_without_devices(layout, small):
+    """Where nothing runs, no device has a part of a row: the step of tests is built without this check."""
+    rules = rules_file.load(layout)
+    arrays, warnings = state.arrays_and_warnings(eight(small, "int8", **OF_EXPERTS), rules.fill(rules.devices), "cpu")
+    assert arrays.parameter_count > 0 and not warnings
+
+
 PARTS_OF_MATRICES = {
     "mesh": {"data": 2, "expert": 2, "tensor": 2},
     "rules": {"batch": ["data", "expert"], "expert": "expert", "mlp": "tensor"},
