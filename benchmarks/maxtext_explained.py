@@ -90,7 +90,7 @@ def step(chosen: Mapping[str, Any], options: Mapping[str, Any], devices: Sequenc
         return jitted.trace(*arguments, **keywords)
 
 
-def weights_of_all(self: Any, weights_BTk: jax.Array, chosen_BTk: jax.Array, **_: Any) -> jax.Array:
+def weights_of_all(self: Any, weights_BTk: jax.Array, chosen_BTk: jax.Array, **_more: Any) -> jax.Array:
     """[B, T, E]: the weights of the chosen experts in their places, and zeros."""
     B, T, _ = weights_BTk.shape
     zeros_BTE = jnp.zeros((B, T, self.num_experts), self.dtype)

@@ -170,8 +170,9 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, le
     Their first half is paired with the second, as in Llama's weights on Hugging Face. length: see `lengths`.
     """
     turned = cfg.rope_dim or cfg.head_dim
-    frequency_B1H = jnp.expand_dims(rope_frequencies(cfg, length), -2)
-    angle_BT1H = (positions_BT[..., None] * frequency_B1H)[:, :, None, :]
+    frequency = rope_frequencies(cfg, length)
+    frequency = frequency[:, None] if frequency.ndim > 1 else frequency  # each row has its own, or all have the same
+    angle_BT1H = (positions_BT[..., None] * frequency)[:, :, None, :]
     factor = cfg.rope_scaling.attention_factor if cfg.rope_scaling else 1.0
     cos, sin = factor * jnp.cos(angle_BT1H), factor * jnp.sin(angle_BT1H)
     first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [turned // 2, turned], axis=-1)
