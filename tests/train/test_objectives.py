@@ -110,8 +110,8 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
         ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes_of: tokens, which needs"),
         ("replaced", ("data.fields=[text]", "data.label=mood"), r"replaced tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
-        ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal"),
-         r"objective: causal predicts tokens, not labels\n  fix "),
+        ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal",
+                    "model.token_types=0"), r"objective: causal predicts tokens, not labels\n  fix "),
     ],
 )  # fmt: skip
 def test_data_of_another_objective_is_refused(kind, changes, message, folder):
