@@ -46,7 +46,7 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
 
     apart: by their ids, the programs that were changed before, so that calls of one program still share it.
     """
-    if isinstance(jaxpr, core.ClosedJaxpr):
+    if isinstance(jaxpr, core.ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:  # from jax 0.12 on, it may be one itself
         return jaxpr.replace(jaxpr=_barriers_apart(jaxpr.jaxpr, apart))
     if id(jaxpr) in apart:
         return apart[id(jaxpr)]

@@ -149,7 +149,8 @@ def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
     """For hardware that is not here. Weights and rows of 8 bits are read as they are, and wider rows with weights of 8
     bits too, so that no copy of the weights is made. Rows of float8 are widened on Hopper, which has no faster way."""
     where = targets.parse(target)
-    one = jax.sharding.SingleDeviceSharding(targets.devices(where)[0])
+    mesh = jax.sharding.Mesh(targets.devices(where)[:1], ("one",))
+    one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     monkeypatch.setattr(kernels, "platform", lambda: where.platform)
     monkeypatch.setattr(kernels, "device_kind", lambda: where.chip.kinds[0])
     (M, D, F, E), wide = (512, 256, 384, 4), jnp.bfloat16
@@ -164,7 +165,9 @@ def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
             return grouped(rows, quantised.Quantised(w, scale_EF, (-2,), wide), sizes, transposed)
 
         name = "cuda" if where.platform == "gpu" else where.platform
-        module = hlo.parse(jax.jit(product).trace(*args).lower(lowering_platforms=(name,)).compile().as_text())
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(product).trace(*args).lower(lowering_platforms=(name,))
+        module = hlo.parse(lowered.compile().as_text())
         (call,) = (
             one for one in module.instructions if one.opcode == "custom-call" and one.shape.arrays[0].dtype == "bf16"
         )
