@@ -90,8 +90,8 @@ def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array
         kept_BV = filtered(logits_BV / settings.temperature, settings)
         return kept_BV + noise(settings.seed, number_B, position_B, logits_BV.shape[-1])
 
-    scores_BV = jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV)
-    return best(jnp.where(jnp.isnan(logits_BV).any(-1, keepdims=True), jnp.nan, scores_BV))
+    choice = best(jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV))
+    return choice._replace(tokens_B=jnp.where(jnp.isnan(logits_BV).any(-1), NO_TOKEN, choice.tokens_B))
 
 
 def allowed(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> jax.Array:
