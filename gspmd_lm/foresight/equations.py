@@ -46,8 +46,9 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
 
     apart: by their ids, the programs that were changed before, so that calls of one program still share it.
     """
-    if isinstance(jaxpr, core.ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:  # from jax 0.12 on, it may be one itself
-        return jaxpr.replace(jaxpr=_barriers_apart(jaxpr.jaxpr, apart))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on, it is itself
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=_barriers_apart(inner, apart))
     if id(jaxpr) in apart:
         return apart[id(jaxpr)]
     changed = []
@@ -56,8 +57,8 @@ def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
         elif inner_jaxprs(equation.params):
-            inner = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
-            changed.append(equation.replace(params=jax.tree.map(inner, equation.params, is_leaf=_is_jaxpr)))
+            change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
+            changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
         else:
             changed.append(equation)
     apart[id(jaxpr)] = jaxpr.replace(eqns=changed)
