@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -28,7 +28,7 @@ from gspmd_lm.config.stacks import Encoder as Encoder
 from gspmd_lm.config.stacks import Queries as Queries
 from gspmd_lm.config.stacks import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
-from gspmd_lm.config.types import Count, NotNegative, Positive, Seed, Share, Size, explained
+from gspmd_lm.config.types import Count, Decay, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import Stack as Stack
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.windows import Windows as Windows
@@ -36,8 +36,6 @@ from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError
-
-_Decay = Annotated[float, pydantic.Field(ge=0, le=0.9999999)]  # what is nearer to 1 is 1 in float32
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -54,8 +52,8 @@ class Optimizer:
     decay_rate: Positive = 1.0  # warmup_exponential: the factor of each step after the warmup
     final_fraction: Share = 0.1  # the share of learning_rate that is left at the end of a decay
     weight_decay: NotNegative = 0.1  # on matrices only
-    b1: _Decay = 0.9  # the decay of the mean of gradients
-    b2: _Decay = 0.95  # the decay of the mean of their squares
+    b1: Decay = 0.9  # the decay of the mean of gradients
+    b2: Decay = 0.95  # the decay of the mean of their squares
     eps: NotNegative = 1e-8  # added to the denominator of an update
     # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
     mu_dtype: Literal["float32", "bfloat16"] | None = None

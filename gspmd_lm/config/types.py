@@ -18,6 +18,7 @@ Positive = Annotated[float, pydantic.Field(gt=0)]
 NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
+Decay = Annotated[float, pydantic.Field(ge=0, le=0.9999999)]  # what is nearer to 1 is 1 in float32
 # What layers may differ in.
 LayerKind = Literal["sliding", "chunked", "linear", "shifted", "whole", "reading", "full", "nope"]
 # Modules of layers in a loop.

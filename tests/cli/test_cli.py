@@ -156,8 +156,9 @@ TOLD = {
 }
 # One process runs all commands of a row, since nothing that they may not import is there to be imported.
 RUN_ALL = """
-import contextlib, gc, io, json, runpy, sys
-gc.set_threshold(200_000, 20, 50)
+import contextlib, io, json, runpy, sys
+from gspmd_lm.runtime.quiet import collect_seldom
+collect_seldom()
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["main.py", *arguments]
     code = None
