@@ -32,9 +32,6 @@ from gspmd_lm.sharding.shapes import Arrays, arrays
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
 COMPILED_FOR = ("generate",)  # what has compiler options of its own: see `compiler`
-# The order of the axes [L, B, S, K, H] of the cache in memory. With another one, each token copies the whole cache.
-# TPU: [L, S, K, B, H], as the loop over layers writes a token. GPU: [L, B, K, H, S], as matmuls of cuBLAS read a layer.
-IN_MEMORY = {"tpu": (0, 2, 3, 1, 4), "gpu": (0, 1, 3, 4, 2)}
 
 
 class DecodeState(NamedTuple):
@@ -218,7 +215,7 @@ class GenerationPrograms(Forward):
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
             where: Any = self.placement.sharding("rules", spec.array, spec.axes, like.shape)
-            if text == CACHE and (order := IN_MEMORY.get(self.mesh.devices.flat[0].platform)):
+            if text == CACHE and (order := _in_memory(self.mesh.devices.flat[0].platform, self.config.model)):
                 where = Format(Layout(order), where)
             return placed(like, where)
 
@@ -348,6 +345,18 @@ def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes) -> DecodeStat
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots, sizes.source))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
     return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows, rows)
+
+
+def _in_memory(platform: str, model: configs.ModelConfig) -> tuple[int, ...] | None:
+    """The order in which the axes [L, B, S, K, H] of the cache lie in memory, or None for this one.
+
+    With another order, each token copies the whole cache. The loop over layers of TPUs writes a token as
+    [L, S, K, B, H]. The matmuls of GPUs read the keys of several heads as [L, B, K, H, S]. Where a head has keys of its
+    own, or all heads share theirs, GPUs read them as they are.
+    """
+    if platform == "tpu":
+        return 0, 2, 3, 1, 4
+    return (0, 1, 3, 4, 2) if platform == "gpu" and 1 < model.kv_heads < model.heads else None
 
 
 def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:

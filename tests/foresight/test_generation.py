@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from gspmd_lm import config as configs
@@ -64,3 +65,16 @@ def test_a_decode_step_on_a_tpu_has_a_time(report_of):
     assert found.prediction and found.prediction.step_time_s > found.floor.memory_s > found.floor.compute_s > 0
     assert found.prediction.tokens_per_s_per_device == pytest.approx(1 / found.prediction.step_time_s)
     assert "not compared" in found.prediction.error
+
+
+@pytest.mark.parametrize(("kv_heads", "most"), [(2, 0.62 if jax.__version_info__ < (0, 11) else 0.47), (8, 0.3)])
+def test_a_decode_step_on_a_gpu_does_not_copy_the_cache(report_of, kv_heads, most):
+    """It lies in memory as the program reads it. jax 0.10 still copies the keys, or the values, of grouped heads once."""
+    sizes = {"compute_dtype": "bfloat16", "matmul_precision": "default", "context": 8192, "head_dim": 64}
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, kv_heads=kv_heads, **sizes),
+        data=dataclasses.replace(CONFIG.data, seq=8192),
+    )
+    memory = report_of("single", "decode", "h100:1", config).memory
+    assert memory.temporaries_bytes < most * memory.cache_bytes
