@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks import layouts, measure, op_times
 from gspmd_lm import config
+from gspmd_lm.config import Config
 from gspmd_lm.foresight import hlo, known_errors
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
@@ -49,7 +50,7 @@ class Case(NamedTuple):
     rows: tuple[int, ...] = (2,)
     remats: tuple[Any, ...] = ("block",)
 
-    def load(self, rows: int) -> config.Config:
+    def load(self, rows: int) -> Config:
         """The config with so many rows in a batch."""
         return config.load(self.config, [*self.sets, f"data.batch={rows}"])
 

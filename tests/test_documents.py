@@ -32,7 +32,7 @@ def test_axes_and_arrays():
 
 
 def test_compiler_options():
-    kinds = "cpu|cpu once|gpu|gpu train|gpu offload|tpu|tpu fusion|tpu 3d|tpu interleave"
+    kinds = "cpu|cpu once|gpu|gpu generate|gpu train|gpu offload|tpu|tpu fusion|tpu 3d|tpu interleave"
     listed = re.findall(rf"^\| ({kinds}) \| `(\w+)` \| `([^`]+)` \| .+ \|$", RULES, re.M)
     wanted = [(platform, *row) for platform, rows in compiler.DEFAULT_OPTIONS.items() for row in rows.items()]
     assert [(platform, name, yaml.safe_load(value)) for platform, name, value in listed] == wanted

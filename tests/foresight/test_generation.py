@@ -69,7 +69,7 @@ def test_a_decode_step_on_a_tpu_has_a_time(report_of):
 
 @pytest.mark.parametrize(("kv_heads", "most"), [(2, 0.62 if jax.__version_info__ < (0, 11) else 0.47), (8, 0.3)])
 def test_a_decode_step_on_a_gpu_does_not_copy_the_cache(report_of, kv_heads, most):
-    """It lies in memory as the program reads it. jax 0.10 still copies the keys, or the values, of grouped heads once."""
+    """It lies in memory as the program reads it. jax 0.10 still copies keys, or values, of grouped heads once."""
     sizes = {"compute_dtype": "bfloat16", "matmul_precision": "default", "context": 8192, "head_dim": 64}
     config = dataclasses.replace(
         CONFIG,
