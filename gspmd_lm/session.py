@@ -251,7 +251,7 @@ def train(
     rows: opens the data, of a model of one's own.
     """
     if steps is not None and (not isinstance(steps, Integral) or steps < 1):
-        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a a whole number, or None for train.steps")
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a whole number, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir
@@ -370,12 +370,10 @@ def _fresh_workdir(name: str) -> epath.Path:
 def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
-    def report_step(
-        compiled: Any, traced: Any, options: Mapping[str, Any], trace_s: float, compile_s: float
-    ) -> PreRunReport:
+    def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat))
         reading = read_train(built, traced)
-        program = compile.described(built, compiled, reading, options, devices, trace_s, compile_s)
+        program = compile.described(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = io.StringIO()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Size
 
 Token = Annotated[int, pydantic.Field(ge=0)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import corpus, formats, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.config.masks import PARTS, POINTS
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import corpus, images, media, sounds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError

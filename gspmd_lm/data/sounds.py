@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.config.media import WINDOW
 from gspmd_lm.data import corpus, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer

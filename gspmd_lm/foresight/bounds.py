@@ -1,7 +1,6 @@
 """Lower bounds of a step: compute at peak, memory at full bandwidth, and the bytes that its trace must send."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Arrays, pairs
+from gspmd_lm.sharding.shapes import Arrays, pairs, placed
 from gspmd_lm.train.metrics import attention_flops_of_row, flops_per_token, model_flops
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
@@ -206,7 +205,7 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     }
     narrow = {matmul.path for matmul in graph.matmuls if matmul.weight.itemsize == 1}
     return sum(
-        bytes_per_device(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)
+        placed(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)[1]
         * min(1.0, rows_read.get(leaf[0].path, 1.0))
         * (rules.pipeline.microbatches if rules.pipeline and rules.split("rules", leaf[0].path, "layers") else 1)
         for leaf in params
@@ -216,10 +215,4 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
 
 def held_bytes(rules: Rules, table: str, leaves: Iterable[tuple[Any, Any]], itemsize: int = 0) -> float:
     """The bytes that one device holds of arrays where `table` puts them, each in its dtype if `itemsize` is 0."""
-    return sum(bytes_per_device(rules, table, *leaf, itemsize or leaf[1].dtype.itemsize) for leaf in leaves)
-
-
-def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
-    """The bytes that one device holds of an array where `table` puts it."""
-    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return math.prod(like.shape) * itemsize / rules.num_shards(itertools.chain(*spec))
+    return sum(placed(rules, table, *leaf, itemsize)[1] for leaf in leaves)

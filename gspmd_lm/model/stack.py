@@ -22,9 +22,8 @@ from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
 from gspmd_lm.sharding.chunks import Part, after, in_turns
-from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
-from gspmd_lm.sharding.partial_sums import Unreduced, reduced
+from gspmd_lm.sharding.partial_sums import Unreduced, for_all_layers, reduced
 
 VECTORS = "vectors: ranges embed"
 # From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
@@ -23,7 +24,7 @@ from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActiva
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
 from gspmd_lm.plan.traces import Part, Shards, TraceCache, parts
-from gspmd_lm.plan.transfers import FLOAT32_BYTES, EstimatedTransfer
+from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 

@@ -153,7 +153,7 @@ class Overlap:
         total_s = forward_s = backward_s = 0.0
         forward_share, backward_share = HOST_HIDDEN_SHARE[chip.platform]
         for loop, sizes_of_loop, remaining_of_loop_s in zip(loops, sizes, remaining_s, strict=True):
-            seconds = [size * chip.devices_per_chip / chip.host_link_bytes_per_s for size in sizes_of_loop]
+            seconds = [size / chip.host_bytes_per_s for size in sizes_of_loop]
             total_s += sum(seconds)
             if chip.gpu:
                 waits_s = sum(seconds[COPIES_UNDER_WAY + loop.begins_with_input :])

@@ -18,18 +18,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.hardware.network import sent_bytes
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.foresight.propagation.sharding import reshard
 from gspmd_lm.model.latent_attention import K_ROPE, KV_LATENT
+from gspmd_lm.plan.operations import OUT
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
-FLOAT32_BYTES = 4
-*READ, OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
@@ -274,23 +273,10 @@ class Transfers(abc.ABC):
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
         """What `transfer` adds in one microbatch."""
-        source_axes, target_axes = mesh_axes(source), mesh_axes(target)
-        summed = set(summed_over) - source_axes - self.reduced_last
-        exchanged = {
-            name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))
-        }
+        summed = set(summed_over) - self.reduced_last
         bytes_over: dict[str, float] = collections.defaultdict(float)
-        local = size_bytes / self.rules.num_shards(source_axes | (target_axes - summed))
-        for kind, over in (
-            ("reduce-scatter", summed & target_axes),
-            ("all-reduce", summed - target_axes),
-            ("all-to-all", exchanged),
-            ("all-gather", source_axes - target_axes),
-        ):
-            if (shards := self.rules.num_shards(over)) > 1:
-                size_bytes = local * shards if kind == "all-gather" else local
-                bytes_over[self.axes_key(over)] += sent_bytes(kind, size_bytes, shards)
-                local /= shards if kind == "reduce-scatter" else 1
+        for cost in reshard(size_bytes, source, target, summed, self.rules.num_shards):
+            bytes_over[self.axes_key(cost.mesh_axes)] += cost.bytes
         return bytes_over
 
     def axes_key(self, names: Iterable[str]) -> str:

@@ -47,6 +47,10 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return {"value": self.unbox()}
 
 
+def is_box(leaf: Any) -> bool:
+    return isinstance(leaf, Box)
+
+
 @contextlib.contextmanager
 def reading(rows: int = 0) -> Iterator[None]:
     """A context in which modules of flax are made and called, with a batch of so many rows.

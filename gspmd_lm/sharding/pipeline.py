@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
-from gspmd_lm.sharding.gathered_once import gathered_once, is_box
-from gspmd_lm.sharding.of_flax import Box
+from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import tokens_of
+from gspmd_lm.sharding.partial_sums import gathered_once, tokens_of
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
 

@@ -10,7 +10,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import images, loader, media
 from tests.quick import QUICK_FLAGS
 

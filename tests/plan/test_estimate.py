@@ -7,7 +7,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora, Queries, Vision
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware import target as targets

@@ -232,7 +232,7 @@ def _add_permute(
     others = operand.mesh_axes - set(operand.dims[dimension])
     row_bytes = array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
     costs = reader.mesh.cost("collective-permute", operand.dims[dimension], rows * row_bytes)
-    reader.add_transfers(operation, aval, operand, operand.dims, costs, chosen)
+    reader.add_transfers(operation, aval, operand, costs, chosen)
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation.record import Record, Transfer
@@ -146,7 +146,7 @@ class Reader:
         self.record.unknown[what] += 1
 
     def add_transfers(
-        self, operation: Operation, aval: Any, source: ArraySharding, target: Dims, costs: Iterable[CollectiveCost],
+        self, operation: Operation, aval: Any, source: ArraySharding, costs: Iterable[CollectiveCost],
         chosen: bool = False,
     ) -> None:  # fmt: skip
         """Notes what one device sends of an array. It is sent in each iteration of the loops that change the array."""
@@ -156,21 +156,14 @@ class Reader:
                     array=operation.label,
                     shape=tuple(aval.shape),
                     dtype=str(aval.dtype if source.unreduced else source.narrower or aval.dtype),
-                    source_sharding=self._text(source.dims, source.unreduced),
-                    target_sharding=self._text(target),
                     kind=cost.kind,
                     mesh_axes=self.mesh.label(cost.mesh_axes),
                     bytes=cost.bytes,
                     times_per_step=self.times(source.loop_depth),
                     phase=operation.phase,
-                    source=source_info_util.summarize(operation.equation.source_info),
                     chosen=chosen,
                 )
             )
-
-    def _text(self, dims: Dims, unreduced: Iterable[str] = ()) -> str:
-        text = ",".join(self.mesh.label(names) or "-" for names in dims)
-        return f"{text} +{self.mesh.label(unreduced)}" if unreduced else text
 
     # Moves
 
@@ -185,7 +178,7 @@ class Reader:
         if source.is_constant or not hasattr(aval, "shape"):
             return dataclasses.replace(result, is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
-        self.add_transfers(operation, aval, way.begin, target, way.costs, chosen)
+        self.add_transfers(operation, aval, way.begin, way.costs, chosen)
         if source.scatter and source.unreduced:
             self._add_sum(source.scatter.updates_sharding.identity, way, noted)
         if source.identity is not None and way.costs:

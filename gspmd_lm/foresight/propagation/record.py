@@ -23,14 +23,11 @@ class Transfer(NamedTuple):
     array: str  # where in the model: layers.attention.wq, residual, loss
     shape: tuple[int, ...]
     dtype: str
-    source_sharding: str  # fsdp,-,tensor; '+fsdp' behind it is a partial sum over fsdp
-    target_sharding: str
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute
     mesh_axes: str  # fsdp, or fsdp+tensor
     bytes: float  # what one device sends each time
     times_per_step: int
     phase: str  # forward, backward, recomputation, optimizer
-    source: str  # file:line
     chosen: bool  # by the reader, between ways to compute an operation whose operands do not fit each other
 
     @property
