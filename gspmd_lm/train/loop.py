@@ -87,7 +87,6 @@ class Run:
         """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
-        history.check_classes(self.workdir, train_rows.classes, self.say, self.settings.init_from)
         return train_rows, held_out_rows
 
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:

@@ -94,14 +94,15 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
 
 def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):
     workdir = epath.Path(tmp_path / "run")
-    history.check_classes(workdir, ("a", "b"), print)
+    history.check_classes(workdir, (), ("a", "b"), print)
     about = {"mesh": {}, "rows": "", "device": "cpu"}
     history.write_description(workdir, {}, "", None, ("a", "b"), **about)
     assert json.loads((workdir / "classes.json").read_text()) == ["a", "b"]
-    history.check_classes(workdir, ("a", "b"), print)
-    history.check_classes(workdir, (), print)
+    known = history.known_classes(workdir)
+    history.check_classes(workdir, known, ("a", "b"), print)
+    history.check_classes(workdir, known, (), print)
     with pytest.raises(InputError, match=r"classes\.json: .* classes \['a', 'b'\], .* now has \['a', 'c'\]\n  fix "):
-        history.check_classes(workdir, ("a", "c"), print)
+        history.check_classes(workdir, known, ("a", "c"), print)
     history.write_description(epath.Path(tmp_path / "other"), {}, "", None, (), **about)
     assert not (tmp_path / "other" / "classes.json").exists()
 
@@ -113,14 +114,15 @@ def test_classes_of_published_weights_have_their_order(tmp_path):
     known = history.known_classes(workdir)
     assert known == ("yes", "no") == ordered(["no", "yes"], known) and ordered(["b", "a"], known) == ("a", "b")
     for classes in (("yes", "no"), ("0", "1"), ()):
-        history.check_classes(workdir, classes, said.append)
+        history.check_classes(workdir, known, classes, said.append)
     assert not said
-    history.check_classes(workdir, ("neg", "pos"), said.append)
+    history.check_classes(workdir, known, ("neg", "pos"), said.append)
     assert said == ["warning: the classes of the data, neg, pos, are not those of the model, yes, no: they are taken "
                     "to be in the same order"]  # fmt: skip
     new = epath.Path(tmp_path / "new")
-    history.check_classes(new, ("neg", "pos"), said.append, str(workdir))  # of a run that begins with these weights
-    history.check_classes(new, ("neg", "none", "pos"), said.append, str(workdir))  # with another head
+    known = history.known_classes(new, str(workdir))  # of a run that begins with these weights
+    history.check_classes(new, known, ("neg", "pos"), said.append)
+    history.check_classes(new, known, ("neg", "none", "pos"), said.append)  # with another head
     assert len(said) == 2
     (workdir / "classes.json").write_text('["b", "a"]')  # of a run, which are never passed over
     assert history.known_classes(workdir) == ("b", "a") and history.known_classes(workdir / "none") == ()
