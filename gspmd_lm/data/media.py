@@ -22,7 +22,7 @@ NOTED = 256  # records, or files, between two calls of `progress`
 
 
 class Opened(NamedTuple):
-    """The rows of a config, and what is said of them."""
+    """The rows of images or sounds that a config names, and what the user is told of them."""
 
     train: "Rows"
     held_out: "Rows | None"

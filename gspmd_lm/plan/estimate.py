@@ -79,7 +79,7 @@ class Estimate:
 
 
 class RematEstimate(NamedTuple):
-    """What one layout takes under a remat policy, communication left out: enough to compare policies."""
+    """The time and memory of one layout under a remat policy, without communication: enough to compare policies."""
 
     seconds: float  # where the target has no times: the FLOPs of what is recomputed
     device_bytes: float  # of the activations that a device saves in one microbatch
@@ -89,7 +89,7 @@ class RematEstimate(NamedTuple):
 
 @dataclasses.dataclass
 class _PartCosts:
-    """What all remat policies of one layout have in common, of a part of the step."""
+    """What all remat policies of one layout have in common in one part of the step."""
 
     part: Part
     op_graph: OpGraph
@@ -104,7 +104,7 @@ class _PartCosts:
         return sum(size / self.shards.count(nodes) for size, nodes in arrays)
 
     def is_computed_once_more(self, op: AnyOp) -> bool:
-        """Whether a stage computes an op forward a second time; the loss is computed where it goes back alone."""
+        """Whether a stage computes an op forward a second time. It computes the loss once, in the backward pass."""
         return self.part.again and (bool(self.part.of_stages) or any(map(self.op_graph.in_block, op.nodes)))
 
     def forward_s(self, ops: Collection[AnyOp]) -> float:

@@ -82,7 +82,8 @@ class Overlap:
         }
         replicas = reduced - gathered
         exposed: dict[str, float] = collections.defaultdict(float)
-        # Of weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
+        # Mesh axes -> seconds: of weights forward, of weights backward, of gradients and of activations. The second
+        # list has the seconds that are exposed however long compute takes.
         sent_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         least_exposed_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         activation_share = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][gathers_of_activations]

@@ -112,7 +112,7 @@ class Transfers(abc.ABC):
         return not self.forward_alone and node in self.graph.differentiable
 
     def in_turns(self, transfer: EstimatedTransfer) -> EstimatedTransfer:
-        """What stages send in their turns, of which each is one of several parts of the layers.
+        """A transfer as the stages of a pipeline make it: in each of their turns they compute one part of the layers.
 
         `transfer` is what a microbatch would send in all layers. If a loop sends it, it is a part for each layer.
         """
@@ -152,7 +152,7 @@ class Transfers(abc.ABC):
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
     def changes(self, node: Node) -> int:
-        """How often an array becomes another one: less often than the loop runs in which it is only placed anew."""
+        """How often the values of an array change in a microbatch. A loop that only places it anew changes none."""
         origin = node
         while origin.primitive == "name":
             origin = origin.inputs[0]
@@ -167,7 +167,7 @@ class Transfers(abc.ABC):
         return queries[0] if queries else None
 
     def sharding_of_queries(self, keys: Node) -> Sharding:
-        """Their sharding; empty for other activations."""
+        """The sharding of the queries that read keys or values; empty for other activations."""
         queries = self.queries_of(keys)
         return self.sharding(queries) if queries else {}
 
@@ -237,7 +237,10 @@ class Transfers(abc.ABC):
             self.transfer(size_bytes * (turns - 2) / (turns - 1), own, whole, (), times, kind)
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
-        """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
+        """Adds so many gathers of the vectors that keys are made from, and one reduction of their gradients.
+
+        Returns whether these vectors are gathered at all.
+        """
         whole, names = vectors, {vectors.array} & OF_KEYS
         while same := [near for near in self.graph.after([whole]) if near.array in names and near is not whole]:
             whole = same[0]
@@ -251,7 +254,7 @@ class Transfers(abc.ABC):
         return True
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> None:
-        """Adds the way that sends least; nothing if that is the one of which all is sent anyway."""
+        """Adds what the cheapest of several ways sends; nothing if that is `free`, which is added elsewhere."""
         cheapest = min(ways, key=lambda way: sum(sum(volume.values()) for volume in way))
         for volume in [] if cheapest is free else cheapest:
             self.add(volume, self.microbatches * times, in_loop=times > 1)

@@ -109,7 +109,7 @@ def pipelines(task: Task, mesh: Mapping[str, int], estimate: Estimates, limit_by
 
 
 class Names(NamedTuple):
-    """What a model lets a remat policy choose."""
+    """The names of activations that a remat policy may save or offload."""
 
     outputs: tuple[str, ...]  # what matmuls, kernels and collectives make
     inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
@@ -152,7 +152,7 @@ def policies(estimator: Estimator, rules: Rules, names: Names) -> Iterator[Remat
 
 
 class _Knapsack:
-    """The choice for one layout."""
+    """The choice of the names that are saved or offloaded under one layout."""
 
     def __init__(self, estimator: Estimator, rules: Rules, names: Names):
         self.estimator, self.rules, self.names = estimator, rules, names
