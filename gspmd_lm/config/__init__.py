@@ -175,7 +175,7 @@ class Config:
         return {name: (stack, key, rows) for name, (stack, key, rows) in found.items() if stack}
 
     def _wrong_objective(self) -> list[str]:
-        """What of the sections does not go with what is predicted."""
+        """The settings of other sections that contradict `objective`, in words."""
         model, objective, data = self.model, self.objective, self.data
         queries = model.vision.queries if model.vision else None
         predicts = "model.vision.queries" if queries else f"objective: {objective}"

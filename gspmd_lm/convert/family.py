@@ -76,7 +76,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The fields of a part of a config.json, which are those of a family of its own."""
+    """The fields of a part of a config.json, such as text_config, as those of a family of its own."""
 
     name: str
     model_type: str

@@ -281,7 +281,7 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
 
 
 def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
-    """What gives the tokens of a text, and whether some were left out."""
+    """A function from a text to its tokens, and whether some were left out."""
     queries, encoder = config.model.vision and config.model.vision.queries, config.model.encoder
     if not queries:
         made = labelled.cutting(tokens, "seq", config.data.seq)

@@ -132,7 +132,7 @@ def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
 def open_loaders(
     config: Config, progress: sources.Progress | None = None, known: Sequence[str] = ()
 ) -> tuple[Loader, Loader | None]:
-    """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
+    """The loader of the training rows and that of the held-out rows, which is None with `data.held_out: 0`.
 
     known: the classes that the model has learnt, in their order, which is that of the labels if they are the same.
 

@@ -71,7 +71,7 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, count: int) -> dict[str, np.ndarray]:
-        """The arrays of so many rows that no score counts."""
+        """The arrays of `count` rows of padding, which no score counts."""
 
     @abc.abstractmethod
     def fill(self, fields: dict[str, np.ndarray], i: int, item: Item) -> None:
@@ -187,9 +187,9 @@ def opened(
 
 
 def _apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str) -> tuple[list[Item], list[Item]]:
-    """What is for training and what for evaluation: `held_out`, or the share of distinct contents that `data` says.
+    """The items to train on, and those to evaluate on: `held_out`, or the share of distinct contents that `data` says.
 
-    Equal ones are on one side. Raises InputError if none are left to train on.
+    Items with equal contents are on the same side. Raises InputError if none are left to train on.
     """
     distinct = sorted({one.encoded.sha256 for one in every})
     count = max(1, round(data.held_out_share * len(distinct))) if data.held_out_share else 0

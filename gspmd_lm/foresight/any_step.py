@@ -180,7 +180,7 @@ def _imported(place: str) -> Any:
 
 
 def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the user's gives. Raises InputError for what it raises, with the line."""
+    """The result of a function of the user. What it raises becomes an InputError that names its line."""
     try:
         return function(*arguments)
     except InputError:

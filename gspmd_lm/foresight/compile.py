@@ -72,7 +72,7 @@ class CompileRequest:
         return f"{phase}{self.config.name}{under} for {self.target.text}"
 
     def key(self) -> str:
-        """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
+        """A hash of all that the program depends on. Paths of files and comments in them are no part of it."""
         if isinstance(self.config, Config):
             computed: Any = configs.to_dict(self.config) | {"name": ""}
         else:

@@ -19,7 +19,7 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 
 @dataclasses.dataclass(frozen=True)
 class DeviceArray:
-    """What one device holds of an array that the rules file speaks of: what a temporary is recognised by."""
+    """The shard of a named array that one device holds. A temporary of its shape is taken for it."""
 
     path: str
     axes: tuple[str, ...]

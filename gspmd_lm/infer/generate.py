@@ -104,7 +104,7 @@ def programs_for(
 
 
 def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """What gives of a prompt what the model reads: its tokens, or what is in the wav file or image that it names.
+    """A function from a prompt to what the model reads: its tokens, or the content of the file that it names.
 
     Raises InputError for a model that writes no text.
     """

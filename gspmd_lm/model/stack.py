@@ -217,7 +217,7 @@ class Stack(nn.Module):
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[RouterOutput]]:
-        """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
+        """What the layers of `stack` carry on, and the outputs of their routers, [layers, ...] each."""
         parts = pipeline.parts(stack.name)
         if parts > 1:
             x_BTD, cache, kept = carried
@@ -244,7 +244,7 @@ class Stack(nn.Module):
     def _in_stages(
         self, stack: config.Stack, parts: int, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
     ) -> tuple[jax.Array, RouterOutput | None]:
-        """The loop over a stack that is cut in so many parts."""
+        """The loop over a stack that is cut in `parts` parts, which the stages of a pipeline compute."""
         layers = stack.scanned // parts
         weights = self.variables["params"][stack.name]
         of_rows = {name: x for name, x in batch.items() if name in ("positions", "segment_ids", "places")}
@@ -280,7 +280,7 @@ def _loop(
     batch: dict[str, jax.Array],
     keys_BT: jax.Array | None,
 ) -> tuple[Carried, RouterOutput | None]:
-    """What is carried after so many layers of `stack` from `first` on, and what their routers did, [layers, ...]."""
+    """What `layers` layers of `stack` carry on, the first being `first`; and their routers' output, [layers, ...]."""
     kinds, length = stack.kinds, len(stack.kinds)
     turns = layers // length
     unrolled, shared = unroll(turns), kinds[0].shared_layers

@@ -124,7 +124,7 @@ def decode(
 def decode_routed(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None, RouterOutput | None]:
-    """What `decode` returns, and what the routers did."""
+    """What `decode` returns, and the outputs of the routers."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
     hidden, table, bias, _, routed = decoded
     return hidden, table, bias, routed

@@ -97,7 +97,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
-    """The share of a GPU that a matmul uses whose result has so many elements."""
+    """The share of a GPU that a matmul uses, by the number of elements of its result."""
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
     return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
 

@@ -70,7 +70,7 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers. forward_alone: of what a part does once more forward."""
+    """What one device sends in a step: `all` transfers. forward_alone: those of a second forward pass of a part."""
 
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
@@ -237,7 +237,7 @@ class Transfers(abc.ABC):
             self.transfer(size_bytes * (turns - 2) / (turns - 1), own, whole, (), times, kind)
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
-        """Adds so many gathers of the vectors that keys are made from, and one reduction of their gradients.
+        """Adds `times` gathers of the vectors that keys are made from, and one reduction of their gradients.
 
         Returns whether these vectors are gathered at all.
         """
@@ -268,7 +268,7 @@ class Transfers(abc.ABC):
         self.all += map(self.in_turns, transfers) if self.part.of_stages else transfers
 
     def add_once(self, volume: Volume, kind: str, times: int) -> None:
-        """Adds what stages send of an array of all layers outside of their turns, so many times in a step."""
+        """Adds `times` transfers in a step of an array of all layers, which stages send outside of their turns."""
         step = self.part.step_rules
         for axes, size_bytes in volume.items():
             size_bytes /= step.num_shards(step.stages)

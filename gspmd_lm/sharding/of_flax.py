@@ -53,7 +53,7 @@ def is_box(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def reading(rows: int = 0) -> Iterator[None]:
-    """A context in which modules of flax are made and called, with a batch of so many rows.
+    """A context in which modules of flax are made and called, with a batch of `rows` rows.
 
     Those of NNX with axes are made although no mesh is set.
     """
@@ -87,7 +87,7 @@ def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array
 
 
 def parted(variables: Any) -> tuple[Any, Any]:
-    """What gradients do not change of nested dicts of arrays, and what they do: of collections, it is `params`."""
+    """The part of nested dicts of arrays that has no gradients, and the part that has: of collections, `params`."""
     if not isinstance(variables, Mapping) or PARAMS not in variables:
         return {}, variables
     return {name: variables[name] for name in variables if name != PARAMS}, {PARAMS: variables[PARAMS]}

@@ -48,7 +48,7 @@ def parts(stack: str) -> int:
 
 
 def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
-    """What all parts give, one after the other: `x_BTD`, and the trees of what layers give, of all of them.
+    """`x_BTD` after all parts, and the trees of the results of all layers.
 
     weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: what layers read of each
     row besides, a tree of [B, T].

@@ -100,7 +100,7 @@ class Pipeline:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As a rules file says it, without what it need not say."""
+        """The keys of the rules file that are not at their defaults, and their values."""
         usual = dataclasses.asdict(Pipeline(0))
         return {key: value for key, value in dataclasses.asdict(self).items() if value != usual[key]}
 

@@ -187,7 +187,7 @@ def _state_problems(task: Task, rules: Rules) -> list[Problem]:
 
 
 def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
-    """What rules have against a loss that needs the whole batch, and what a config's experts drop."""
+    """The problems of rules that split a batch which the loss needs whole, and warnings of tokens that experts drop."""
     model, problems = config.model, []
     place, one = rules.place("microbatches", rules.microbatches), "--set rules.microbatches=1"
     if model.balance == "batch" and rules.microbatches > 1:

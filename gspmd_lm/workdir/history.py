@@ -210,7 +210,7 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
         return rows
 
     def value_of(name: str, parse: Callable[[str, str], Any], missing: Any) -> Any:
-        """What a file says; `missing` if there is no such file, or if it is not what it should be."""
+        """The value that a file holds; `missing` if there is no such file, or if it is damaged or of another type."""
         path = workdir / name
         try:
             value = parse(paths.read_text(path), str(path)) if path.exists() else missing

@@ -103,7 +103,7 @@ class Way(NamedTuple):
 
     @property
     def more_bytes(self) -> float:
-        """What is sent, less what need not be sent then."""
+        """The bytes that this way sends, less those of earlier transfers that it makes needless."""
         return total_bytes(self.costs) - sum(transfer.bytes for transfer in self.spared)
 
 
@@ -320,7 +320,7 @@ class Reader:
         return [sharding_of(atom) for atom in jaxpr.outvars]
 
     def _add_values(self, operation: Operation, results: Sequence[ArraySharding], multiplies: bool) -> None:
-        """Notes what an operation makes from what, for the bytes that the backward pass waits for."""
+        """Notes from which values an operation makes its results: see `SavedValues`."""
         operands = [one.identity for one in operation.operands if not one.is_constant]
         if operands and operation.primitive not in RENAMING:
             times = self.times(len(self.loops))

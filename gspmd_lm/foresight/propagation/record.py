@@ -74,7 +74,7 @@ class SavedValues:
     def add(
         self, phase: str, operands: Sequence[Any], results: Iterable[tuple[Any, float]], is_repeatable: bool
     ) -> None:
-        """Notes an operation by the identities of what it reads and makes, the latter with their bytes."""
+        """Notes an operation by the identities of its operands and of its results, the results with their bytes."""
         depth = max((self.depth.get(one, 0) for one in operands), default=0)
         is_late = not self.late.isdisjoint(operands) or (phase in _OF_BACKWARD and not is_repeatable)
         if is_late and phase in _OF_BACKWARD:

@@ -34,7 +34,7 @@ class ArraySharding:
         return axes_of(self.dims)
 
     def with_dims(self, dims: Iterable[MeshAxes]) -> "ArraySharding":
-        """The same array where its dimensions are split otherwise. What cannot be both is no longer unreduced."""
+        """The same array, split by `dims`. It is no partial sum over a mesh axis that splits a dimension."""
         dims = tuple(dims)
         return dataclasses.replace(self, dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
 
