@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import Reading, read_step
+from gspmd_lm.sharding.shapes import bytes_per_device
 
 _MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
 _ABSTRACT = (
@@ -132,11 +132,6 @@ def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mes
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
     """What one device sends and computes when a program runs on a mesh."""
     return read_step(traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape)
-
-
-def bytes_per_device(like: Any) -> int:
-    """The bytes of an array, of which a shape and a sharding are known, on each device."""
-    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
 
 
 def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:

@@ -355,7 +355,7 @@ def described(
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
-    from gspmd_lm.foresight.any_step import bytes_per_device
+    from gspmd_lm.sharding.shapes import bytes_per_device
 
     text, memory = "", {}
     if not isinstance(compiled, str):

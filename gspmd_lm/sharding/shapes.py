@@ -117,6 +117,11 @@ def placed(
     return spec, math.prod(like.shape) * (itemsize or like.dtype.itemsize) / shards
 
 
+def bytes_per_device(like: Any) -> int:
+    """The bytes of an array, of which a shape and a sharding are known, on each device."""
+    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
+
+
 def checked(
     arrays: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
 ) -> list[Problem]:
