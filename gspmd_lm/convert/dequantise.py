@@ -113,7 +113,7 @@ def _problem_of_groups(groups: Any) -> str:
 
 
 def _weights_of(groups: Any) -> list[Any]:
-    """What compressed-tensors says of the weights of each group."""
+    """The fields of compressed-tensors about the weights of each group."""
     each = groups.values() if isinstance(groups, dict) else []
     return [group.get("weights") if isinstance(group, dict) else group for group in each]
 

@@ -59,7 +59,7 @@ class Family:
         return found
 
     def nested(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """What `flat` was made of."""
+        """The nested fields that `flat` made flat ones of."""
         made: dict[str, Any] = {}
         for name, value in fields.items():
             part, dot, inner = name.partition(".")

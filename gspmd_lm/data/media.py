@@ -149,7 +149,7 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
 def of_both(
     data: Data, found: Callable[[Sequence[config_data.Source], str], Iterable[Item]]
 ) -> tuple[list[Item], list[Item]]:
-    """What is `found` in the sources of `data.source`, and in those of `data.held_out`."""
+    """The items `found` in the sources of `data.source`, and those in the sources of `data.held_out`."""
     return [*found(data.sources, "data.source")], [*found(data.held_out_sources, "data.held_out")]
 
 

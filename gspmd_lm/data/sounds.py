@@ -102,7 +102,7 @@ def _found(
 
 
 def of_file(name: str, model: ModelConfig) -> np.ndarray:
-    """What `heard` gives of a wav file."""
+    """The frames of a wav file, as `heard` gives them."""
     return heard(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
 
 

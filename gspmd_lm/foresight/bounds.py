@@ -98,7 +98,7 @@ def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds
 
 
 def _waiting_bytes(reading: Reading) -> float:
-    """What must wait for the backward pass; 0 where the program leaves open how much of it each device has."""
+    """The bytes that must wait for the backward pass; 0 if the program leaves open how they are split."""
     return 0.0 if reading.estimated_because else reading.saved_bytes
 
 
@@ -282,7 +282,7 @@ def attention_flops_of_row(config: Config) -> dict[str, float]:
 
 
 def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
-    """What `attention_flops` counts of one token that attends to a source of so many tokens."""
+    """As `attention_flops`, of one token that attends to a source of `source_seq` tokens."""
     reading = sum(layer.reads > 0 for layer in model.each_layer)
     return 6.0 * model.heads * _numbers(model, last=False) * source_seq * reading
 

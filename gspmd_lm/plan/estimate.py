@@ -172,7 +172,7 @@ class Estimator:
         )
 
     def estimate_remat(self, rules: Rules, remat: Remat) -> RematEstimate:
-        """What filled and checked rules would take under another remat policy."""
+        """The time and memory of filled and checked rules under another remat policy."""
         layout = self._layout(rules)
         saved = layout.saved(remat)
         if self.chip:

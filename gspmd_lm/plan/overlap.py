@@ -202,7 +202,7 @@ def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str,
 
 
 def _combined(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str, int, bool, float]]:
-    """What is sent, and the bytes each time. An iteration of a loop sends its weights, or its gradients, together.
+    """Kind, mesh axes, times, whether in a loop, and bytes of each transfer. An iteration sends its weights together.
 
     Weights that are gathered for both passes are sent twice in an iteration.
     """

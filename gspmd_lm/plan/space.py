@@ -61,7 +61,7 @@ LEAST_POSITIONS = 4096  # ... into shards of so many
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What each part of a model is for. Axes are logical axes."""
+    """The role of each part of a model. Axes are logical axes."""
 
     rows: str
     width: tuple[str, ...]  # axes, and of matrices without them array.axis
@@ -270,7 +270,7 @@ class Space:
 
     @functools.cached_property
     def names(self) -> variants.Names:
-        """What a remat policy has a choice about."""
+        """The names that a remat policy may save or offload."""
         return variants.Names.from_trace(self.trace, self.fused, self.task.names.kept)
 
 

@@ -80,7 +80,7 @@ class TraceCache:
         return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
-        """What would have been recorded under `rules`."""
+        """The recorder of a trace, as it would be if the model had been traced under `rules`."""
         recorder = Recorder(rules)
         recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
         named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}

@@ -275,7 +275,7 @@ class Transfers(abc.ABC):
             self.all.append(EstimatedTransfer(kind, axes, size_bytes, times, False))
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
-        """What `transfer` adds in one microbatch."""
+        """Mesh axes -> the bytes that one device sends for what `transfer` adds, in one microbatch."""
         summed = set(summed_over) - self.reduced_last
         bytes_over: dict[str, float] = collections.defaultdict(float)
         for cost in reshard(size_bytes, source, target, summed, self.rules.num_shards):

@@ -81,7 +81,7 @@ def boxed(variables: Any) -> Any:
 
 
 def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
-    """Of the parameters that `init` draws, nested dicts, those of these paths."""
+    """The parameters at `paths` of those that `init` draws, as path -> array."""
     params: Any = flatten_dict(nn.unbox(init(key)), sep=".")
     return {path: params[path] for path in paths}
 

@@ -141,7 +141,7 @@ def _time(value: float) -> str:
 def profiled(
     profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
-    """A function to call with each step before the step runs. It writes a trace of the steps in `profile`.
+    """A context of a function that is called before each step, with its number. It writes a trace of `profile`.
 
     begin, end: of the run. `say` warns where the run does not come to the first step of the trace.
     """

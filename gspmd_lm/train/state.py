@@ -172,7 +172,7 @@ def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
 
 
 def _state_problems(task: Task, rules: Rules) -> list[Problem]:
-    """What rules have against the state of a model of one's own, and the arrays of it that never change."""
+    """The problems of rules with the state of a model of one's own, and with arrays of it that never change."""
     left, problems = [task.partition(tree)[0] for tree in (task.weights.named_params, task.weights.params)], []
     if task.changed and rules.microbatches > 1:
         message = f"{min(task.changed)}: each step leaves it new from the whole batch, which no microbatch has"

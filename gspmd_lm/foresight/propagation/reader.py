@@ -73,7 +73,7 @@ class Operation:
 
     @property
     def wanted_dims(self) -> Dims | None:
-        """How the first result is wanted to be split, by what reads it; None where the program does not say."""
+        """The sharding in which later operations want the first result; None where the program does not say."""
         return self.wanted.get(self.equation.outvars[0])
 
     @functools.cached_property

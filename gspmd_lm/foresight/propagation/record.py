@@ -140,7 +140,7 @@ class SavedValues:
 
 @dataclasses.dataclass
 class Record:
-    """What was noted so far."""
+    """What the reader has noted so far."""
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase

@@ -117,7 +117,7 @@ class MeshShape(dict[str, int]):
         return tuple(dims)
 
     def shards(self, names: Iterable[str]) -> int:
-        """How many pieces some mesh axes make."""
+        """The number of shards that some mesh axes make together."""
         return math.prod(self[name] for name in names)
 
     def local_bytes(self, aval: Any, dims: Dims) -> float:
