@@ -1,4 +1,4 @@
-"""What a run measures and shows: values and a line at each log, on a terminal a bar below the lines, traces of steps."""
+"""What a run measures and shows: values and a line at each log, a bar on terminals, and traces of steps."""
 
 import contextlib
 import math
