@@ -1,11 +1,13 @@
 """Predicted beside measured, on the first accelerator of this machine: a token of many rows, and their prompts.
 
     python -m benchmarks.device_generation [--config=llama3_8b] [--dtypes bfloat16 int8] [--rows=8] [--slots=2048]
+        [--layout='{"compiler_options": {"gpu": {...}}}']
 
 All weights have one value, which decides no time. A token is the mean of 16, prompts are the mean of 2.
 """
 
 import itertools
+import json
 import time
 from typing import Any
 
@@ -25,10 +27,10 @@ COLUMNS = {"dtype": "weights", "phase": "phase", "predicted_ms": "predicted, ms"
            "peak_gb": "memory compiled, GB"}  # fmt: skip
 
 
-def generation(cfg: config.Config, phase: str, device: Any) -> dict[str, Any]:
-    """One program, decode or prefill, on one device."""
+def generation(cfg: config.Config, phase: str, device: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """One program, decode or prefill, on one device. `more` is what its rules file has besides the mesh."""
     whole = programs.whole_context(cfg)
-    rules = rules_file.from_dict({"mesh": {"data": 1}}, "single").fill(1, "{known}")
+    rules = rules_file.from_dict({"mesh": {"data": 1}, **more}, "single").fill(1, "{known}")
     rules = settled(rules, cfg, target.from_devices([device]).processor, programs.attention_pass(whole))
     arrays, problems = programs.arrays_and_warnings(cfg, rules, device.platform, whole)
     built = programs.build_programs(cfg, rules, arrays, [device], whole)
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "int8"], help="of weights at rest")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--slots", type=int, default=2048)
+    parser.add_argument("--layout", type=json.loads, default={}, help="more of a rules file, as JSON")
     arguments = parser.parse_args()
     startup.start(simulated_devices=1)
     device = jax.devices()[0]
@@ -74,7 +77,7 @@ def main() -> None:
     for dtype, phase in itertools.product(arguments.dtypes, RUNS):
         sizes = f"data.batch={arguments.rows}", f"data.seq={arguments.slots}"
         cfg = config.load(arguments.config, [f"model.weight_dtype={dtype}", *sizes])
-        rows.append({"dtype": dtype} | generation(cfg, phase, device))
+        rows.append({"dtype": dtype} | generation(cfg, phase, device, arguments.layout))
     print(f"{device.device_kind}, jax {jax.__version__}\n{measure.markdown(rows, COLUMNS)}")
 
 

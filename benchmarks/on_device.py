@@ -37,7 +37,7 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.blocks import Blocks
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import KERNELS
+from gspmd_lm.sharding.rules import KERNELS, Rules
 from gspmd_lm.train import state, step
 
 
@@ -49,13 +49,25 @@ class Case(NamedTuple):
     rows: tuple[int, ...] = (2,)
     remats: tuple[Any, ...] = ("block",)
 
+    def load(self, rows: int) -> config.Config:
+        """The config with so many rows in a batch."""
+        return config.load(self.config, [*self.sets, f"data.batch={rows}"])
+
 
 _FOUR_LAYERS = ("model.layers=4",)
 DEEPSEEK = ("model.layers=2", "model.dense_layers=1", "model.experts=16", "model.expert_groups=4",
             "model.groups_per_token=2", "model.vocab=32768")  # fmt: skip
 LINEAR = ("model.layer_pattern=[linear, linear, linear, full]",
           "model.linear_attention={key_heads: 16, value_heads: 32, head_dim: 128}")  # fmt: skip
+MIXTRAL = ("model.layers=2", "data.seq=4096", "model.context=4096")
 WINDOWS = ("model.layer_pattern=[sliding, full]", "model.sliding_window=1024", "model.attention_sinks=true")
+
+
+def _model(name: str) -> str:
+    """The path of a config of benchmarks/models/."""
+    return str(measure.ROOT / "benchmarks" / "models" / f"{name}.yaml")
+
+
 CASES = {
     "gpt2_124m": Case("gpt2_124m", rows=(8, 16, 32), remats=("none", "block")),
     "llama_1b": Case("llama3_8b", layouts.LLAMA_1B, (4, 8, 16), ("none", "block")),
@@ -63,7 +75,7 @@ CASES = {
     "the same in fp8": Case("llama3_8b", (*_FOUR_LAYERS, "model.matmul_dtype=fp8")),
     "the same, inputs on the host": Case("llama3_8b", _FOUR_LAYERS, remats=({"offload": ["residual"]},)),
     "llama_8b, 2 layers, 32k": Case("llama3_8b", ("model.layers=2", "data.seq=32768", "model.context=32768"), (1,)),
-    "mixtral_8x7b, 2 layers": Case("mixtral_8x7b", ("model.layers=2", "data.seq=4096", "model.context=4096"), (4,)),
+    "mixtral_8x7b, 2 layers": Case("mixtral_8x7b", MIXTRAL, (4,)),
     "qwen3_235b_a22b, 1 layer": Case(
         "qwen3_235b_a22b", ("model.layers=1", "data.seq=4096", "model.context=4096"), (4,)
     ),
@@ -72,6 +84,15 @@ CASES = {
     "llama_8b, 4 layers, windows and sinks": Case("llama3_8b", (*_FOUR_LAYERS, *WINDOWS)),
     "vit_22b, 2 layers": Case("vit_22b", ("model.layers=2", "model.classes=1000"), (64,)),
     "t5_11b, 2 + 2 layers": Case("t5_11b", ("model.layers=2",), (16,)),
+    "bert_large": Case(_model("bert_large"), rows=(64,)),
+    "deberta_v3_large": Case(_model("deberta_v3_large"), rows=(16,)),
+    "gpt_oss_20b, 4 layers": Case(_model("gpt_oss_20b"), _FOUR_LAYERS, (4,)),
+    "whisper_large_v3": Case(_model("whisper_large_v3"), rows=(16,)),
+    "swin_large": Case(_model("swin_large"), rows=(16,)),
+    "sam_huge": Case(_model("sam_huge")),
+    "mixtral_8x7b, 2 layers, in fp8": Case("mixtral_8x7b", (*MIXTRAL, "model.matmul_dtype=fp8"), (4,)),
+    "mixtral_8x7b, 2 layers, in int8": Case("mixtral_8x7b", (*MIXTRAL, "model.matmul_dtype=int8"), (4,)),
+    "llama_8b, 4 layers, in int8": Case("llama3_8b", (*_FOUR_LAYERS, "model.matmul_dtype=int8")),
 }
 STEPS = 10
 KINDS = ("matmul", "attention", "other", "host copy")
@@ -199,11 +220,14 @@ def _judged(ours: Any, xla: Any, want: Any) -> dict[str, Any]:
 
 def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any]:
     """One model at one batch size, on the first device of this process. `more` is what its rules file has besides."""
-    name, sets, *_ = CASES[case]
-    cfg = config.load(name, [*sets, f"data.batch={rows}"])
     layout = rules_file.from_dict({"mesh": {"data": 1}, "remat": remat, **more}, "single")
     startup.start(simulated_devices=1)  # as a run starts: on a GPU it takes the share of memory that is compared with
-    device = jax.devices()[0]
+    remat_text = remat if isinstance(remat, str) else json.dumps(remat)
+    return {"case": case, "rows": rows, "remat": remat_text} | run(CASES[case].load(rows), layout, jax.devices()[0])
+
+
+def run(cfg: config.Config, layout: Rules, device: Any, steps: int = STEPS) -> dict[str, Any]:
+    """The predicted step of a config under a layout, and the measured one if it is predicted to fit."""
     arrays, problems = state.arrays_and_warnings(cfg, layout, device.platform)
     built = step.build_step(cfg, layout, arrays, [device])
     compiled, found, text = measure.explained(built, built.trace_train(), cfg, built.rules, arrays, problems)
@@ -212,9 +236,6 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
     row = {
         "device": device.device_kind,
         "kind": str(known_errors.kind_of(here, built.rules, cfg.model.experts)) if here.chip else "",
-        "case": case,
-        "rows": rows,
-        "remat": remat if isinstance(remat, str) else json.dumps(remat),
         "predicted_ms": predicted_ms and round(predicted_ms, 2),
         "compiled_gb": round(found.memory.peak_bytes / 1e9, 2),
         "limit_gb": found.memory.limit_bytes and round(found.memory.limit_bytes / 1e9, 2),
@@ -223,10 +244,10 @@ def one(case: str, rows: int, remat: Any, more: dict[str, Any]) -> dict[str, Any
     }
     if not found.memory.fits:
         return row
-    return row | _measured(measure.Ours(built, compiled, 0.0), device, found, predicted, text)
+    return row | _measured(measure.Ours(built, compiled, 0.0), device, found, predicted, text, steps)
 
 
-def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str) -> dict[str, Any]:
+def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, text: str, steps: int) -> dict[str, Any]:
     """What the device did, beside what was predicted."""
     batch = ready.place(measure.random_batch(ready.step, jax.random.key(0)))
     now, _ = jax.block_until_ready(ready.train(ready.start(), batch))
@@ -238,8 +259,8 @@ def _measured(ready: measure.Ours, device: Any, found: Report, predicted: Any, t
 
     with op_times.watched() as seen:
         began = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(STEPS)])
-        measured_ms = (time.perf_counter() - began) / STEPS * 1e3
+        jax.block_until_ready([run() for _ in range(steps)])
+        measured_ms = (time.perf_counter() - began) / steps * 1e3
     used = (device.memory_stats() or {}).get("peak_bytes_in_use")
     row = {
         **seen,

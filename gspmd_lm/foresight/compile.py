@@ -304,7 +304,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
-        also = rules.compiled_for if request.phase == "train" else ()
+        also = rules.compiled_for if request.phase == "train" else generation.COMPILED_FOR
         options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
         facts_of_step, traced = None, trace()
         lowered = traced.lower()

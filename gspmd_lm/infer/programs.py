@@ -30,6 +30,11 @@ from gspmd_lm.sharding.rules import Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import Arrays, arrays, bytes_per_device
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
+COMPILED_FOR = ("generate",)  # what has compiler options of its own: see `compiler`
+# The order of the axes [L, B, S, K, H] of the cache in memory. With another one, each token copies the whole cache.
+# TPU: [L, S, K, B, H], as the loop over layers writes a token. GPU: [L, B, K, H, S], as matmuls of cuBLAS read a layer.
+IN_MEMORY = {"tpu": (0, 2, 3, 1, 4), "gpu": (0, 1, 3, 4, 2)}
+
 
 class DecodeState(NamedTuple):
     """The arrays that one decode step passes on to the next one. They are donated."""
@@ -212,9 +217,8 @@ class GenerationPrograms(Forward):
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
             where: Any = self.placement.sharding("rules", spec.array, spec.axes, like.shape)
-            if text == CACHE and self.mesh.devices.flat[0].platform == "tpu":
-                # [L, S, K, B, H] in memory, as the loop over layers writes a token. Otherwise each step copies it all.
-                where = Format(Layout((0, 2, 3, 1, 4)), where)
+            if text == CACHE and (order := IN_MEMORY.get(self.mesh.devices.flat[0].platform)):
+                where = Format(Layout(order), where)
             return placed(like, where)
 
         return DecodeState(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
@@ -256,7 +260,7 @@ class GenerationPrograms(Forward):
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
         traced = self.trace_prefill(), self.trace_decode()
-        prefill, decode = (self.compile(one.lower(), what, fix) for one in traced)
+        prefill, decode = (self.compile(one.lower(), what, fix, COMPILED_FOR) for one in traced)
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,8 +26,19 @@ from gspmd_lm.sharding.matmuls import gathered, sharing_weights
 from gspmd_lm.sharding.partial_sums import Unreduced, for_all_layers, reduced
 
 VECTORS = "vectors: ranges embed"
-# From layer to layer: the residual stream, or several, [M, B, T, D]; the cache, and the keys kept for later layers.
-Carried = tuple[jax.Array, Cache[jax.Array] | None, Kept | None]
+
+
+class Carried(NamedTuple):
+    """From layer to layer.
+
+    A loop carries the number of the layer, so that XLA knows it from the loop's own counter. On GPUs, matmuls then read
+    a layer's keys and values where they lie in the cache.
+    """
+
+    layer: jax.Array | int  # counted from 0
+    x_BTD: jax.Array  # the residual stream, or several, [M, B, T, D]
+    cache: Cache[jax.Array] | None = None
+    kept: Kept | None = None  # for later layers
 
 
 class Block(nn.Module):
@@ -39,13 +50,12 @@ class Block(nn.Module):
     def __call__(
         self,
         carried: Carried,
-        layer: jax.Array | int,
         input_BTY: jax.Array | None,
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, RouterOutput | None]:
         cfg = self.cfg
-        x_BTD, cache, kept = carried
+        layer, x_BTD, cache, kept = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         altup, streams_MBTD = None, x_BTD
@@ -91,7 +101,7 @@ class Block(nn.Module):
             keys_BT: jax.Array | None,
             cache: Cache[jax.Array] | None = None,
             kept: Kept | None = None,
-        ) -> Part[tuple[Carried, RouterOutput | None]]:
+        ) -> Part[tuple[tuple[jax.Array, Cache[jax.Array] | None, Kept | None], RouterOutput | None]]:
             """The layer of some rows. At each `yield` it waits until other rows have gathered their inputs, too."""
             place = batch["cache_layer"][layer] if "cache_layer" in batch else layer
             routed, parallel = None, cfg.block == "parallel"
@@ -123,14 +133,15 @@ class Block(nn.Module):
         parts = interleave() if cache is None and x_BTD.shape[0] > 1 else 1
         if parts == 1:
             (((x_BTD, cache, kept), routed),) = in_turns([computed(x_BTD, batch, keys_BT, cache, kept)])
-            return (altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD, cache, kept), routed
+            x_BTD = altup.after(streams_MBTD, x_BTD, input_BTY) if altup else x_BTD
+            return Carried(layer + 1, x_BTD, cache, kept), routed
         # No row moves: each device has rows of every part.
         rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, batch, keys_BT))
         with sharing_weights():
             each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(parts)]
             ends = in_turns([computed(shard(x_bTD, RESIDUAL), *of_part) for x_bTD, *of_part in each])
-        x_pbTD = jnp.stack([carried[0] for carried, _ in ends])
-        return (shard(rearrange(x_pbTD, "p b ... -> (b p) ..."), RESIDUAL), None, None), None
+        x_pbTD = jnp.stack([x_bTD for (x_bTD, *_), _ in ends])
+        return Carried(layer + 1, shard(rearrange(x_pbTD, "p b ... -> (b p) ..."), RESIDUAL)), None
 
 
 class Pattern(nn.Module):
@@ -139,11 +150,11 @@ class Pattern(nn.Module):
     kinds: tuple[config.ModelConfig, ...]
 
     @nn.compact
-    def __call__(self, carried: Carried, first: jax.Array, inputs: jax.Array | None, *rest: Any):
+    def __call__(self, carried: Carried, inputs: jax.Array | None, *rest: Any):
         routed = []
         for i, kind in enumerate(self.kinds):
             input_BTY = None if inputs is None else inputs[i]
-            carried, of_block = _block(alone=False)(kind, name=f"block_{i}")(carried, first + i, input_BTY, *rest)
+            carried, of_block = _block(alone=False)(kind, name=f"block_{i}")(carried, input_BTY, *rest)
             routed += [of_block] if of_block else []
         return carried, jax.tree.map(lambda *each: jnp.stack(each), *routed) if routed else None
 
@@ -198,7 +209,8 @@ class Stack(nn.Module):
                     f"shared_{name}_{kind}": x for kind, kv in kept.items() for name, x in zip("kv", kv, strict=True)
                 }
                 batch, kept = batch | shared, None
-            (x_BTD, cache, kept), of_stack = self._stack(stack, (x_BTD, cache, kept), inputs, batch, keys_BT)
+            carried = Carried(stack.first, x_BTD, cache, kept)
+            (_, x_BTD, cache, kept), of_stack = self._stack(stack, carried, inputs, batch, keys_BT)
             routed += of_stack
             if stack.name == "convolved_layers" and convolved_BTD is not None:
                 x_BTD = shard(Norm(cfg, name="convolution_norm")(x_BTD + convolved_BTD), RESIDUAL)
@@ -220,23 +232,22 @@ class Stack(nn.Module):
         """What the layers of `stack` carry on, and the outputs of their routers, [layers, ...] each."""
         parts = pipeline.parts(stack.name)
         if parts > 1:
-            x_BTD, cache, kept = carried
-            x_BTD, routed = self._in_stages(stack, parts, x_BTD, batch, keys_BT)
-            carried = x_BTD, cache, kept
-        elif self.cfg.shared_layers and carried[1] is None and not (self.is_initializing() or self.cfg.matmul_dtype):
-            weights = for_all_layers(self.variables["params"][stack.name], carried[0])
+            x_BTD, routed = self._in_stages(stack, parts, carried.x_BTD, batch, keys_BT)
+            carried = carried._replace(x_BTD=x_BTD)
+        elif self.cfg.shared_layers and carried.cache is None and not (self.is_initializing() or self.cfg.matmul_dtype):
+            weights = for_all_layers(self.variables["params"][stack.name], carried.x_BTD)
             every = Layers(stack, stack.layers, parent=None)
-            applied: Any = every.apply({"params": {stack.name: weights}}, jnp.asarray(0), carried[0], batch, keys_BT)
-            carried, routed = (applied[0], None, None), None
+            applied: Any = every.apply({"params": {stack.name: weights}}, jnp.asarray(0), carried.x_BTD, batch, keys_BT)
+            carried, routed = carried._replace(x_BTD=applied[0]), None
         else:
             inputs = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
-            carried, routed = _loop(stack, stack.scanned, stack.first, carried, inputs, batch, keys_BT)
+            carried, routed = _loop(stack, stack.scanned, carried, inputs, batch, keys_BT)
         of_layers = [routed]
         for i, kind in enumerate(stack.kinds[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
             input_BTY = None if inputs_LBTY is None else inputs_LBTY[layer]
             block = _block(alone=False)(kind, name=f"layer_{layer}")
-            carried, routed = block(carried, layer, input_BTY, batch, keys_BT)
+            carried, routed = block(carried._replace(layer=layer), input_BTY, batch, keys_BT)
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
         return carried, [each for each in of_layers if each is not None]
 
@@ -267,20 +278,19 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, first: jax.Array, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None):
-        carried, routed = _loop(self.stack, self.layers, first, (x_BTD, None, None), None, batch, keys_BT)
-        return carried[0], routed
+        carried, routed = _loop(self.stack, self.layers, Carried(first, x_BTD), None, batch, keys_BT)
+        return carried.x_BTD, routed
 
 
 def _loop(
     stack: config.Stack,
     layers: int,
-    first: jax.Array | int,
     carried: Carried,
     inputs_LBTY: jax.Array | None,
     batch: dict[str, jax.Array],
     keys_BT: jax.Array | None,
 ) -> tuple[Carried, RouterOutput | None]:
-    """What `layers` layers of `stack` carry on, the first being `first`; and their routers' output, [layers, ...]."""
+    """What `layers` layers of `stack` carry on, and the output of their routers, [layers, ...]."""
     kinds, length = stack.kinds, len(stack.kinds)
     turns = layers // length
     unrolled, shared = unroll(turns), kinds[0].shared_layers
@@ -288,7 +298,7 @@ def _loop(
     scanned: Any = of_weights | {
         "split_rngs": {"params": not shared},
         "length": turns,
-        "in_axes": (0, 0, nn.broadcast, nn.broadcast),
+        "in_axes": (0, nn.broadcast, nn.broadcast),
         "metadata_params": {nn.PARTITION_NAME: "layers"},
         "unroll": unrolled,
         # They hold, and the check would trace every layer once more. Only with it can shared weights be drawn.
@@ -298,7 +308,8 @@ def _loop(
     loop: Any = one or nn.scan(Pattern, **scanned)(kinds, name=stack.name)
     if inputs_LBTY is not None and length > 1:
         inputs_LBTY = inputs_LBTY.reshape(turns, length, *inputs_LBTY.shape[1:])
-    carried, routed = loop(carried, first + length * jnp.arange(turns), inputs_LBTY, batch, keys_BT)
+    carried = carried._replace(layer=jnp.asarray(carried.layer, jnp.int32))
+    carried, routed = loop(carried, inputs_LBTY, batch, keys_BT)
     return carried, routed if length == 1 else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), routed)
 
 

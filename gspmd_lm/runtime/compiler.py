@@ -33,6 +33,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     },
     # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. When text is generated, the
     # compiler's default stays: from 0.11 on, matmuls read a layer's weights where these lie in the stack.
+    # One matmul for q, k and v would read a copy of the layer's three weights.
+    "gpu generate": {"xla_gpu_dot_merger_threshold_mb": 0},
     "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU
@@ -81,7 +83,7 @@ def options(
 
     Some defaults are for TPUs of one `device_kind`, as jax calls it. Some are for programs of `also`: "once" for one
     that runs only once, "train" for a training step, "offload" for one that offloads activations, "interleave" for one
-    whose layers have two parts.
+    whose layers have two parts, "generate" for prefill and decode.
 
     null removes a default. The compiler checks names and values, see `compile`. Rows of other platforms are not
     checked. Raises an InputError that names `place` for a value that is not a scalar.
