@@ -17,8 +17,8 @@ from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
 from gspmd_lm.foresight.timing import gathers, op_time
 from gspmd_lm.hardware import network, target
 from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
-from gspmd_lm.train.metrics import flops_per_token
 
 ONE_CONSTANT = 0.55  # of peak: the baseline that any prediction must be seen beside
 TIMES = {"number": "row", "row": "published run", "published_s": "published s", "predicted_s": "predicted s",
@@ -110,8 +110,11 @@ def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
     """What is predicted for a published row, as `kept` says, beside what was published."""
     config, chip = row.config(), CHIPS[row.chip]
     # As PaLM counts them (arXiv 2204.02311): every token sees the whole row.
-    per_token = flops_per_token(config.model, state.arrays(config).active_count(config.model), 1)
-    per_token += 12 * config.model.layers * config.model.heads * config.model.head_dim * (row.seq - 1)
+    model, arrays = config.model, state.arrays(config)
+    looked_up = ("position_embedding", *(() if model.tied_embeddings else ("embedding",)))
+    sizes = {leaf.path: like.size for leaf, like in pairs(arrays.named_params, arrays.params)}
+    multiplied = arrays.active_count(model) - sum(sizes.get(path, 0) for path in looked_up)
+    per_token = 6 * multiplied + 12 * model.layers * model.heads * model.head_dim * row.seq
     flops = per_token * row.per_device_batch * row.seq
     baseline_s = flops / (ONE_CONSTANT * chip.peak_bf16_flops_per_s)
     predicted_s = kept.get("predicted_s")

@@ -74,7 +74,7 @@ def main() -> None:
     add("imports: jax", began)
     began = time.process_time()
     from gspmd_lm import session  # noqa: F401
-    from gspmd_lm.train import loop, metrics
+    from gspmd_lm.train import loop, progress
 
     add("imports: the rest", began)
     if kind == "parts":
@@ -88,9 +88,9 @@ def main() -> None:
                     owner = getattr(owner, each)
                 if hasattr(owner, name):  # another commit may not have it
                     setattr(owner, name, timed(part, getattr(owner, name)))
-    read = metrics.Meter.read
+    read = progress.Meter.read
 
-    def first_step(meter: metrics.Meter, step: int, values: Any) -> dict[str, float]:
+    def first_step(meter: progress.Meter, step: int, values: Any) -> dict[str, float]:
         last = read(meter, step, values)  # waits until the step has ended
         if "whole" not in seconds:
             whole = time.process_time()
@@ -100,7 +100,7 @@ def main() -> None:
                 json.dump(seconds, file)
         return last
 
-    metrics.Meter.read = first_step  # pyright: ignore[reportAttributeAccessIssue]
+    progress.Meter.read = first_step  # pyright: ignore[reportAttributeAccessIssue]
     cli.main()
 
 

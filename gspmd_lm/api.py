@@ -67,7 +67,7 @@ def _with_vocabulary(config: Config, workdir: str | None) -> Config:
 
 
 def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides: str | Sequence[str] = ()) -> Rules:
-    """The rules of a file. What is wrong in it is told with what does not fit the model, when they are used.
+    """The rules of a file. Its mistakes are reported when the rules are used, with what does not fit the model.
 
     Args:
         name: the path of a YAML file, or a name in rules/; "none" is one device.
@@ -345,7 +345,7 @@ def compare(
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":
-    """The best layout of what is computed on hardware that need not be here, and what else was looked at.
+    """The best layout of a config or task on hardware that need not be here, and the other layouts of the search.
 
     `.rules` are those of the best layout, and `.yaml` is the text of their file; `.best` is None where nothing fits.
     It shows itself, in a notebook as a page. docs/plan.md explains the search.

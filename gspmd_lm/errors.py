@@ -1,7 +1,9 @@
-"""The two errors that a user sees, and the hint about a misspelt word."""
+"""The two errors that a user sees, the hint about a misspelt word, and what is a whole number."""
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
 
 
 class InputError(ValueError):
@@ -16,3 +18,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`: an int of Python or of numpy."""
+    return isinstance(value, Integral) and int(value) >= least

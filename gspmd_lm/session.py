@@ -10,7 +10,6 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, is_whole
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
@@ -250,8 +249,8 @@ def train(
 
     rows: opens the data, of a model of one's own.
     """
-    if steps is not None and (not isinstance(steps, Integral) or steps < 1):
-        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a a whole number, or None for train.steps")
+    if steps is not None and not is_whole(steps, 1):
+        raise InputError(f"steps={steps}: not a step to stop at\n  fix   a whole number, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir
@@ -320,7 +319,7 @@ def opened(
                 report_step=_report_step(built, warnings) if writes else None,
                 executable=executable,
             ),
-            open_rows=rows or functools.partial(_open_rows, config, workdir, console if machine.is_main else None),
+            open_rows=rows or functools.partial(_open_rows, session, workdir),
             workdir=workdir,
             console=console,
             profile=profile,
@@ -338,10 +337,16 @@ def opened(
         yield run
 
 
-def _open_rows(config: Config, workdir: epath.Path, console: Console | None) -> tuple[loop.Rows, loop.Rows | None]:
-    """The rows of a config, whose classes have the order that a run or the weights that it begins with gave them."""
+def _open_rows(session: Session, workdir: epath.Path) -> tuple[loop.Rows, loop.Rows | None]:
+    """The rows of a config, whose classes have the order that a run or the weights that it begins with gave them.
+
+    Raises InputError if the run keeps other classes.
+    """
+    config, shown = session.config, progress(session.console) if session.machine.is_main else None
     known = history.known_classes(workdir, config.train.init_from) if config.objective == "classes" else ()
-    return loader.open_loaders(config, progress(console) if console else None, known)
+    train_rows, held_out_rows = loader.open_loaders(config, shown, known)
+    history.check_classes(workdir, known, train_rows.classes, session.say)
+    return train_rows, held_out_rows
 
 
 def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
@@ -370,12 +375,10 @@ def _fresh_workdir(name: str) -> epath.Path:
 def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     """A function that says what a compiled step costs here. It raises InputError if the step does not fit."""
 
-    def report_step(
-        compiled: Any, traced: Any, options: Mapping[str, Any], trace_s: float, compile_s: float
-    ) -> PreRunReport:
+    def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat))
         reading = read_train(built, traced)
-        program = compile.described(built, compiled, reading, options, devices, trace_s, compile_s)
+        program = compile.described(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = io.StringIO()

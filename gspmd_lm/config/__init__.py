@@ -10,8 +10,6 @@ from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.data import MOST_OF_SEVERAL, Data
-from gspmd_lm.config.images import Images as Images
-from gspmd_lm.config.images import Patches as Patches
 from gspmd_lm.config.layers import AttentionTemperature as AttentionTemperature
 from gspmd_lm.config.layers import Convolution as Convolution
 from gspmd_lm.config.layers import LatentAttention as LatentAttention
@@ -21,9 +19,11 @@ from gspmd_lm.config.layers import RelativePositions as RelativePositions
 from gspmd_lm.config.layers import RelativeVectors as RelativeVectors
 from gspmd_lm.config.layers import RopeScaling as RopeScaling
 from gspmd_lm.config.masks import Masks as Masks
+from gspmd_lm.config.media import Frames as Frames
+from gspmd_lm.config.media import Images as Images
+from gspmd_lm.config.media import Patches as Patches
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.paths import find_file, read_text
-from gspmd_lm.config.sounds import Frames as Frames
 from gspmd_lm.config.stacks import Encoder as Encoder
 from gspmd_lm.config.stacks import Queries as Queries
 from gspmd_lm.config.stacks import Vision as Vision
@@ -175,7 +175,7 @@ class Config:
         return {name: (stack, key, rows) for name, (stack, key, rows) in found.items() if stack}
 
     def _wrong_objective(self) -> list[str]:
-        """What of the sections does not go with what is predicted."""
+        """The settings of other sections that contradict `objective`, in words."""
         model, objective, data = self.model, self.objective, self.data
         queries = model.vision.queries if model.vision else None
         predicts = "model.vision.queries" if queries else f"objective: {objective}"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.images import Images
+from gspmd_lm.config.media import Images
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
 
 MOST_OF_SEVERAL = 31  # classes of which a text may have several: one bit for each in a label, and none for its sign

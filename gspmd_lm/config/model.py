@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.images import Patches
 from gspmd_lm.config.layers import (
     AttentionTemperature,
     Convolution,
@@ -19,7 +18,7 @@ from gspmd_lm.config.layers import (
     problems_of_experts,
 )
 from gspmd_lm.config.masks import Masks
-from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.media import Frames, Patches
 from gspmd_lm.config.stacks import Encoder, Vision
 from gspmd_lm.config.types import STRICT, BelowOne, Count, LayerKind, NotNegative, Positive, Size, Stack, StackName
 from gspmd_lm.config.windows import Windows

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import pydantic
 from pydantic.dataclasses import dataclass
 
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Size
 
 Token = Annotated[int, pydantic.Field(ge=0)]
@@ -36,7 +36,7 @@ class OtherStack:
         return {name: getattr(self, name) or getattr(model, name) for name in self.SIZES}
 
     def with_all_sizes(self, model: Any) -> Self:
-        """The same with the sizes of the model written out."""
+        """These settings with every size written out that is by default the model's."""
         return dataclasses.replace(cast(Any, self), **self.all_sizes(model))
 
     def in_no_other_stack(self, model: Any, section: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def split_config(raw: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any],
 
 
 def notes(stored: Mapping[str, Stored], about: Mapping[str, Any]) -> list[str]:
-    """What to say about quantised tensors: what they are read as."""
+    """Sentences that say as what quantised tensors are read."""
     method = about["quant_method"]
     kind = f"{method.upper()}, {_bits(about)} bits" if method in ("awq", "gptq") else "float8"
     count = sum(isinstance(where, Dequantised) for where in stored.values())
@@ -113,7 +113,7 @@ def _problem_of_groups(groups: Any) -> str:
 
 
 def _weights_of(groups: Any) -> list[Any]:
-    """What compressed-tensors says of the weights of each group."""
+    """The fields of compressed-tensors about the weights of each group."""
     each = groups.values() if isinstance(groups, dict) else []
     return [group.get("weights") if isinstance(group, dict) else group for group in each]
 

@@ -88,7 +88,7 @@ _WIDE: dict[str, Any] = {"is_of": lambda model: model.embedding_width == 0}
 
 
 def _tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:
-    """What stands before the blocks. width: the letter of the width of the token table."""
+    """The tensors of embeddings and of the norm before the blocks. width: the letter of the token table's width."""
     return (
         Tensor(f"{table}.word_embeddings.weight", f"V {width}", ("embedding",), **options),
         Tensor(f"{table}.position_embeddings.weight", f"p {width}", ("position_embedding",), **options),
@@ -114,7 +114,7 @@ def _blocks(
 
 
 def _tensors(base: str) -> tuple[Tensor, ...]:
-    """What all heads of a family stand on."""
+    """The tensors that a family has under every head."""
     return (*_tables(f"{base}embeddings"), *_blocks(base))
 
 

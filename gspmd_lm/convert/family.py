@@ -59,7 +59,7 @@ class Family:
         return found
 
     def nested(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """What `flat` was made of."""
+        """The nested fields that `flat` made flat ones of."""
         made: dict[str, Any] = {}
         for name, value in fields.items():
             part, dot, inner = name.partition(".")
@@ -76,7 +76,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The fields of a part of a config.json, which are those of a family of its own."""
+    """The fields of a part of a config.json, such as text_config, as those of a family of its own."""
 
     name: str
     model_type: str

@@ -34,7 +34,7 @@ def _layers(values: Values) -> int:
 
 
 def _of_each(reader: ConfigReader, name: str, found: Any, usual: list[Any], known: Iterable[str]) -> list[Any]:
-    """What a field says of each layer, one of `known`; for another value, which is a problem, what is usual."""
+    """The value of a field for each layer, one of `known`. Any other value is a problem, and `usual` is returned."""
     if isinstance(found, list) and len(found) == len(usual) and set(map(str, found)) <= {*known}:
         return found
     reader.refuse(name, found, f"must be {len(usual)} of {', '.join(known)}")

@@ -38,7 +38,7 @@ _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G", "A": "s",
 
 
 def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
-    """The settings of the stack of blocks within the model that has a weight; None if it is of the model's own."""
+    """The settings of the inner stack of blocks to which a weight belongs; None for the model's own layers."""
     name = path.partition(".")[0]
     if name.startswith(LEVEL):
         return config.levels(model)[int(name.removeprefix(LEVEL))]

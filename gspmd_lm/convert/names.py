@@ -92,13 +92,11 @@ def _post_norms(attention: str, mlp: str):
     )
 
 
-def _routed(
-    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
-) -> tuple[Tensor, ...]:
+def _routed(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Tensor, ...]:
     """A router, and experts with tensors of their own."""
     of_expert = {"bias": False, "mlp": "expert_width"}
     return (
-        Tensor(f"{prefix}.{router}.weight", "C D", ("mlp.router",)),
+        Tensor(f"{prefix}.gate.weight", "C D", ("mlp.router",)),
         *linear(f"{prefix}.experts.{{expert}}.{gate}", "F D", "mlp.w_gate", **of_expert),
         *linear(f"{prefix}.experts.{{expert}}.{up}", "F D", "mlp.w_up", **of_expert),
         *linear(f"{prefix}.experts.{{expert}}.{down}", "D F", "mlp.w_down", **of_expert),

@@ -279,7 +279,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
 
 
 def _of_head(row: Family, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
-    """The tensors under today's names without those of other heads than the row's, and the names of the latter."""
+    """The tensors without those of heads that the row does not have, under today's names; and the names left out."""
     stored = {new if (new := row.todays_name(name)) == name or new not in stored else name: where
               for name, where in stored.items()}  # fmt: skip
     known = {tensor.name for tensor in row.tensors} | row.twice.keys()

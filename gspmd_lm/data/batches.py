@@ -65,15 +65,10 @@ class Batches:
     ) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
         """Pairs of a step and its arrays, from `start_step` to before `stop_step`, made ahead by a thread."""
         stop = min(sys.maxsize if stop_step is None else stop_step, sys.maxsize if self.count is None else self.count)
-        made = ahead(start_step, stop, self.read)
-        try:
-            for step, batch in made:
-                yield (
-                    step,
-                    {
-                        name: jax.make_array_from_callback(batch[name].shape, sharding, batch[name].__getitem__)
-                        for name, sharding in shardings.items()
-                    },
-                )
-        finally:
-            made.close()
+
+        def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+            wanted = {name: batch[name] for name in shardings}
+            return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+                    for name, x in wanted.items()}  # fmt: skip
+
+        return ahead(start_step, stop, self.read, place)

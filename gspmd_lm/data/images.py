@@ -12,8 +12,8 @@ import numpy as np
 
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.images import Images, Patches
-from gspmd_lm.data import corpus, formats, labelled, media, trained
+from gspmd_lm.config.media import Images, Patches
+from gspmd_lm.data import corpus, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
@@ -21,7 +21,6 @@ from gspmd_lm.errors import InputError
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names of pixels with so many channels
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's number of how the camera was held, and values that turn it
-_NOTED = 256  # images between two calls of `progress`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,8 +56,7 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
     data, patches = config.data, config.model.patches
     assert patches
     notes = corpus.FileNotes()
-    every = list(_found(data, data.sources, "data.source", notes, progress))
-    named = list(_found(data, data.held_out_sources, "data.held_out", notes, progress))
+    every, named = media.of_both(data, functools.partial(_found, data, notes, progress))
     classes = labelled.ordered({image.label for image in every}, known)
     if len(classes) != config.model.classes:
         raise InputError(
@@ -67,11 +65,9 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
         )
     for image in named:
         labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")
-    split = media.apart(data, every, named, "images")
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
-    settings = patches, data.images, data.seq, classes
-    lines = [media.left_out(data, every, split[0], "images"), labelled.about_classes(classes), str(notes)]
-    return media.opened(data, "images", rows, split, settings, lines, classes)
+    settings, lines = (patches, data.images, data.seq, classes), [labelled.about_classes(classes), str(notes)]
+    return media.opened(data, "images", "images", rows, (every, named), settings, lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
@@ -165,21 +161,25 @@ def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -
 
 
 def _found(
-    data: Data, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes, progress: Progress | None
+    data: Data, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source], place: str
 ) -> Iterator[media.Item]:
     """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
+    if data.fields:
+        for table, where, record in media.records(data, sources, place, ENDINGS, "images", notes, progress):
+            at, held, path = media.content_of(table, where, record, data.fields[0], "image")
+            yield _checked(at, str(labelled.label_of(data, record, where)), held, path)
+        return
     for one in sources:
         if one.weight:
             raise InputError(f"{place}: {one.path}: images have no weights\n  fix   drop the weight")
         name = Path(one.path).expanduser()
-        if not data.fields and not name.is_dir():
+        if not name.is_dir():
             raise InputError(
                 f"{place}: {one.path}: no folder\n  fix   name a folder with one folder of images for each class, or "
                 "tables, with data.fields=[image] and data.label=label"
             )
-        of_one = _of_tables(data, one, place, notes, progress) if data.fields else _of_folder(name, place, notes)
-        for number, image in enumerate(of_one, 1):
-            if progress and number % _NOTED == 0:
+        for number, image in enumerate(_of_folder(name, place, notes), 1):
+            if progress and number % media.NOTED == 0:
                 progress(f"reading images of {one.path}", 0, 0)
             yield image
 
@@ -203,28 +203,6 @@ def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[me
             yield _checked(str(path), inside[0], media.bytes_of(path), path)
     if not count:
         raise InputError(f"{place}: {folder}: no images\n  fix   give files that end in {' '.join(ENDINGS)}")
-
-
-def _of_tables(
-    data: Data, source: config_data.Source, place: str, notes: corpus.FileNotes, progress: Progress | None
-) -> Iterator[media.Item]:
-    """The images in the records of files, as bytes or as {bytes}. They are held in memory, encoded."""
-    column = data.fields[0]
-    for path in corpus.files([source.path], place, notes, progress):
-        kind = formats.format_of(path)
-        if not kind or not kind.table:
-            notes.skipped("no table", path)
-            continue
-        for where, record in formats.records(path, (column, data.label)):
-            held = record.get(column)
-            encoded = held.get("bytes") if isinstance(held, dict) else held
-            if not isinstance(encoded, bytes):
-                what = f"is a {type(encoded).__name__}" if column in record else f"is not one of {', '.join(record)}"
-                raise InputError(
-                    f"{where}: {column} {what}: there are no bytes of an image\n"
-                    "  fix   name in data.fields the column with the bytes of images, or with {bytes}"
-                )
-            yield _checked(where, str(labelled.label_of(data, record, where)), encoded)
 
 
 def needs_pillow() -> None:
@@ -295,22 +273,15 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
     encode = _encoding(config, tokens)
-    every = list(_captions(config, encode, data.sources, "data.source", notes, progress))
-    named = list(_captions(config, encode, data.held_out_sources, "data.held_out", notes, progress))
-    split = train, held_out = media.apart(data, every, named, "images")
+    found = media.of_both(data, functools.partial(_captions, config, encode, notes, progress))
     settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
     settings += (vision.queries, config.model.encoder) * (vision.queries is not None)
     rows = functools.partial(CaptionRows, config=config)
-    cut = sum(caption.cut for caption in (*train, *held_out))
-    lines = [
-        f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
-        media.left_out(data, every, train, "images"), str(notes),
-    ]  # fmt: skip
-    return media.opened(data, "images with texts", rows, split, settings, lines)
+    return media.opened(data, "images", "images with texts", rows, found, settings, [str(notes)])
 
 
 def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
-    """What gives the tokens of a text, and whether some were left out."""
+    """A function from a text to its tokens, and whether some were left out."""
     queries, encoder = config.model.vision and config.model.vision.queries, config.model.encoder
     if not queries:
         made = labelled.cutting(tokens, "seq", config.data.seq)
@@ -331,8 +302,8 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
 
 
 def _captions(
-    config: Config, encode: Callable[[str], tuple[list[int], bool]], sources: Sequence[config_data.Source], place: str,
-    notes: corpus.FileNotes, progress: Progress | None,
+    config: Config, encode: Callable[[str], tuple[list[int], bool]], notes: corpus.FileNotes, progress: Progress | None,
+    sources: Sequence[config_data.Source], place: str,
 ) -> Iterator[media.Item]:  # fmt: skip
     """The records of tables, in their order. The headers of their images are read."""
     found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)

@@ -210,7 +210,7 @@ class LabelledRows:
 
     @property
     def cut(self) -> int:
-        """Of how many records something was cut."""
+        """The number of records that were cut."""
         return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
@@ -245,7 +245,7 @@ def record_starts(stream: np.ndarray) -> np.ndarray:
 
 
 def count_cut(stream: np.ndarray, starts: np.ndarray) -> int:
-    """Of how many records something was cut."""
+    """The number of records that were cut."""
     return int(np.count_nonzero(stream[starts[1:] - 1] & CUT))
 
 

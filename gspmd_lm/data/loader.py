@@ -111,28 +111,31 @@ class Loader:
         stop = sys.maxsize if stop_step is None else stop_step
         if not self.repeat:
             stop = min(stop, self.steps_per_epoch)
-        reads = ahead(start_step, stop, lambda step: self.rows_at(step, local_rows))
-        try:
-            for step, local in reads:
-                arrays = {}
-                for name, sharding in shardings.items():
-                    part = functools.partial(_part, local[name], local_rows)
-                    arrays[name] = jax.make_array_from_callback(shapes[name], sharding, part)
-                yield step, arrays
-        finally:
-            reads.close()
+
+        def place(local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+            parts = {name: functools.partial(_part, local[name], local_rows) for name in shardings}
+            return {name: jax.make_array_from_callback(shapes[name], shardings[name], parts[name]) for name in parts}
+
+        return ahead(start_step, stop, lambda step: self.rows_at(step, local_rows), place)
 
 
-def ahead(start: int, stop: int, read: Callable[[int], Any]) -> Any:
-    """An iterator over pairs of a step and what `read` gives for it, which a thread reads ahead. It must be closed."""
-    reads = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
-    return iter(reads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
+def ahead(
+    start: int, stop: int, read: Callable[[int], Any], place: Callable[[Any], dict[str, jax.Array]]
+) -> Generator[tuple[int, dict[str, jax.Array]], None, None]:
+    """Pairs of a step and its arrays. A thread reads ahead; `place` brings what was read to the devices."""
+    steps = grain.MapDataset.range(start, max(start, stop)).map(lambda step: (step, read(step)))
+    reads = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)))
+    try:
+        for step, found in reads:
+            yield step, place(found)
+    finally:
+        reads.close()
 
 
 def open_loaders(
     config: Config, progress: sources.Progress | None = None, known: Sequence[str] = ()
 ) -> tuple[Loader, Loader | None]:
-    """The loaders of the training rows and of the held-out rows; the latter is None with `data.held_out: 0`.
+    """The loader of the training rows and that of the held-out rows, which is None with `data.held_out: 0`.
 
     known: the classes that the model has learnt, in their order, which is that of the labels if they are the same.
 

@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 
 _THREADS = 8
-_NOTED = 256  # records between two calls of `progress`
+NOTED = 256  # records, or files, between two calls of `progress`
 
 
 class Opened(NamedTuple):
-    """The rows of a config, and what is said of them."""
+    """The rows of images or sounds that a config names, and what the user is told of them."""
 
     train: "Rows"
     held_out: "Rows | None"
@@ -71,7 +71,7 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def empty(self, count: int) -> dict[str, np.ndarray]:
-        """The arrays of so many rows that no score counts."""
+        """The arrays of `count` rows of padding, which no score counts."""
 
     @abc.abstractmethod
     def fill(self, fields: dict[str, np.ndarray], i: int, item: Item) -> None:
@@ -114,9 +114,9 @@ def records(
             if not kind or not kind.records:
                 skipped.skipped("no table", path)
                 continue
-            for where, record in formats.records(path, data.fields):
+            for where, record in formats.records(path, [*filter(None, (*data.fields, data.label))]):
                 count += 1
-                if progress and count % _NOTED == 0:
+                if progress and count % NOTED == 0:
                     progress(f"reading {what} of {path}", 0, 0)
                 yield path, where, record
         for reason, paths in skipped.files.items():
@@ -141,16 +141,55 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
         found = f"is a {type(held).__name__}" if name in record else f"is not one of {', '.join(record)}"
         raise InputError(
             f"{where}: {name} {found}: there is no {what}\n"
-            f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}, and that of "
-            "what belongs to them"
+            f"  fix   name in data.fields the column with the files of {what}s, their bytes, or {{bytes}}"
         )
     return where, held, path
 
 
-def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str) -> tuple[list[Item], list[Item]]:
-    """What is for training and what for evaluation: `held_out`, or the share of distinct contents that `data` says.
+def of_both(
+    data: Data, found: Callable[[Sequence[config_data.Source], str], Iterable[Item]]
+) -> tuple[list[Item], list[Item]]:
+    """The items `found` in the sources of `data.source`, and those in the sources of `data.held_out`."""
+    return [*found(data.sources, "data.source")], [*found(data.held_out_sources, "data.held_out")]
 
-    Equal ones are on one side. Raises InputError if none are left to train on.
+
+def opened(
+    data: Data, kind: str, what: str, rows: Callable[[list[Item]], Rows], found: tuple[list[Item], list[Item]],
+    settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
+) -> Opened:  # fmt: skip
+    """The rows of what `of_both` gave.
+
+    kind: images, or sounds; `what` says it with what belongs to them. settings: what decides how rows are made. lines:
+    for the user; '' is none. Raises InputError if none are left to train on.
+    """
+    train, held_out = _apart(data, *found, kind)
+    facts = hashlib.sha256(repr(settings).encode())
+    for one in (*train, *held_out):
+        facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
+        if one.mask:
+            facts.update(one.mask.sha256 + repr(one.prompt).encode())
+    cut = sum(one.cut for one in (*train, *held_out))
+    left_out = len(found[0]) - len(train) if data.held_out_sources else 0
+    about = [
+        f"texts cut to data.seq={data.seq:,} tokens: {cut:,}" * (cut > 0),
+        f"left out of training: {left_out:,} {kind} that are also in data.held_out" * (left_out > 0),
+        *lines,
+    ]
+    return Opened(
+        train=rows(train),
+        held_out=rows(held_out) if held_out else None,
+        what=what,
+        names=", ".join(one.path for one in (*data.sources, *data.held_out_sources)),
+        notes="\n".join(filter(None, about)),
+        fingerprint=facts.hexdigest(),
+        classes=classes,
+    )
+
+
+def _apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str) -> tuple[list[Item], list[Item]]:
+    """The items to train on, and those to evaluate on: `held_out`, or the share of distinct contents that `data` says.
+
+    Items with equal contents are on the same side. Raises InputError if none are left to train on.
     """
     distinct = sorted({one.encoded.sha256 for one in every})
     count = max(1, round(data.held_out_share * len(distinct))) if data.held_out_share else 0
@@ -164,25 +203,3 @@ def apart(data: Data, every: Sequence[Item], held_out: Sequence[Item], what: str
     if not train:
         raise InputError(f"data.held_out has all {what} of data.source\n  fix   name others in one of them")
     return train, [*held_out] or [one for one in every if one.encoded.sha256 in kept_out]
-
-
-def opened(
-    data: Data, what: str, rows: Callable[[list[Item]], Rows], split: tuple[list[Item], list[Item]],
-    settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
-) -> Opened:  # fmt: skip
-    """The rows of what `apart` gave. settings: what decides how they are made. lines: for the user; '' is none."""
-    train, held_out = split
-    facts = hashlib.sha256(repr(settings).encode())
-    for one in (*train, *held_out):
-        facts.update(one.encoded.sha256 + one.label.encode() + one.text.tobytes())
-        if one.mask:
-            facts.update(one.mask.sha256 + repr(one.prompt).encode())
-    names = ", ".join(one.path for one in (*data.sources, *data.held_out_sources))
-    about = what, names, "\n".join(filter(None, lines)), facts.hexdigest(), classes
-    return Opened(rows(train), rows(held_out) if held_out else None, *about)
-
-
-def left_out(data: Data, every: Sequence[Any], train: Sequence[Any], what: str) -> str:
-    """For the user: how many are left out of training; '' for none."""
-    both = len(every) - len(train) if data.held_out_sources else 0
-    return f"left out of training: {both:,} {what} that are also in data.held_out" if both else ""

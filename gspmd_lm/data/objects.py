@@ -10,8 +10,8 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.images import Images, Patches
 from gspmd_lm.config.masks import PARTS, POINTS
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import corpus, images, media, sounds
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
@@ -110,18 +110,15 @@ def open_objects(config: Config, progress: Progress | None = None) -> media.Open
     images.needs_pillow()
     data, patches, notes = config.data, config.model.patches, corpus.FileNotes()
     assert patches
-    every = list(_found(config, data.sources, "data.source", notes, progress))
-    named = list(_found(config, data.held_out_sources, "data.held_out", notes, progress))
-    split = media.apart(data, every, named, "images")
+    found = media.of_both(data, functools.partial(_found, config, notes, progress))
     rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
     settings = patches, data.images, data.seq, data.prompt
-    lines = [media.left_out(data, every, split[0], "images"), str(notes)]
-    return media.opened(data, "objects in images", rows, split, settings, lines)
+    return media.opened(data, "images", "objects in images", rows, found, settings, [str(notes)])
 
 
 def _found(
-    config: Config, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
-    progress: Progress | None,
+    config: Config, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source],
+    place: str,
 ) -> Iterator[media.Item]:  # fmt: skip
     """The records of tables, in their order. The headers of their images and masks are read."""
     fields = config.data.fields

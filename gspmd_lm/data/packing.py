@@ -89,7 +89,7 @@ class Joined:
         return sum(map(len, self.parts))
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """As `read` of the parts."""
+        """The arrays of rows, as `read` of the parts gives them."""
         indices = np.asarray(indices)
         empty = self.parts[0].read([]).items()
         fields = {name: np.zeros((len(indices), *array.shape[1:]), array.dtype) for name, array in empty}

@@ -75,7 +75,7 @@ class PairRows:
 
     @property
     def cut(self) -> int:
-        """Of how many pairs something was cut."""
+        """The number of pairs that were cut."""
         return count_cut(self.stream, self.starts)
 
     def read(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:

@@ -90,7 +90,7 @@ def html_text(path: Path) -> Iterator[bytes]:
 
 
 def notebook(path: Path) -> Iterator[bytes]:
-    """What stands in the cells of a Jupyter notebook, without outputs."""
+    """The text of the cells of a Jupyter notebook, without outputs."""
     notebook = _json(path)
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):

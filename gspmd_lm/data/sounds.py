@@ -12,7 +12,7 @@ import numpy as np
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config import data as config_data
-from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.config.media import WINDOW
 from gspmd_lm.data import corpus, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
@@ -72,18 +72,15 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     data, model, notes = config.data, config.model, corpus.FileNotes()
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
-    every = list(_found(config, tokens, data.sources, "data.source", notes, progress))
-    named = list(_found(config, tokens, data.held_out_sources, "data.held_out", notes, progress))
-    split = media.apart(data, every, named, "sounds")
+    found = media.of_both(data, functools.partial(_found, config, tokens, notes, progress))
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
     settings = sizes(model), model.encoder, data.seq, config.source_seq
-    lines = [media.left_out(data, every, split[0], "sounds"), str(notes)]
-    return media.opened(data, "sounds", rows, split, settings, lines)
+    return media.opened(data, "sounds", "sounds", rows, found, settings, [str(notes)])
 
 
 def _found(
-    config: Config, tokens: Tokenizer, sources: Sequence[config_data.Source], place: str, notes: corpus.FileNotes,
-    progress: Progress | None,
+    config: Config, tokens: Tokenizer, notes: corpus.FileNotes, progress: Progress | None,
+    sources: Sequence[config_data.Source], place: str,
 ) -> Iterator[media.Item]:  # fmt: skip
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
     data, model = config.data, config.model
@@ -105,7 +102,7 @@ def _found(
 
 
 def of_file(name: str, model: ModelConfig) -> np.ndarray:
-    """What `heard` gives of a wav file."""
+    """The frames of a wav file, as `heard` gives them."""
     return heard(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
 
 

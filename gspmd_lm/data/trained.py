@@ -24,7 +24,7 @@ MOST_BYTES = 2_000_000_000  # of documents that a tokenizer is trained on
 
 
 def check_vocabulary(config: Config, size: int) -> None:
-    """Raises InputError for a tokenizer of so many tokens, if the model has fewer."""
+    """Raises InputError if a tokenizer has more tokens than the model: `size`."""
     named, vocab = config.data.tokenizer, config.model.vocab
     if size > vocab:
         raise InputError(

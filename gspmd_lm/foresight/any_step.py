@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import Reading, read_step
+from gspmd_lm.sharding.shapes import bytes_per_device
 
 _MESH = 'jax.sharding.Mesh(np.reshape(devices, (4, 2)), ("data", "tensor"))'
 _ABSTRACT = (
@@ -134,11 +134,6 @@ def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> 
     return read_step(traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape)
 
 
-def bytes_per_device(like: Any) -> int:
-    """The bytes of an array, of which a shape and a sharding are known, on each device."""
-    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
-
-
 def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:
     """The mesh axes that split each dimension of an array."""
     sharding: Any = like.sharding
@@ -180,7 +175,7 @@ def _imported(place: str) -> Any:
 
 
 def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the user's gives. Raises InputError for what it raises, with the line."""
+    """The result of a function of the user. What it raises becomes an InputError that names its line."""
     try:
         return function(*arguments)
     except InputError:

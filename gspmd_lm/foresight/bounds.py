@@ -1,20 +1,18 @@
 """Lower bounds of a step: compute at peak, memory at full bandwidth, and the bytes that its trace must send."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gspmd_lm.config import Config
-from gspmd_lm.foresight.graph import DataflowGraph, Matmul
+from gspmd_lm.config import Config, ModelConfig, levels, padded_rows
+from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node, breadth_first
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train.metrics import attention_flops_of_row, flops_per_token, model_flops
+from gspmd_lm.sharding.shapes import Arrays, pairs, placed
 
 _FORWARD = 1 / 3  # of the FLOPs of a training step
 FLOAT32_BYTES = 4
@@ -41,7 +39,7 @@ def of_training(
     """The lower bounds of a train step under `rules`, filled and checked; `chip` is None if simulated.
 
     `graph` is what was recorded of the forward pass of one microbatch under these rules, `reading` that of the whole
-    step. Of a model of one's own, the FLOPs are those of the trace, and the bytes of memory are without those of
+    step. Of a model of one's own, the FLOPs are those of `reading`, and the bytes of memory are without those of
     weights in use.
 
     Redundant work is not counted: FLOPs are shared out evenly over all devices, however few of them the rules use.
@@ -53,7 +51,7 @@ def of_training(
     moved_bytes = updated_bytes(rules, arrays) + 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
     if task.config:
         params = pairs(arrays.named_params, arrays.params)
-        flops = model_flops(task.config, arrays) - lacking_flops(task.config, rules, graph)
+        flops = step_flops(task.config, rules, graph)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, graph)
         narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
@@ -80,10 +78,13 @@ def of_generation(
     `cache_bytes` is what one device holds of keys and values, of as many slots as a row has tokens.
     """
     model, data = config.model, config.data
-    per_token = flops_per_token(model, arrays.active_count(model), data.seq, last=tokens == 1) * _FORWARD
-    per_token -= 2 * model.vocab_rows * model.embed * (1 - 1 / tokens)  # only the last token of a row has logits
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
-    flops = (reading.model_flops if config.other_stacks else per_token * data.batch * tokens) / rules.devices
+    if config.other_stacks:
+        flops = reading.model_flops
+    else:
+        attention = attention_flops(model, data.seq, last=tokens == 1) * _FORWARD * tokens * data.batch
+        flops = attention + sum(node.flops * node.trip_count for node in _products(config, graph))
+    flops /= rules.devices
     narrow_flops = sum(one.node.flops * one.node.trip_count for one in graph.matmuls if _is_narrow(one))
     narrow = model.matmul_dtype, narrow_flops / rules.devices
     return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)
@@ -97,7 +98,7 @@ def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds
 
 
 def _waiting_bytes(reading: Reading) -> float:
-    """What must wait for the backward pass; 0 where the program leaves open how much of it each device has."""
+    """The bytes that must wait for the backward pass; 0 if the program leaves open how they are split."""
     return 0.0 if reading.estimated_because else reading.saved_bytes
 
 
@@ -130,43 +131,55 @@ def _bounds(
     )
 
 
+def step_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
+    """The model FLOPs of a train step, of all devices: forward, and of the gradients that it computes.
+
+    Each product counts as the trace has it, but attention for the keys alone that a token sees. Norms and biases
+    multiply nothing. PaLM (arXiv 2204.02311, appendix B) counts 6 for each parameter and token, and all keys.
+    """
+    passes = ((1 + graph.gradients(node)) * node.flops * node.trip_count for node in _products(config, graph))
+    return rules.microbatches * sum(passes) + _attention_flops(config, graph)
+
+
 def necessary_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
-    """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions.
-
-    Less than the model's FLOPs: weights count only where they are multiplied.
-    """
+    """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions."""
     total = sum(flops for flops, _ in _matmul_flops(config, rules, graph))
-    attention = sum(attention_flops_of_row(config).values()) * config.data.batch
-    return total + (attention - _lacking_of_attention(config, graph)) / rules.devices
+    return total + _attention_flops(config, graph) / rules.devices
 
 
-def lacking_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
-    """The FLOPs of the gradients that a train step does without, of all devices.
+def _products(config: Config, graph: DataflowGraph) -> list[Node]:
+    """The matmuls and convolutions outside of attention.
 
-    Frozen weights have none, and no input of a matmul has one if nothing that is trained lies below it.
+    Where a factor depends on no weight and on no float of the batch, such as which expert a row has, the product is a
+    look-up, and is left out.
     """
-    of_weights = sum(
-        (2 - graph.gradients(node)) * node.flops * node.trip_count
-        for node in graph.nodes
-        if node.flops and graph.weight_of(node)
-    )
-    return rules.microbatches * of_weights + _lacking_of_attention(config, graph)
+    inputs = [node for node in graph.nodes if node.primitive == "input" and node.is_float]
+    after = breadth_first(inputs, lambda node: [user for user in node.users if user.is_float], lambda _: True)
+    floats, attention = {*inputs, *after}, set[Node]().union(*_attention_nodes(config, graph).values())
+    return [node for node in graph.nodes if node.flops and node not in attention and floats.issuperset(node.inputs[:2])]
 
 
-def _lacking_of_attention(config: Config, graph: DataflowGraph) -> float:
-    """The same of the scores of stacks and of the sums of their values."""
-    by_stack, lacking = attention_flops_of_row(config), 0.0
+def _attention_nodes(config: Config, graph: DataflowGraph) -> dict[str, list[Node]]:
+    """The products of attention in the stacks of `attention_flops_of_row`: those without a weight."""
     own = {stack.name for stack in config.model.stacks}
-    for word, flops in by_stack.items():
-        words = {word} if word else own
-        matmuls = [
-            node for node in graph.nodes
-            if node.flops and words & {*node.name.modules[:1]} and not graph.weight_of(node)
-        ]  # fmt: skip
-        both = sum(2 * node.flops * node.trip_count for node in matmuls)
-        made = sum(graph.gradients(node) * node.flops * node.trip_count for node in matmuls)
-        lacking += flops * (1 - _FORWARD) * (1 - made / both) if both else 0.0
-    return lacking * config.data.batch
+    return {
+        word: [
+            node
+            for node in graph.nodes
+            if node.flops and ({word} if word else own) & {*node.name.modules[:1]} and not graph.weight_of(node)
+        ]
+        for word in attention_flops_of_row(config)
+    }
+
+
+def _attention_flops(config: Config, graph: DataflowGraph) -> float:
+    """The FLOPs of attention in a train step, of all devices, without those of gradients that nothing needs."""
+    total, of_row = 0.0, attention_flops_of_row(config)
+    for word, nodes in _attention_nodes(config, graph).items():
+        both = sum(2 * node.flops * node.trip_count for node in nodes)
+        made = sum(graph.gradients(node) * node.flops * node.trip_count for node in nodes)
+        total += of_row[word] * (_FORWARD + (1 - _FORWARD) * made / both) if both else 0.0
+    return total * config.data.batch
 
 
 def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
@@ -206,7 +219,7 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     }
     narrow = {matmul.path for matmul in graph.matmuls if matmul.weight.itemsize == 1}
     return sum(
-        bytes_per_device(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)
+        placed(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)[1]
         * min(1.0, rows_read.get(leaf[0].path, 1.0))
         * (rules.pipeline.microbatches if rules.pipeline and rules.split("rules", leaf[0].path, "layers") else 1)
         for leaf in params
@@ -216,10 +229,82 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
 
 def held_bytes(rules: Rules, table: str, leaves: Iterable[tuple[Any, Any]], itemsize: int = 0) -> float:
     """The bytes that one device holds of arrays where `table` puts them, each in its dtype if `itemsize` is 0."""
-    return sum(bytes_per_device(rules, table, *leaf, itemsize or leaf[1].dtype.itemsize) for leaf in leaves)
+    return sum(placed(rules, table, *leaf, itemsize)[1] for leaf in leaves)
 
 
-def bytes_per_device(rules: Rules, table: str, leaf: Any, like: Any, itemsize: int) -> float:
-    """The bytes that one device holds of an array where `table` puts it."""
-    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return math.prod(like.shape) * itemsize / rules.num_shards(itertools.chain(*spec))
+# What tokens attend to
+
+
+def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> float:
+    """The FLOPs of scores and sums of values of one token, forward and backward: 6 N (H + V) S, S summed over layers.
+
+    H and V are the sizes of a key and a value, and S the keys that a token sees: see `keys_seen`.
+    """
+    with_ranges = 2 * model.head_dim * model.relative_vectors.ranges * model.layers if model.relative_vectors else 0
+    with_ranges += sum(
+        2 * model.head_dim * layer.windows.size for layer in model.each_layer if layer.windows and layer.windows.vectors
+    )
+    return 6.0 * model.heads * (_numbers(model, last) * keys_seen(model, seq, last=last) + with_ranges)
+
+
+def _numbers(model: ModelConfig, last: bool) -> int:
+    """The numbers of a key and a value of a head. A single token of latent attention reads what they are made from."""
+    if last and (latent := model.latent_attention):
+        return 2 * latent.kv_rank + model.rope_dim
+    return model.head_dim + model.v_head_dim
+
+
+def rows_of_levels(config: Config) -> list[tuple[ModelConfig, int]]:
+    """The settings of each level of blocks, and its rows of an image or text, with padding."""
+    first, *rest = levels(config.model)
+    return [(first, config.data.seq), *((level, padded_rows(level.context, level.row_multiple)) for level in rest)]
+
+
+def attention_flops_of_row(config: Config) -> dict[str, float]:
+    """`attention_flops` of all tokens of one row of the batch, and of its source.
+
+    By the first word of the names of the weights of a stack; those of a model's own layers, which may have several, are
+    "".
+    """
+    model, levels_have_names = config.model, config.model.windows and not config.model.masks
+    total = {
+        f"level_{number}" if levels_have_names else "": attention_flops(level, rows) * rows
+        for number, (level, rows) in enumerate(rows_of_levels(config))
+    }
+    words = {"the encoder": "encoder", "images": "vision", "queries": "queries"}
+    for name, (other, _, rows) in config.other_stacks.items():
+        total[words[name]] = attention_flops(other, rows) * rows
+    if queries := model.of_queries:
+        total["queries"] += cross_attention_flops(queries, config.image_rows) * queries.context
+    if model.encoder:
+        total[""] += cross_attention_flops(model, config.source_seq) * config.data.seq
+    return total
+
+
+def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
+    """As `attention_flops`, of one token that attends to a source of `source_seq` tokens."""
+    reading = sum(layer.reads > 0 for layer in model.each_layer)
+    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * reading
+
+
+def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
+    """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
+    return sum(_seen(layer, seq, last) for layer in model.each_layer)
+
+
+def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
+    """The keys that a token sees in one layer, or a row of it, of which some may be padding."""
+    if layer.windows:
+        return layer.windows.size**2 * layer.context / seq
+    if layer.mask == "full":
+        whole, rest = divmod(seq, layer.attention_chunk or seq)
+        return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq
+    if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
+        return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
+    if layer.attention_chunk:
+        whole, rest = divmod(seq, layer.attention_chunk)
+        if last:
+            return float(rest or layer.attention_chunk)
+        return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
+    keys = min(layer.sliding_window or seq, seq)
+    return float(keys if last else keys - keys * (keys - 1) / (2 * seq))

@@ -72,7 +72,7 @@ class CompileRequest:
         return f"{phase}{self.config.name}{under} for {self.target.text}"
 
     def key(self) -> str:
-        """What the program depends on, as one hash; not where the files lie or what a comment in them says."""
+        """A hash of all that the program depends on. Paths of files and comments in them are no part of it."""
         if isinstance(self.config, Config):
             computed: Any = configs.to_dict(self.config) | {"name": ""}
         else:
@@ -99,7 +99,6 @@ class CompiledProgram:
     reading: Reading  # of the traced step
     options: Mapping[str, Any]  # what the compiler was told
     versions: Mapping[str, str]
-    trace_s: float
     compile_s: float
     notes: tuple[str, ...] = ()  # what the partitioner complained of while it compiled
     step: Mapping[str, Any] | None = None  # the facts of a `BuiltProgram`; None for a config or a task
@@ -302,7 +301,6 @@ def _compile(request: CompileRequest, folder: Path) -> None:
         arrays, _ = generation.arrays_and_warnings(config, rules, target.platform, whole)
         built = generation.build_programs(config, rules, arrays, devices, whole)
         trace = built.trace_prefill if request.phase == "prefill" else built.trace_decode
-    started = time.monotonic()
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
@@ -321,7 +319,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
             raise
         compiled = str(error)
     compile_s = time.monotonic() - lowered_at
-    program = described(built, compiled, reading, options, target, lowered_at - started, compile_s)
+    program = described(built, compiled, reading, options, target, compile_s)
     facts: dict[str, Any] = dataclasses.asdict(program) | {"step": facts_of_step}
     text, _ = facts.pop("text"), facts.pop("executable")
     if request.export and not isinstance(compiled, str):
@@ -352,13 +350,12 @@ def described(
     reading: Reading,
     options: Mapping[str, Any],
     target: Target,
-    trace_s: float,
     compile_s: float,
 ) -> CompiledProgram:
     """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
     import jax
 
-    from gspmd_lm.foresight.any_step import bytes_per_device
+    from gspmd_lm.sharding.shapes import bytes_per_device
 
     text, memory = "", {}
     if not isinstance(compiled, str):
@@ -375,7 +372,6 @@ def described(
         reading=reading,
         options=dict(options),
         versions=compilers(target),
-        trace_s=trace_s,
         compile_s=compile_s,
     )
 

@@ -37,7 +37,7 @@ def flops(equation: Any) -> float:
 
 
 def live(jaxpr: Any) -> Any:
-    """A program without what it computes and nothing reads. Of what a barrier holds, XLA leaves that out too."""
+    """A program without the results that nothing reads. XLA leaves them out too, also behind a barrier."""
     return partial_eval.dce_jaxpr(_barriers_apart(jaxpr, {}), [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 

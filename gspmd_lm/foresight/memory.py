@@ -12,13 +12,14 @@ from gspmd_lm.foresight import hlo
 # Instructions that make no new buffer: they name, take apart or hand on what others made.
 _NO_BUFFER = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "constant",
               "optimization-barrier", "dynamic-update-slice", "after-all"}  # fmt: skip
+SHOWN = 3  # of the largest temporaries
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceArray:
-    """What one device holds of an array that the rules file speaks of: what a temporary is recognised by."""
+    """The shard of a named array that one device holds. A temporary of its shape is taken for it."""
 
     path: str
     axes: tuple[str, ...]
@@ -122,7 +123,7 @@ def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | Non
         limit_bytes=limit_bytes or available,
         host_bytes=0,
         fits=False,
-        largest=largest[:3],
+        largest=largest[:SHOWN],
         refusal=message.strip().splitlines()[0],
     )
 
@@ -144,7 +145,7 @@ def _op(op_name: str) -> str:
     return re.sub(r"^jit\(_\w+\)/", "", op_name)
 
 
-def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tuple[Temporary, ...]:
+def _largest(module: hlo.Module, known: list[DeviceArray]) -> tuple[Temporary, ...]:
     """The largest buffers that the program makes on the device, those alike told once."""
     largest: dict[tuple[str, str], Temporary] = {}
     for instruction in module.operations:
@@ -161,7 +162,7 @@ def _largest(module: hlo.Module, known: list[DeviceArray], count: int = 3) -> tu
     distinct: dict[tuple[str, str], Temporary] = {}
     for temporary in sorted(largest.values(), key=lambda temporary: (-temporary.bytes, not temporary.source)):
         distinct.setdefault((temporary.shape, temporary.source), temporary)
-    return tuple(distinct.values())[:count]
+    return tuple(distinct.values())[:SHOWN]
 
 
 def _updates_in_place(fusion: hlo.Instruction) -> bool:

@@ -10,8 +10,8 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
 from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import Prediction
+from gspmd_lm.units import bits
 
-_NARROW = {"bf16": 2, "f16": 2, "s8": 4, "f8e4m3fn": 4}  # how many times as wide float32 is
 SCHEMA = 1  # counted up when a key changes its meaning or goes away; new keys leave it
 
 
@@ -72,7 +72,8 @@ class Report:
         if not least_bytes or floor.estimated_because or self.memory.refusal:
             return None
         as_float32 = (
-            collective.bytes_per_device_per_step * _NARROW.get(collective.dtype, 1) for collective in self.collectives
+            collective.bytes_per_device_per_step * max(1.0, 32 / (bits(collective.dtype) or 32))
+            for collective in self.collectives
         )
         return (self.sent_bytes if alike else sum(as_float32)) / least_bytes
 

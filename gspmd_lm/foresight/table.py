@@ -1,13 +1,10 @@
 """The table of a layout: every array, how it is split, and the bytes that each device holds. Counted from shapes."""
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +13,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays, pairs
+from gspmd_lm.sharding.shapes import Activations, Arrays, pairs, placed
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import recorded
 from gspmd_lm.units import human_bytes
@@ -95,9 +92,8 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
 
 
 def _held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
-    """How an array is split, and the bytes of it on each device."""
-    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
-    return spec, math.prod(like.shape) * jnp.dtype(like.dtype).itemsize // rules.num_shards(itertools.chain(*spec))
+    spec, held_bytes = placed(rules, table, leaf, like)
+    return spec, int(held_bytes)
 
 
 def split(axes: tuple[str, ...], spec: Spec) -> str:

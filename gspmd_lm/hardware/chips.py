@@ -110,6 +110,11 @@ class Chip:
         """The peak of matmuls whose operands are int8 or fp8; 0 where they are no faster than bf16."""
         return self.peak_int8_ops_per_s if matmul_dtype == "int8" else self.peak_fp8_flops_per_s
 
+    @property
+    def host_bytes_per_s(self) -> float:
+        """What one jax device can copy to its host, or back."""
+        return self.host_link_bytes_per_s / self.devices_per_chip
+
     def wraps(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Whether each dimension of a slice of `topology` chips is a ring.
 

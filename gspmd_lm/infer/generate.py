@@ -5,7 +5,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from gspmd_lm.config import Config
 from gspmd_lm.data import images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import InputError, RunFailed, is_whole
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
@@ -105,7 +104,7 @@ def programs_for(
 
 
 def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """What gives of a prompt what the model reads: its tokens, or what is in the wav file or image that it names.
+    """A function from a prompt to what the model reads: its tokens, or the content of the file that it names.
 
     Raises InputError for a model that writes no text.
     """
@@ -131,7 +130,7 @@ def check_prompts(
     """
     encoder, context = config.model.of_encoder, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
-    if not isinstance(new_tokens, Integral) or new_tokens < 1:
+    if not is_whole(new_tokens, 1):
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for a whole number from 1")
     queries = config.model.of_queries
     first = queries.context + 1 if queries and not encoder else given_tokens(config)

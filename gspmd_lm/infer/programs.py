@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.rules import Problem, Remat, Rules
-from gspmd_lm.sharding.shapes import Arrays, arrays
+from gspmd_lm.sharding.shapes import Arrays, arrays, bytes_per_device
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
 COMPILED_FOR = ("generate",)  # what has compiler options of its own: see `compiler`
@@ -229,10 +228,7 @@ class GenerationPrograms(Forward):
     @property
     def cache_bytes_per_device(self) -> int:
         """The bytes on each device for the keys and values of all slots, and the states of linear attention."""
-        return sum(
-            math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            for array in jax.tree.leaves(self.abstract_decode_state.cache)
-        )
+        return sum(map(bytes_per_device, jax.tree.leaves(self.abstract_decode_state.cache)))
 
     @property
     def held(self) -> dict[str, Any]:
@@ -268,7 +264,7 @@ class GenerationPrograms(Forward):
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
-        choice = self._choose(logits_BV, settings, prompts.number_B, slot - _begins(self.model, prompts.start_B))
+        choice = self._choose(logits_BV, settings, prompts, slot)
         of_rows = prompts.start_B, prompts.number_B, prompts.length_B
         return DecodeState(cache, choice.tokens_B, slot, *of_rows), choice
 
@@ -276,17 +272,19 @@ class GenerationPrograms(Forward):
         with self.traced():
             logits_BV, cache = decode(self.model, params, state)
         slot = state.slot + 1
-        choice = self._choose(logits_BV, settings, state.number_B, slot - _begins(self.model, state.start_B))
+        choice = self._choose(logits_BV, settings, state, slot)
         return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
 
     def _choose(
-        self, logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array
+        self, logits_BV: jax.Array, settings: SamplingSettings, rows: Prompts | DecodeState, slot: jax.Array
     ) -> Choice:
+        """The tokens that come into `slot`."""
+        position_B = slot - _begins(self.model, rows.start_B)
         with scope("of", "sampling"):
             logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
             if self.model.encoder:
                 logits_BV = allowed(logits_BV, position_B, self.model.encoder)
-            return choose(logits_BV, settings, number_B, position_B)
+            return choose(logits_BV, settings, rows.number_B, position_B)
 
 
 def build_programs(

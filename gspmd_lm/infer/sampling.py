@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm.config import Encoder
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, is_whole
 
 NO_TOKEN = 2**31 - 1  # what is chosen where a score is not a number
 
@@ -49,16 +49,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        is_whole = {name: getattr(self, name) % 1 == 0 for name in ("top_k", "seed")}
         wrong = [
             f"{name}={getattr(self, name)}: {must}"
             for name, good, must in (
                 ("temperature", 0 <= self.temperature < float("inf"), "must be 0 (greedy) or above"),
-                ("top_k", 0 <= self.top_k < 2**31 and is_whole["top_k"],
+                ("top_k", is_whole(self.top_k, 0) and self.top_k < 2**31,
                  "must be a whole number from 1, or 0 to keep all tokens"),
                 ("top_p", 0 < self.top_p <= 1, "must be above 0 and up to 1"),
                 ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
-                ("seed", 0 <= self.seed < 2**32 and is_whole["seed"], "must be a whole number from 0 to 4294967295"),
+                ("seed", is_whole(self.seed, 0) and self.seed < 2**32, "must be a whole number from 0 to 4294967295"),
             )
             if not good
         ]  # fmt: skip

@@ -160,7 +160,7 @@ def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int)
 
 
 def lengths(batch: dict[str, jax.Array], tokens: int) -> int | jax.Array:
-    """How long rows of so many tokens are, on which some rotary positions depend; [B, 1] where the batch says it."""
+    """The lengths of rows, on which some rotary positions depend: [B, 1] if the batch has them, else `tokens`."""
     return batch["length"][:, None] if "length" in batch else tokens
 
 

@@ -159,5 +159,5 @@ def _finished(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
 
 
 def chunk_count(rows: int, length: int) -> int:
-    """The number of equal chunks into which sequences are cut, each of at most so many tokens on a device."""
+    """The number of chunks of the loss: see `chunks.count`."""
     return chunks.count(rows, length, GPU_CHUNK_TOKENS if platform() == "gpu" else CHUNK_TOKENS)

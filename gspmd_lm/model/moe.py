@@ -60,7 +60,7 @@ class Experts(nn.Module):
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, RouterOutput]:
-        """What the experts add to the residual stream, and what the router did. `x_BTD` is gathered."""
+        """What the experts add to the residual stream, and the output of the router. `x_BTD` is gathered."""
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
             logits_BTC = shard(project(x_BTD, self.router), ROUTING)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.ends import before_blocks
 from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, sinusoids
 from gspmd_lm.model.weights import bias, matrix, weight

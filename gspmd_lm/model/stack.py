@@ -22,9 +22,8 @@ from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import interleave, remat, shard, unroll, use
 from gspmd_lm.sharding.chunks import Part, after, in_turns
-from gspmd_lm.sharding.gathered_once import for_all_layers
 from gspmd_lm.sharding.matmuls import gathered, sharing_weights
-from gspmd_lm.sharding.partial_sums import Unreduced, reduced
+from gspmd_lm.sharding.partial_sums import Unreduced, for_all_layers, reduced
 
 VECTORS = "vectors: ranges embed"
 
@@ -230,7 +229,7 @@ class Stack(nn.Module):
         batch: dict[str, jax.Array],
         keys_BT: jax.Array | None,
     ) -> tuple[Carried, list[RouterOutput]]:
-        """What is carried after the layers of `stack`, and what their routers did, [layers, ...] each."""
+        """What the layers of `stack` carry on, and the outputs of their routers, [layers, ...] each."""
         parts = pipeline.parts(stack.name)
         if parts > 1:
             x_BTD, routed = self._in_stages(stack, parts, carried.x_BTD, batch, keys_BT)
@@ -256,7 +255,7 @@ class Stack(nn.Module):
     def _in_stages(
         self, stack: config.Stack, parts: int, x_BTD: jax.Array, batch: dict[str, jax.Array], keys_BT: jax.Array | None
     ) -> tuple[jax.Array, RouterOutput | None]:
-        """The loop over a stack that is cut in so many parts."""
+        """The loop over a stack that is cut in `parts` parts, which the stages of a pipeline compute."""
         layers = stack.scanned // parts
         weights = self.variables["params"][stack.name]
         of_rows = {name: x for name, x in batch.items() if name in ("positions", "segment_ids", "places")}
@@ -291,7 +290,7 @@ def _loop(
     batch: dict[str, jax.Array],
     keys_BT: jax.Array | None,
 ) -> tuple[Carried, RouterOutput | None]:
-    """What is carried after so many layers of `stack`, and what their routers did, [layers, ...]."""
+    """What `layers` layers of `stack` carry on, and the output of their routers, [layers, ...]."""
     kinds, length = stack.kinds, len(stack.kinds)
     turns = layers // length
     unrolled, shared = unroll(turns), kinds[0].shared_layers

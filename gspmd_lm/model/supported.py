@@ -20,7 +20,7 @@ _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 
 class Pass(NamedTuple):
-    """What a program asks of attention, besides what the model asks."""
+    """How a program calls attention, which decides with the config which kernels can compute it."""
 
     seq: int  # tokens of a row
     segments: bool = False  # whether a row holds several texts

@@ -182,7 +182,10 @@ class Task:
         return self._logits(self._called(self.generation.begin, params, _rows(batch), batch), _rows(batch))
 
     def extended(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
-        """The same after one more token of each row. Raises InputError where `extend` gives another kind of state."""
+        """The logits and the state after one more token of each row.
+
+        Raises InputError if `extend` changes the shapes or dtypes of the state.
+        """
         assert self.generation
         rows = len(tokens_B)
         logits_BV, new = self._logits(self._called(self.generation.extend, params, rows, state, tokens_B), rows)
@@ -213,7 +216,7 @@ class Task:
         return logits_BV, self.extended(params, state, jnp.zeros(_rows(batch), jnp.int32))
 
     def _called(self, function: Callable[..., Any], params: Any, rows: int, *arguments: Any) -> Any:
-        """What a function of the model gives, whose modules of flax run on so many rows."""
+        """The result of a function of the model for a batch of `rows` rows."""
         with of_flax.reading(rows):
             return function(of_flax.readable(self._like, params), *arguments)
 
@@ -245,7 +248,7 @@ class Task:
         return sums._asdict() | {"count": self.counted(batch)}
 
     def scored(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What evaluation logs, from its totals; `eval_loss` decides what is best."""
+        """The values that evaluation logs, from its totals. The lowest `eval_loss` is the best."""
         if self.scores:
             return self.scores(totals)
         count = max(totals["count"], 1.0)

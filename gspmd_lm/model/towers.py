@@ -1,5 +1,7 @@
-"""A model of images and of their texts: two stacks whose outputs are compared (CLIP, arXiv 2103.00020)."""
+"""A stack that sees images beside one of texts. The outputs of both are compared (CLIP, arXiv 2103.00020), or learned
+rows read an image, and stand for it before the tokens of its text (BLIP-2, arXiv 2301.12597)."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -7,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.ends import embedded
+from gspmd_lm.model.attention import MEMORY
+from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
 from gspmd_lm.model.images import seen
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.stack import Stack
-from gspmd_lm.model.weights import matrix, weight
+from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project
 
@@ -79,3 +82,66 @@ def compare(
     """Texts and images in their common space, for plain (unboxed) parameters."""
     compared: Any = Towers(cfg).apply({"params": params}, batch, dropout_key)
     return compared
+
+
+# Rows that stand for an image before a text
+
+
+class Queries(Stack):
+    """A stack of blocks from learned rows to those that stand before a text."""
+
+    @nn.compact
+    def __call__(
+        self, memory_BSM: jax.Array, row_B: jax.Array, image_rows: int, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """The rows of each image, [B, Q, D].
+
+        memory_BSM: what the blocks attend to, of which the first `image_rows` are no padding. row_B: see
+        `transformer.Decoder`.
+        """
+        cfg, (B, S) = self.cfg, memory_BSM.shape[:2]
+        rows_QD = use(matrix(self, "query_rows", "positions embed", (cfg.context, cfg.embed), cfg))
+        x_BQD = Norm(cfg, name="embedding_norm")(shard(jnp.broadcast_to(rows_QD, (B, *rows_QD.shape)), RESIDUAL))
+        ones_BQ = jnp.ones((B, cfg.context), jnp.int32)
+        of_rows = {"row": row_B, "positions": ones_BQ, "segment_ids": ones_BQ, "memory": memory_BSM}
+        of_rows["memory_segment_ids"] = jnp.broadcast_to((jnp.arange(S) < image_rows).astype(jnp.int32), (B, S))
+        x_BQD, keys_BQ = before_blocks(cfg, x_BQD, of_rows, dropout_key)
+        return self.blocks(x_BQD, of_rows, keys_BQ)[0]
+
+
+def read(
+    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+) -> jax.Array:
+    """The rows [B, Q, D] that stand for the images of `batch`, whose patches are those of `images.ImageClassifier`.
+
+    The weights are those of `module`, whose width is D, in its parts `vision` and `queries` but for a projection.
+    """
+    assert cfg.of_vision and cfg.of_queries
+    keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in (2, 3)]
+    images = {name: batch[name] for name in ("patches", "row")}
+    memory_BSM = shard(VisionTower(cfg.of_vision, name="vision")(images, keys[0]), MEMORY)
+    x_BQO = Queries(cfg.of_queries, name="queries")(memory_BSM, batch["row"], cfg.of_vision.context, keys[1])
+    sizes = cfg.of_queries.embed, cfg.embed
+    projection = matrix(module, "query_projection", "stream_width embed", sizes, cfg)
+    with gathered(shard(x_BQO, TRANSFORMED), TRANSFORMED, TRANSFORMED) as in_BQO:
+        x_BQD = like(project(in_BQO, projection), BLOCK_INPUT)
+    return x_BQD + bias(module, "query_projection_bias", "embed", sizes[1:], cfg)
+
+
+def before(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
+    """A function that puts rows, if there are any, at the first places of embedded tokens, [B, T, D].
+
+    places_BT: where each token stands, if they are not in their order, or behind padding.
+    """
+
+    def put(x_BTD: jax.Array) -> jax.Array:
+        if rows_BQD is None:
+            return x_BTD
+        T, Q = x_BTD.shape[1], rows_BQD.shape[1]
+        whole_BTD = like(jnp.pad(rows_BQD, ((0, 0), (0, T - Q), (0, 0))), BLOCK_INPUT)
+        if places_BT is None:
+            return jnp.where(jnp.arange(T)[:, None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
+        whole_BTD = jnp.take_along_axis(whole_BTD, places_BT[..., None], axis=1)
+        return jnp.where(places_BT[..., None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
+
+    return put

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
@@ -16,10 +16,9 @@ from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axi
 from gspmd_lm.model.images import ImageClassifier, LevelsClassifier
 from gspmd_lm.model.masks import Masker
 from gspmd_lm.model.moe import RouterOutput
-from gspmd_lm.model.queries import before, read
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
-from gspmd_lm.model.towers import Towers
+from gspmd_lm.model.towers import Towers, before, read
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard
 
@@ -125,7 +124,7 @@ def decode(
 def decode_routed(
     cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
 ) -> tuple[jax.Array, Weight, Weight | None, RouterOutput | None]:
-    """What `decode` returns, and what the routers did."""
+    """What `decode` returns, and the outputs of the routers."""
     decoded: Any = Decoder(cfg).apply({"params": params}, batch, dropout_key)
     hidden, table, bias, _, routed = decoded
     return hidden, table, bias, routed

@@ -2,8 +2,9 @@
 
 import collections
 
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.plan.transfers import FLOAT32_BYTES, Parameter, Transfers, mesh_axes, mesh_axes_except
+from gspmd_lm.plan.transfers import Parameter, Transfers, mesh_axes, mesh_axes_except
 
 
 class AnyModelTransfers(Transfers):

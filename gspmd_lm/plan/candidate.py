@@ -66,7 +66,7 @@ class Candidate:
 
     @functools.cached_property
     def features(self) -> tuple[Any, ...]:
-        """What makes a layout like another."""
+        """The values by which two layouts are compared: see `search._distance`."""
         tables = "weights" in self.raw, "optimizer" in self.raw
         mesh = dict(self.rules.mesh)
         shares = tuple(mesh.get(name, 1) for name in ("stage", "data", "fsdp", "tensor", "context", "expert"))
@@ -84,7 +84,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a search found."""
+    """The result of a search."""
 
     target: Target
     config: str

@@ -16,20 +16,11 @@ import collections
 import math
 from collections.abc import Iterable
 
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Matmul, Node
 from gspmd_lm.model.latent_attention import K_ROPE
-from gspmd_lm.plan.transfers import (
-    FLOAT32_BYTES,
-    OF_KEYS,
-    OUT,
-    READ,
-    Parameter,
-    Sharding,
-    Transfers,
-    Volume,
-    mesh_axes,
-    mesh_axes_except,
-)
+from gspmd_lm.plan.operations import OUT, READ
+from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, Volume, mesh_axes, mesh_axes_except
 
 _INT32_BYTES = 4
 _SHARED_KEY = K_ROPE.partition(":")[0]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
@@ -23,7 +24,7 @@ from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActiva
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
 from gspmd_lm.plan.traces import Part, Shards, TraceCache, parts
-from gspmd_lm.plan.transfers import FLOAT32_BYTES, EstimatedTransfer
+from gspmd_lm.plan.transfers import EstimatedTransfer
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 
@@ -78,7 +79,7 @@ class Estimate:
 
 
 class RematEstimate(NamedTuple):
-    """What one layout takes under a remat policy, communication left out: enough to compare policies."""
+    """The time and memory of one layout under a remat policy, without communication: enough to compare policies."""
 
     seconds: float  # where the target has no times: the FLOPs of what is recomputed
     device_bytes: float  # of the activations that a device saves in one microbatch
@@ -88,7 +89,7 @@ class RematEstimate(NamedTuple):
 
 @dataclasses.dataclass
 class _PartCosts:
-    """What all remat policies of one layout have in common, of a part of the step."""
+    """What all remat policies of one layout have in common in one part of the step."""
 
     part: Part
     op_graph: OpGraph
@@ -103,7 +104,7 @@ class _PartCosts:
         return sum(size / self.shards.count(nodes) for size, nodes in arrays)
 
     def is_computed_once_more(self, op: AnyOp) -> bool:
-        """Whether a stage computes an op forward a second time; the loss is computed where it goes back alone."""
+        """Whether a stage computes an op forward a second time. It computes the loss once, in the backward pass."""
         return self.part.again and (bool(self.part.of_stages) or any(map(self.op_graph.in_block, op.nodes)))
 
     def forward_s(self, ops: Collection[AnyOp]) -> float:
@@ -171,7 +172,7 @@ class Estimator:
         )
 
     def estimate_remat(self, rules: Rules, remat: Remat) -> RematEstimate:
-        """What filled and checked rules would take under another remat policy."""
+        """The time and memory of filled and checked rules under another remat policy."""
         layout = self._layout(rules)
         saved = layout.saved(remat)
         if self.chip:

@@ -30,9 +30,8 @@ _LINEAR = (
 _MATMULS = (*MATMULS, "conv_general_dilated")
 _NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
 _SORTS = ("sort", "top_k")
-
-
-_OUT, *_READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
+# What attention gives, and what it reads.
+OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,7 +183,7 @@ class OpGraph:
             if node.primitive not in _MATMULS or node in self.inside_attention:
                 continue
             kind = "matmul"
-            if node not in self.matmuls and any(near.array == _OUT for near in self.graph.after([node])):
+            if node not in self.matmuls and any(near.array == OUT for near in self.graph.after([node])):
                 kind = "attention"
             backward = float(self.graph.gradients(node))
             nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
@@ -253,20 +252,20 @@ class OpGraph:
     def _attention_ops(self) -> list[AttentionOp]:
         ops = []
         for out in filter(self._covers, self.graph.activations):
-            if out.array != _OUT:
+            if out.array != OUT:
                 continue
             waiting, inside, operands = list(out.inputs), set[Node](), list[Node]()
             while waiting:
                 node = waiting.pop()
                 if node in inside or node.trip_count < out.trip_count:
                     continue
-                if node.checkpoint_name in (*_READ, _OUT):  # what a remat policy knows it by
+                if node.checkpoint_name in (*READ, OUT):  # what a remat policy knows it by
                     operands.append(node)
                     continue
                 inside.add(node)
                 waiting += node.inputs
             queries, keys, values = (
-                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in _READ
+                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in READ
             )
             if queries and keys and values and inside:
                 backward = float(self._has_gradient(out))
@@ -345,7 +344,7 @@ class OpGraph:
             return ()
         if node.residuals is not None:
             return () if node.residuals in self.unused_residuals else node.residuals
-        if node.array == _OUT and self.attention_ops:
+        if node.array == OUT and self.attention_ops:
             return node.users  # what a remat policy knows it by
         if node.primitive in ("mul", *MATMULS):
             first, second = node.inputs[0], node.inputs[:2][-1]

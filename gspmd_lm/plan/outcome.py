@@ -31,7 +31,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A plan with what its user asked of it: how many tokens, in how many days, at what price per chip and hour."""
+    """A plan with the tokens, the days and the price per chip and hour that its user asked for."""
 
     plan: Plan
     batch: int  # rows of a step

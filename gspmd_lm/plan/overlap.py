@@ -82,7 +82,8 @@ class Overlap:
         }
         replicas = reduced - gathered
         exposed: dict[str, float] = collections.defaultdict(float)
-        # Of weights forward and backward, gradients, activations: mesh axes -> seconds, and those that nothing hides.
+        # Mesh axes -> seconds: of weights forward, of weights backward, of gradients and of activations. The second
+        # list has the seconds that are exposed however long compute takes.
         sent_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         least_exposed_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         activation_share = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][gathers_of_activations]
@@ -153,7 +154,7 @@ class Overlap:
         total_s = forward_s = backward_s = 0.0
         forward_share, backward_share = HOST_HIDDEN_SHARE[chip.platform]
         for loop, sizes_of_loop, remaining_of_loop_s in zip(loops, sizes, remaining_s, strict=True):
-            seconds = [size * chip.devices_per_chip / chip.host_link_bytes_per_s for size in sizes_of_loop]
+            seconds = [size / chip.host_bytes_per_s for size in sizes_of_loop]
             total_s += sum(seconds)
             if chip.gpu:
                 waits_s = sum(seconds[COPIES_UNDER_WAY + loop.begins_with_input :])
@@ -201,7 +202,7 @@ def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str,
 
 
 def _combined(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str, int, bool, float]]:
-    """What is sent, and the bytes each time. An iteration of a loop sends its weights, or its gradients, together.
+    """Kind, mesh axes, times, whether in a loop, and bytes of each transfer. An iteration sends its weights together.
 
     Weights that are gathered for both passes are sent twice in an iteration.
     """

@@ -61,7 +61,7 @@ LEAST_POSITIONS = 4096  # ... into shards of so many
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What each part of a model is for. Axes are logical axes."""
+    """The role of each part of a model. Axes are logical axes."""
 
     rows: str
     width: tuple[str, ...]  # axes, and of matrices without them array.axis
@@ -122,13 +122,13 @@ class Space:
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
 
     def interleaved(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The same layout with layers in two parts, where that hides gathers of tensor parallelism."""
+        """A layout with layers interleaved in two parts, which hides the gathers of tensor parallelism."""
         parts, wanted = {**raw, "interleave": 2}, "tensor" in raw["mesh"] and self.task.config
         if wanted and not self.traces.problems(self.rules(parts), self.target.platform):
             yield parts
 
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The same layout under other compiler options whose effect is known."""
+        """A layout under each set of OPTIONS that its target does not have by default."""
         platform, chip = self.target.platform, self.target.chip
         defaults = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
         for options in (*OPTIONS.get(platform, ()), *OPTIONS.get(chip.name if chip else "", ())):
@@ -270,7 +270,7 @@ class Space:
 
     @functools.cached_property
     def names(self) -> variants.Names:
-        """What a remat policy has a choice about."""
+        """The names that a remat policy may save or offload."""
         return variants.Names.from_trace(self.trace, self.fused, self.task.names.kept)
 
 

@@ -19,7 +19,6 @@ from gspmd_lm.plan.traces import Shards
 ELEMENTWISE_PASSES = {"tpu": 0.7, "gpu": 1.0}
 FUSED_PASSES = {"tpu": 0.8, "gpu": 0.0}
 ON_CHIP_BYTES, OFF_CHIP_SHARE = 2**25, {"tpu": 0.6, "gpu": 1.0}
-_CUDNN_MATMULS = (2, 5)  # of a forward and of a backward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +96,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
-    """The share of a GPU that a matmul uses whose result has so many elements."""
+    """The share of a GPU that a matmul uses, by the number of elements of its result."""
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
     return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
 
@@ -137,12 +136,8 @@ def _attention_s(chip: Chip, op: AttentionOp, shards: Shards) -> tuple[Sequence[
     if rules.kernel(chip.platform) != "splash":
         causal = op.mask_window != "all"
         window = int(op.mask_window or 0) if causal else 0
-        scores = attention.masked_scores(seq, window) if causal else seq**2
-        multiply_adds = count * size * scores  # of one matmul
-        return [
-            attention.cudnn_s(2.0 * matmuls * multiply_adds, matmuls > 2, chip, seq, size, causal, window)
-            for matmuls in _CUDNN_MATMULS
-        ], (0.0, 0.0)
+        passes = (attention.Cudnn(backward, count, seq, seq, size, causal, window) for backward in (False, True))
+        return [attention.cudnn_s(one, chip) for one in passes], (0.0, 0.0)
     assert queries.placed
     devices = rules.num_shards(rules.split(queries.placed.table, queries.placed.array, "seq"))
     ring = devices if rules.context == "ring" else 1

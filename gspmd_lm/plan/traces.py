@@ -26,7 +26,7 @@ class ForwardTrace:
     _op_graphs: dict[tuple[bool, bool, str, bool], OpGraph] = dataclasses.field(default_factory=dict)
 
     def op_graph(self, fused: bool, moves: bool = False, stack: str = "", within: bool = False) -> OpGraph:
-        """Its ops, with a `stack` those within that stack of layers or those outside of it.
+        """The ops of the pass; with a `stack`, those within that stack of layers, or those outside of it.
 
         fused: attention is a kernel of its own. moves: gathers and sorts are.
         """
@@ -80,7 +80,7 @@ class TraceCache:
         return [problem for problem in problems if not problem.warning]
 
     def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
-        """What would have been recorded under `rules`."""
+        """The recorder of a trace, as it would be if the model had been traced under `rules`."""
         recorder = Recorder(rules)
         recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
         named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
@@ -125,7 +125,7 @@ class Part:
 
     @property
     def inputs_kept(self) -> int:
-        """Of how many turns a stage keeps what it was given; 0 where that is among what its layers keep."""
+        """The turns whose inputs a stage keeps beside what its layers keep."""
         pipeline = self.step_rules.pipeline
         if not (self.of_stages and self.again and pipeline):
             return 0

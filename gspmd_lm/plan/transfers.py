@@ -18,18 +18,17 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.hardware.network import sent_bytes
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.foresight.propagation.sharding import reshard
 from gspmd_lm.model.latent_attention import K_ROPE, KV_LATENT
+from gspmd_lm.plan.operations import OUT
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
-FLOAT32_BYTES = 4
-*READ, OUT = (spec.partition(":")[0] for spec in (attention.Q, attention.K, attention.V, attention.OUT))
 OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
@@ -71,7 +70,7 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers. forward_alone: of what a part does once more forward."""
+    """What one device sends in a step: `all` transfers. forward_alone: those of a second forward pass of a part."""
 
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
@@ -113,7 +112,7 @@ class Transfers(abc.ABC):
         return not self.forward_alone and node in self.graph.differentiable
 
     def in_turns(self, transfer: EstimatedTransfer) -> EstimatedTransfer:
-        """What stages send in their turns, of which each is one of several parts of the layers.
+        """A transfer as the stages of a pipeline make it: in each of their turns they compute one part of the layers.
 
         `transfer` is what a microbatch would send in all layers. If a loop sends it, it is a part for each layer.
         """
@@ -153,7 +152,7 @@ class Transfers(abc.ABC):
         return {"seq" if axis == "kv_seq" else axis: names for axis, names in zip(axes, spec, strict=True)}
 
     def changes(self, node: Node) -> int:
-        """How often an array becomes another one: less often than the loop runs in which it is only placed anew."""
+        """How often the values of an array change in a microbatch. A loop that only places it anew changes none."""
         origin = node
         while origin.primitive == "name":
             origin = origin.inputs[0]
@@ -168,7 +167,7 @@ class Transfers(abc.ABC):
         return queries[0] if queries else None
 
     def sharding_of_queries(self, keys: Node) -> Sharding:
-        """Their sharding; empty for other activations."""
+        """The sharding of the queries that read keys or values; empty for other activations."""
         queries = self.queries_of(keys)
         return self.sharding(queries) if queries else {}
 
@@ -238,7 +237,10 @@ class Transfers(abc.ABC):
             self.transfer(size_bytes * (turns - 2) / (turns - 1), own, whole, (), times, kind)
 
     def gather_vectors(self, vectors: Node, times: int) -> bool:
-        """Whether what keys are made from is gathered. Adds so many gathers, and the reduction of its gradients."""
+        """Adds `times` gathers of the vectors that keys are made from, and one reduction of their gradients.
+
+        Returns whether these vectors are gathered at all.
+        """
         whole, names = vectors, {vectors.array} & OF_KEYS
         while same := [near for near in self.graph.after([whole]) if near.array in names and near is not whole]:
             whole = same[0]
@@ -252,7 +254,7 @@ class Transfers(abc.ABC):
         return True
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> None:
-        """Adds the way that sends least; nothing if that is the one of which all is sent anyway."""
+        """Adds what the cheapest of several ways sends; nothing if that is `free`, which is added elsewhere."""
         cheapest = min(ways, key=lambda way: sum(sum(volume.values()) for volume in way))
         for volume in [] if cheapest is free else cheapest:
             self.add(volume, self.microbatches * times, in_loop=times > 1)
@@ -266,31 +268,18 @@ class Transfers(abc.ABC):
         self.all += map(self.in_turns, transfers) if self.part.of_stages else transfers
 
     def add_once(self, volume: Volume, kind: str, times: int) -> None:
-        """Adds what stages send of an array of all layers outside of their turns, so many times in a step."""
+        """Adds `times` transfers in a step of an array of all layers, which stages send outside of their turns."""
         step = self.part.step_rules
         for axes, size_bytes in volume.items():
             size_bytes /= step.num_shards(step.stages)
             self.all.append(EstimatedTransfer(kind, axes, size_bytes, times, False))
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
-        """What `transfer` adds in one microbatch."""
-        source_axes, target_axes = mesh_axes(source), mesh_axes(target)
-        summed = set(summed_over) - source_axes - self.reduced_last
-        exchanged = {
-            name for axis, names in source.items() for name in names if name in target_axes - set(target.get(axis, ()))
-        }
+        """Mesh axes -> the bytes that one device sends for what `transfer` adds, in one microbatch."""
+        summed = set(summed_over) - self.reduced_last
         bytes_over: dict[str, float] = collections.defaultdict(float)
-        local = size_bytes / self.rules.num_shards(source_axes | (target_axes - summed))
-        for kind, over in (
-            ("reduce-scatter", summed & target_axes),
-            ("all-reduce", summed - target_axes),
-            ("all-to-all", exchanged),
-            ("all-gather", source_axes - target_axes),
-        ):
-            if (shards := self.rules.num_shards(over)) > 1:
-                size_bytes = local * shards if kind == "all-gather" else local
-                bytes_over[self.axes_key(over)] += sent_bytes(kind, size_bytes, shards)
-                local /= shards if kind == "reduce-scatter" else 1
+        for cost in reshard(size_bytes, source, target, summed, self.rules.num_shards):
+            bytes_over[self.axes_key(cost.mesh_axes)] += cost.bytes
         return bytes_over
 
     def axes_key(self, names: Iterable[str]) -> str:

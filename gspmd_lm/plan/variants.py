@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.task import Task
 from gspmd_lm.plan.estimate import Estimate, Estimator, RematEstimate
+from gspmd_lm.plan.operations import OUT, READ
 from gspmd_lm.plan.traces import ForwardTrace
 from gspmd_lm.sharding.rules import Remat, Rules
 
@@ -109,7 +109,7 @@ def pipelines(task: Task, mesh: Mapping[str, int], estimate: Estimates, limit_by
 
 
 class Names(NamedTuple):
-    """What a model lets a remat policy choose."""
+    """The names of activations that a remat policy may save or offload."""
 
     outputs: tuple[str, ...]  # what matmuls, kernels and collectives make
     inputs: tuple[str, ...]  # what loops carry, which stays on the device unless it is offloaded
@@ -123,9 +123,8 @@ class Names(NamedTuple):
         gathered = [
             matmul.input.array for matmul in graph.matmuls if graph.gathered_from(matmul.input)
         ]  # only placed anew
-        first = [spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V)]
         labels = [node.checkpoint_name for node in nodes if node.checkpoint_name not in (*inputs, *gathered)]
-        outputs = [*(name for name in first if name in labels), *labels]
+        outputs = [*(name for name in (OUT, *READ) if name in labels), *labels]
         return cls(tuple(dict.fromkeys(outputs)), tuple(dict.fromkeys(inputs)))
 
     def remat(self, destinations: Mapping[str, Destination]) -> Remat:
@@ -153,7 +152,7 @@ def policies(estimator: Estimator, rules: Rules, names: Names) -> Iterator[Remat
 
 
 class _Knapsack:
-    """The choice for one layout."""
+    """The choice of the names that are saved or offloaded under one layout."""
 
     def __init__(self, estimator: Estimator, rules: Rules, names: Names):
         self.estimator, self.rules, self.names = estimator, rules, names
@@ -194,5 +193,4 @@ class _Knapsack:
         """What a microbatch can send to the host while its loop computes."""
         chip = self.estimator.chip
         assert chip
-        share = STEP_SHARE / (chip.devices_per_chip * self.rules.microbatches)
-        return max(share * step_s * chip.host_link_bytes_per_s, 1.0)
+        return max(STEP_SHARE / self.rules.microbatches * step_s * chip.host_bytes_per_s, 1.0)

@@ -86,7 +86,7 @@ class Spec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the rules choose for a model besides where its arrays live, and what they choose it for.
+    """What rules decide besides where arrays live, and the platform and devices for which they do.
 
     The defaults are those of a single device without rules.
     """

@@ -14,7 +14,7 @@ from gspmd_lm.sharding.annotate import placement
 
 
 def count(rows: int, length: int, tokens: int) -> int:
-    """The number of equal chunks into which sequences are cut, each of at most so many tokens on a device."""
+    """The number of equal chunks into which sequences are cut. A device has at most `tokens` tokens of each."""
     most = length // _shards(length)
     shared = placement().num_shards("logits", "batch") * min(placement().num_shards("logits", "seq"), length)
     wanted = -(-rows * length // (shared * tokens))

@@ -47,9 +47,13 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return {"value": self.unbox()}
 
 
+def is_box(leaf: Any) -> bool:
+    return isinstance(leaf, Box)
+
+
 @contextlib.contextmanager
 def reading(rows: int = 0) -> Iterator[None]:
-    """A context in which modules of flax are made and called, with a batch of so many rows.
+    """A context in which modules of flax are made and called, with a batch of `rows` rows.
 
     Those of NNX with axes are made although no mesh is set.
     """
@@ -77,13 +81,13 @@ def boxed(variables: Any) -> Any:
 
 
 def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
-    """Of the parameters that `init` draws, nested dicts, those of these paths."""
+    """The parameters at `paths` of those that `init` draws, as path -> array."""
     params: Any = flatten_dict(nn.unbox(init(key)), sep=".")
     return {path: params[path] for path in paths}
 
 
 def parted(variables: Any) -> tuple[Any, Any]:
-    """What gradients do not change of nested dicts of arrays, and what they do: of collections, it is `params`."""
+    """The part of nested dicts of arrays that has no gradients, and the part that has: of collections, `params`."""
     if not isinstance(variables, Mapping) or PARAMS not in variables:
         return {}, variables
     return {name: variables[name] for name in variables if name != PARAMS}, {PARAMS: variables[PARAMS]}

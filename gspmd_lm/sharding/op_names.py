@@ -33,7 +33,7 @@ _OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
 
 @dataclasses.dataclass(frozen=True)
 class OpName:
-    """What an operation's name says."""
+    """The parts of an operation's name."""
 
     phase: str  # forward, backward, recomputation, optimizer; other: outside of the derivative in a step of one's own
     modules: tuple[str, ...]  # layers, attention_norm

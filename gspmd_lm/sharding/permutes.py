@@ -99,7 +99,7 @@ class Segments:
     received: jax.Array  # the sizes of what arrives
 
     def exchanged(self, rows_ND: jax.Array, size: int, array: str) -> jax.Array:
-        """[size, D]: what arrives; zeros where nothing does. array: the name of what is sent."""
+        """[size, D]: the rows that arrive, and zeros where none does. array: the name of what is sent."""
         into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
         with scope("rules", array):
             exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
-from gspmd_lm.sharding.gathered_once import gathered_once, is_box
-from gspmd_lm.sharding.of_flax import Box
+from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import tokens_of
+from gspmd_lm.sharding.partial_sums import gathered_once, tokens_of
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
 
@@ -49,7 +48,7 @@ def parts(stack: str) -> int:
 
 
 def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
-    """What all parts give, one after the other: `x_BTD`, and the trees of what layers give, of all of them.
+    """`x_BTD` after all parts, and the trees of the results of all layers.
 
     weights: those of all layers, [L, ...], in boxes as `of_flax.readable` makes them. of_rows: what layers read of each
     row besides, a tree of [B, T].

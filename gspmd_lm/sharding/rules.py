@@ -85,7 +85,7 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How many microbatches go through the stages of a pipeline, and how often, and when stages gather weights."""
+    """The schedule of a pipeline: its microbatches, its repeats, and when stages gather their weights."""
 
     microbatches: int
     repeats: int = 1
@@ -100,7 +100,7 @@ class Pipeline:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As a rules file says it, without what it need not say."""
+        """The keys of the rules file that are not at their defaults, and their values."""
         usual = dataclasses.asdict(Pipeline(0))
         return {key: value for key, value in dataclasses.asdict(self).items() if value != usual[key]}
 
@@ -144,7 +144,7 @@ class Rules:
 
     @property
     def compiled_for(self) -> tuple[str, ...]:
-        """What a training step under these rules has compiler options of its own for."""
+        """The kinds of program that a train step under these rules is, each with compiler options of its own."""
         kinds = {"train": True, "offload": self.remat.offload, "interleave": self.interleave == 2}
         return tuple(kind for kind, holds in kinds.items() if holds)
 
@@ -186,7 +186,7 @@ class Rules:
 
     @property
     def turns(self) -> tuple[int, int]:
-        """In how many turns a stage of the pipeline has rows, and how many there are; (0, 0) without stages."""
+        """The turns in which a stage of the pipeline has rows, and all turns; (0, 0) without stages."""
         if not self.pipeline or not self.stages:
             return 0, 0
         busy, others = self.pipeline.microbatches * self.pipeline.repeats, self.num_shards(self.stages) - 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,20 @@ def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
     """The leaves of a tree of Named, each with the leaf of `abstract` that it names."""
     leaves = jax.tree.leaves(named, is_leaf=lambda leaf: isinstance(leaf, Named))
     return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
+
+
+def placed(
+    rules: Rules, table: str, leaf: Named, like: Any, itemsize: int = 0
+) -> tuple[tuple[tuple[str, ...], ...], float]:
+    """How `table` splits an array, and the bytes of it on each device; in its dtype if `itemsize` is 0."""
+    spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
+    shards = rules.num_shards(itertools.chain(*spec))
+    return spec, math.prod(like.shape) * (itemsize or like.dtype.itemsize) / shards
+
+
+def bytes_per_device(like: Any) -> int:
+    """The bytes of an array, of which a shape and a sharding are known, on each device."""
+    return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
 
 
 def checked(

@@ -83,7 +83,7 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What is wrong: each a code, a message, and what to type."""
+    """Findings, each with a code, a message and a fix."""
 
     findings: Sequence[tuple[str, str, str]]
 

@@ -53,7 +53,7 @@ def sections(outcomes: Sequence[Outcome], advice: Sequence[Note] = ()) -> list[S
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that are in time come first; then the cheapest where prices are known, else the fastest."""
+    """The plans that are in time first, then the others; the cheapest first if prices are known, else the fastest."""
 
     def key(outcome: Outcome) -> tuple[bool, float, float]:
         line = next(iter(outcome.lines()), None) if outcome.plan.best else None

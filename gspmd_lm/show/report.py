@@ -331,7 +331,7 @@ def time_parts(report: Report) -> list[Part]:
 
 
 def verdict(report: Report) -> str:
-    """What to make of one layout, in three sentences: whether it fits, what its time goes to, and what it sends."""
+    """A verdict on one layout in three sentences: whether it fits, what its time is spent on, and what it sends."""
     memory, prediction = report.memory, report.prediction
     needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
     sentences = [f"{report.layout} {needs}."]

@@ -10,7 +10,7 @@ import optax
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.config.masks import PARTS, POINTS
-from gspmd_lm.config.sounds import WINDOW
+from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums
 from gspmd_lm.model.moe import balanced

@@ -20,7 +20,7 @@ from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.preemption import Agreement, StopSignal
-from gspmd_lm.train import init_from, metrics, progress, saving
+from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
@@ -87,7 +87,6 @@ class Run:
         """The rows to train on, and those that are held out. Every process has the same rows."""
         train_rows, held_out_rows = self.open_rows()
         processes.compare({"data": train_rows.fingerprint}, self.say)
-        history.check_classes(self.workdir, train_rows.classes, self.say, self.settings.init_from)
         return train_rows, held_out_rows
 
     def train(self, stop: int, step: int | None = None) -> dict[str, float]:
@@ -174,7 +173,7 @@ class Run:
         assert held_out_rows is not None
         program = self.programs.ready(self.programs.evaluate())
         batches = held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches)
-        values = self.step.task.scored(metrics.added(program(params, batch) for _, batch in batches))
+        values = self.step.task.scored(progress.added(program(params, batch) for _, batch in batches))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
@@ -364,12 +363,12 @@ class _Training:
             f"  fix   lower optimizer.learning_rate, or look at the data; the same command {then}"
         )
 
-    def _meter(self) -> metrics.Meter:
+    def _meter(self) -> progress.Meter:
         run, task = self.run, self.run.step.task
         report = run.programs.report
         flops = report.flops if report else 0.0
         peak = report.peak_flops_per_s if report and flops else None
-        return metrics.Meter(
+        return progress.Meter(
             self.start, self.stop, task.tokens or task.rows, run.rows[0].epochs_per_step,
             flops, peak and peak * run.step.mesh.size,
         )  # fmt: skip

@@ -279,7 +279,7 @@ def _means_of_pairs(sums: PairSums, count: jax.Array) -> dict[str, jax.Array]:
 
 
 def _scores_of_pairs(totals: Mapping[str, float]) -> dict[str, float]:
-    """They depend on how many rows a batch has, among which each is sought."""
+    """The scores depend on the number of rows of a batch, because each text or image is sought among all of them."""
     count = max(totals["pairs"], 1.0)
     names = {"loss": "eval_loss", "correct_texts": "eval_image_of_text", "correct_images": "eval_text_of_image"}
     return {ours: totals[name] / count for name, ours in names.items()} | {"eval_pairs": totals["pairs"]}

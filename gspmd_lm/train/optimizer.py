@@ -49,7 +49,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
 
 
 def unfinished(cfg: config.Optimizer, steps: int) -> str:
-    """A warning about a schedule that is longer than a run of so many steps; '' if it is not."""
+    """A warning about a schedule that is longer than a run of `steps` steps; '' for any other."""
     warmup, decay = cfg.warmup_steps, _decay_steps(cfg, steps)
     if warmup > steps:
         return (f"warning: optimizer.warmup_steps={warmup:,}: more than train.steps={steps:,}, so the learning rate "

@@ -22,9 +22,9 @@ class PreRunReport:
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
 
 
-# (compiled step, or the compiler's refusal for memory; the traced step; compiler options; seconds to trace and to
-# compile) -> PreRunReport. Raises InputError where the step does not fit into memory.
-ReportStep = Callable[[Any, Any, Mapping[str, Any], float, float], PreRunReport]
+# (compiled step, or the compiler's refusal for memory; the traced step; compiler options; seconds to compile) ->
+# PreRunReport. Raises InputError where the step does not fit into memory.
+ReportStep = Callable[[Any, Any, Mapping[str, Any], float], PreRunReport]
 
 
 @dataclasses.dataclass
@@ -83,7 +83,6 @@ class TrainPrograms:
         """The compiled train step, which fits into memory."""
         also = self.step.rules.compiled_for
         options = self.step.options(*also)
-        began = time.perf_counter()
         compiled, report_step = self.executable, self.report_step
         traced: Any = self.step.trace_train() if report_step or not compiled else None
         lowered_at = time.perf_counter()
@@ -93,12 +92,11 @@ class TrainPrograms:
                 compiled = self.step.compile(lowered, also=also)
             except jax.errors.JaxRuntimeError as error:
                 if report_step and "RESOURCE_EXHAUSTED" in str(error):
-                    report_step(str(error), traced, options, lowered_at - began, time.perf_counter() - lowered_at)
+                    report_step(str(error), traced, options, time.perf_counter() - lowered_at)
                 raise
         if self.machine.simulated:
             fix = "a smaller data.batch, remat: block, or a smaller model"
             compiler.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
         if report_step:
-            compile_s = time.perf_counter() - lowered_at
-            self.report = report_step(compiled, traced, options, lowered_at - began, compile_s)
+            self.report = report_step(compiled, traced, options, time.perf_counter() - lowered_at)
         return compiled

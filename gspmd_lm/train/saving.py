@@ -47,7 +47,7 @@ class Clock:
 
 
 def line(train: Train, state: Any) -> str:
-    """What to say about when a run is saved, how large a checkpoint of its state is, and how many are kept."""
+    """A line that says when a run is saved, how large a checkpoint of its state is, and how many are kept."""
     minutes, steps = train.checkpoint_minutes, train.checkpoint_every
     when = [f"every {steps:,} steps"] * (steps > 0) + [f"every {minutes:g} minutes"] * (minutes > 0)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -66,7 +66,7 @@ class Best:
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Best":
-        """What a checkpoint holds; nothing is best yet if it holds nothing."""
+        """The best evaluation that a checkpoint holds; without one, nothing is best yet."""
         return cls(**extra.get("best", {}))
 
     def after(self, step: int, loss: float) -> "Best":
@@ -81,7 +81,7 @@ class Best:
 
 
 def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:
-    """What to say where the checkpoint of a step leaves nothing to do."""
+    """The message for a checkpoint that leaves nothing to do."""
     if step >= stop:
         return f"the checkpoint is at step {step}: nothing to do up to step {stop} (--steps, train.steps)"
     than = f"not better than that of step {best.step}" if best.step is not None else "not finite"

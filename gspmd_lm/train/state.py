@@ -172,7 +172,7 @@ def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
 
 
 def _state_problems(task: Task, rules: Rules) -> list[Problem]:
-    """What rules have against the state of a model of one's own, and the arrays of it that never change."""
+    """The problems of rules with the state of a model of one's own, and with arrays of it that never change."""
     left, problems = [task.partition(tree)[0] for tree in (task.weights.named_params, task.weights.params)], []
     if task.changed and rules.microbatches > 1:
         message = f"{min(task.changed)}: each step leaves it new from the whole batch, which no microbatch has"
@@ -187,7 +187,7 @@ def _state_problems(task: Task, rules: Rules) -> list[Problem]:
 
 
 def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
-    """What rules have against a loss that needs the whole batch, and what a config's experts drop."""
+    """The problems of rules that split a batch which the loss needs whole, and warnings of tokens that experts drop."""
     model, problems = config.model, []
     place, one = rules.place("microbatches", rules.microbatches), "--set rules.microbatches=1"
     if model.balance == "batch" and rules.microbatches > 1:

@@ -91,7 +91,7 @@ class Step(TaskProgram):
         return self.trace_train().lower()
 
     def trace_train(self) -> jax.stages.Traced:
-        """What `lower_train` lowers."""
+        """The train step, traced: see `lower_train`."""
         jitted = jax.jit(self._train, out_shardings=(self.state_shardings, None), donate_argnums=0)
         return jitted.trace(self.abstract_state, self.abstract_batch)
 

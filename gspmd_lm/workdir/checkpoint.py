@@ -44,7 +44,7 @@ def opened(
     architecture: Mapping[str, Any],
     report: Callable[[str], None] = lambda _: None,
 ) -> "closing[Checkpoints]":
-    """As `of_run`, of a model that `architecture` describes."""
+    """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `of_run`."""
     return closing(
         Checkpoints(
             str(epath.Path(workdir) / layout.CHECKPOINTS),

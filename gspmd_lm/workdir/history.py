@@ -87,14 +87,16 @@ def known_classes(workdir: epath.Path, init_from: str = "") -> tuple[str, ...]:
     return found or (known_classes(layout.path_of(init_from)) if init_from else ())
 
 
-def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[str], None], init_from: str = "") -> None:
+def check_classes(
+    workdir: epath.Path, known: Sequence[str], classes: Sequence[str], say: Callable[[str], None]
+) -> None:
     """Raises InputError if a run keeps other classes than those of its data now, whose numbers would mean others.
 
-    `say` warns of classes of data that are not those of the weights with which the run begins. If there are more or
-    fewer of them, the head is a new one.
+    known: see `known_classes`. `say` warns of classes of data that are not those of the weights with which the run
+    begins. If there are more or fewer of them, the head is a new one.
     """
-    known, path = known_classes(workdir, init_from) if classes else (), workdir / layout.CLASSES
-    if not known or known == (*classes,) or (len(known) != len(classes) and not path.exists()):
+    path = workdir / layout.CLASSES
+    if not known or not classes or (*known,) == (*classes,) or (len(known) != len(classes) and not path.exists()):
         return
     if path.exists():
         raise InputError(
@@ -102,7 +104,7 @@ def check_classes(workdir: epath.Path, classes: Sequence[str], say: Callable[[st
             "  fix   restore the data, or use another --workdir"
         )
     numbered = (*map(str, range(len(known))),)
-    if classes != numbered and known != tuple(f"LABEL_{number}" for number in numbered):
+    if classes != numbered and (*known,) != tuple(f"LABEL_{number}" for number in numbered):
         ours, theirs = map(_listed, (classes, known))
         say(f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
             "the same order")  # fmt: skip
@@ -208,7 +210,7 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
         return rows
 
     def value_of(name: str, parse: Callable[[str, str], Any], missing: Any) -> Any:
-        """What a file says; `missing` if there is no such file, or if it is not what it should be."""
+        """The value that a file holds; `missing` if there is no such file, or if it is damaged or of another type."""
         path = workdir / name
         try:
             value = parse(paths.read_text(path), str(path)) if path.exists() else missing

@@ -11,10 +11,9 @@ import pytest
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
 from gspmd_lm.config import core_yaml, types
-from gspmd_lm.config.images import Patches
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
-from gspmd_lm.config.sounds import Frames
+from gspmd_lm.config.media import Frames, Patches
 from gspmd_lm.config.stacks import Encoder, Queries, Vision
 from gspmd_lm.config.windows import Windows
 from gspmd_lm.errors import InputError

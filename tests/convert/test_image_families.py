@@ -13,7 +13,7 @@ import pytest
 from einops import rearrange
 
 from gspmd_lm import InputError
-from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.convert import export, image_families, pretrained
 from gspmd_lm.convert.image_families import padded_rows
 from gspmd_lm.model.transformer import classify

@@ -13,7 +13,7 @@ import pytest
 from einops import rearrange
 
 from gspmd_lm import InputError
-from gspmd_lm.config.images import Images
+from gspmd_lm.config.media import Images
 from gspmd_lm.convert import architecture, export, image_families, pretrained
 from gspmd_lm.model.towers import compare
 from tests.convert import ours

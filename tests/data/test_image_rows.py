@@ -10,7 +10,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import images, loader, media
 from tests.quick import QUICK_FLAGS
 
@@ -86,8 +86,13 @@ def test_tables_hold_the_same_images(folder, tmp_path):
         for one, other in zip(found, want, strict=True):
             for name, array in one.rows_at(0, slice(None)).items():
                 np.testing.assert_array_equal(array, other.rows_at(0, slice(None))[name])
-    with pytest.raises(InputError, match=r"row 1: label is a str: there are no bytes of an image"):
-        loader.open_loaders(config_of(tmp_path / "train.parquet", fields=["label"], label="label"))
+    (tmp_path / "train.parquet").unlink()
+    lines = [json.dumps({"image": str(path), "label": path.parent.name, "wrong": 1}) for path in paths]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    named, _ = loader.open_loaders(config_of(tmp_path, fields=["image"], label="label"))
+    np.testing.assert_array_equal(named.rows_at(0, slice(None))["labels"], want[0].rows_at(0, slice(None))["labels"])
+    with pytest.raises(InputError, match=r"train\.jsonl:1: wrong is a int: there is no image"):
+        loader.open_loaders(config_of(tmp_path, fields=["wrong"], label="label"))
 
 
 def test_what_is_held_out_follows_from_the_contents(folder):

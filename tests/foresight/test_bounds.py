@@ -10,7 +10,7 @@ from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.bounds import lacking_flops, necessary_flops, of_training
+from gspmd_lm.foresight.bounds import necessary_flops, of_training, step_flops
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
@@ -18,7 +18,6 @@ from gspmd_lm.sharding import permutes, rules_file
 from gspmd_lm.sharding.rules import Remat, Row, check
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
-from gspmd_lm.train.metrics import model_flops
 
 B, T, D, L, V = 8, 8192, 4096, 32, 128256
 TOKENS = B * T
@@ -165,8 +164,8 @@ def test_compute_and_memory_on_a_chip(floor_of, llama):
     _, arrays = llama
     chip = CHIPS["h100"]
     found = floor_of("fsdp8", chip)
-    looked_up = V * D
-    flops = (6 * (arrays.parameter_count - looked_up) + 12 * L * 32 * 128 * (T + 1) / 2) * TOKENS / 8
+    looked_up, norms = V * D, (2 * L + 1) * D
+    flops = (6 * (arrays.parameter_count - looked_up - norms) + 12 * L * 32 * 128 * (T + 1) / 2) * TOKENS / 8
     assert found.flops == pytest.approx(flops)
     assert found.compute_s == pytest.approx(flops / 989e12)
     # Per parameter: weight, gradient, two moments, float32, an eighth of each; and twice the layers in bfloat16.
@@ -241,20 +240,16 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     config, rules = small(**MASKED, **frozen), rules_file.from_dict({"mesh": {"data": 1}}, "one").fill(1)
     arrays = state.arrays(config)
     recorded = graph(config, rules, arrays)
-    found = model_flops(config, arrays) - lacking_flops(config, rules, recorded)
-    vectors = sum(
-        like.size for leaf, like in pairs(arrays.named_params, arrays.params) if len({*leaf.axes} - {"layers"}) == 1
-    )
-    counted = 6 * config.data.batch * config.data.seq * vectors  # norms multiply nothing
-    step = built(config, rules)
-    assert found - counted == read(step).model_flops
+    step, found = built(config, rules), step_flops(config, rules, recorded)
+    assert found == read(step).model_flops
     assert of_training(step.task, rules, arrays, None, recorded, read(step)).flops == found
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):
     queries = Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56)
     vision = Vision(patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6, queries=queries)
-    config = small(vision=vision, frozen=("vision",), data={"source_seq": 24})
+    config = small(vision=vision, data={"source_seq": 24})
+    frozen = dataclasses.replace(config, model=dataclasses.replace(config.model, frozen=("vision",)))
     arrays, rules = state.arrays(config), rules_file.load("single").fill(1)
     matrices = {
         leaf.path: like.size for leaf, like in pairs(arrays.named_params, arrays.params)
@@ -263,8 +258,10 @@ def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys
     of_vision = sum(size for path, size in matrices.items() if path.startswith("vision."))
     of_keys = sum(size for path, size in matrices.items() if path.endswith(("cross.wk", "cross.wv")))
     scores = 4 * config.model.heads * 2 * 6 * 24
-    wanted = config.data.batch * 24 * (4 * of_vision + scores + 2 * of_keys)
-    assert lacking_flops(config, rules, graph(config, rules, arrays)) == pytest.approx(wanted)
+    stem = matrices["vision.stem"]  # the pixels that it reads have no gradient in any case
+    wanted = config.data.batch * 24 * (4 * of_vision - 2 * stem + scores + 2 * of_keys)
+    whole, part = (step_flops(one, rules, graph(one, rules, state.arrays(one))) for one in (config, frozen))
+    assert whole - part == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

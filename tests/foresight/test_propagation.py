@@ -318,8 +318,7 @@ def test_where_a_transfer_stands_in_the_program():
 
     found = reading(jax.grad(loss), array((16, 16), "fsdp"), array((8, 16)))
     (gathered,) = [one for one in found.transfers if one.kind == "all-gather" and one.phase == "forward"]
-    assert gathered.array == "layers.mlp.w_up" and "test_propagation.py" in gathered.source
-    assert (gathered.source_sharding, gathered.target_sharding) == ("fsdp,-", "-,-")
+    assert (gathered.array, gathered.mesh_axes) == ("layers.mlp.w_up", "fsdp")
     assert math.isclose(gathered.bytes_per_step, 8 * 16 * 4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from test_attribution import collectives_of, program, simulated
 
 from gspmd_lm.config import Lora, Queries, RelativePositions, RelativeVectors, Vision, Windows
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs

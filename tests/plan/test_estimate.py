@@ -7,7 +7,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Lora, Queries, Vision
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware import target as targets
@@ -197,8 +197,9 @@ def test_a_window_is_priced_by_its_scores():
     windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
     estimator, chip = Estimator(windowed, targets.parse("h100:8")), CHIPS["h100"]
     found = estimator.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
-    scores = N * H * attention.masked_scores(T, 1024)
-    passes = [attention.cudnn_s(2 * n * scores, n > 2, chip, T, H, window=1024) for n in (2, 5)]
+    calls = [attention.Cudnn(backward, N, T, T, H, causal=True, window=1024) for backward in (False, True)]
+    assert [one.flops for one in calls] == [2 * n * N * H * attention.masked_scores(T, 1024) for n in (2, 5)]
+    passes = [attention.cudnn_s(one, chip) for one in calls]
     assert found == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
 
 
@@ -207,7 +208,9 @@ def test_a_full_mask_is_priced_by_all_scores():
     of = {name: Estimator(configs.load("llama3_8b", sets), targets.parse(name)) for name in ("h100:8", "v5p:2x2x2")}
     found = {name: one.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s for name, one in of.items()}
     h100, v5p = CHIPS["h100"], CHIPS["v5p"]
-    passes = [attention.cudnn_s(2 * n * N * H * T**2, n > 2, h100, T, H, causal=False) for n in (2, 5)]
+    calls = [attention.Cudnn(backward, N, T, T, H, causal=False) for backward in (False, True)]
+    assert [one.flops for one in calls] == [2 * n * N * H * T**2 for n in (2, 5)]
+    passes = [attention.cudnn_s(one, h100) for one in calls]
     assert found["h100:8"] == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
     all_blocks = attention.splash_passes_s(N, (H, H), T, 2, "all", 1, v5p)
     assert found["v5p:2x2x2"] == pytest.approx(L * sum(all_blocks), rel=0.01)

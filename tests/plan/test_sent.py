@@ -15,7 +15,7 @@ from gspmd_lm.config import (
     Vision,
     Windows,
 )
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan.estimate import Estimator

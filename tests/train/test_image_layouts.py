@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm.config import Lora, RelativePositions, Windows
-from gspmd_lm.config.images import Images, Patches
+from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file

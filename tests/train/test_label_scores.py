@@ -11,7 +11,7 @@ from etils import epath
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.data.labelled import ordered
 from gspmd_lm.errors import InputError
-from gspmd_lm.train import metrics, objectives
+from gspmd_lm.train import objectives, progress
 from gspmd_lm.train.objectives import SEVERAL, class_scores, class_sums, number_scores, number_sums
 from gspmd_lm.workdir import history
 
@@ -48,7 +48,7 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
     logits = draw.normal(size=(100, classes)).astype(np.float32)
     logits[np.arange(100), labels] += 0.7
     logits[:, 4:] = -9  # ... nor predicted, and has no F1
-    totals = metrics.added(
+    totals = progress.added(
         class_sums(jnp.asarray(x), jnp.asarray(y)) for x, y in _batches(logits, labels, padding=(3, -1))
     )
     assert totals["true"].dtype == np.float64 and totals["true"].sum() == totals["predicted"].sum() == 100
@@ -59,12 +59,12 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
 
 def test_scores_that_are_not_defined_are_0():
     logits = jnp.asarray([[1.0, 0.0]] * 3)
-    alike = class_scores(metrics.added([class_sums(logits, jnp.zeros(3, jnp.int32))]))
+    alike = class_scores(progress.added([class_sums(logits, jnp.zeros(3, jnp.int32))]))
     assert alike == {"eval_accuracy": 1.0, "eval_f1": 0.0, "eval_matthews": 0.0}
-    none = class_scores(metrics.added([class_sums(logits, jnp.full(3, -1))]))
+    none = class_scores(progress.added([class_sums(logits, jnp.full(3, -1))]))
     assert none == {"eval_accuracy": 0.0, "eval_f1": 0.0, "eval_matthews": 0.0}
     numbers = number_sums(jnp.ones(3), jnp.arange(3.0), jnp.ones(3, bool))
-    assert number_scores(metrics.added([numbers])) == {"eval_pearson": 0.0}
+    assert number_scores(progress.added([numbers])) == {"eval_pearson": 0.0}
 
 
 def test_the_correlation_is_that_of_all_rows_at_once():
@@ -73,7 +73,7 @@ def test_the_correlation_is_that_of_all_rows_at_once():
     predicted = (2 + 0.5 * labels + draw.normal(size=100)).astype(np.float32)
     counted = np.ones(100, bool)
     padded = _batches(predicted, labels, counted, padding=(np.nan, 0, False))
-    totals = metrics.added(number_sums(*map(jnp.asarray, one)) for one in padded)
+    totals = progress.added(number_sums(*map(jnp.asarray, one)) for one in padded)
     assert totals["labels"] == 100
     assert number_scores(totals)["eval_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-6)
 
@@ -84,7 +84,7 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
     model, labels = ModelConfig(**SIZES, classes=3, mask="full"), (true @ [1, 2, 4]).astype(np.int32)
     monkeypatch.setattr(objectives, "classify", lambda model, params, batch, key: jnp.asarray(batch["logits"]))
     batches = _batches(logits, labels, padding=(3, -1))
-    found = metrics.added(SEVERAL.evaluate(model, None, {"logits": x, "labels": y}) for x, y in batches)
+    found = progress.added(SEVERAL.evaluate(model, None, {"logits": x, "labels": y}) for x, y in batches)
     of_true, said = np.where(true, 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(logits))), logits > 0
     precision, recall = true[said].mean(), said[true == 1].mean()
     wanted = {"eval_loss": -np.log(of_true).mean(), "eval_accuracy": (said == true).mean(),
@@ -94,14 +94,15 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
 
 def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):
     workdir = epath.Path(tmp_path / "run")
-    history.check_classes(workdir, ("a", "b"), print)
+    history.check_classes(workdir, (), ("a", "b"), print)
     about = {"mesh": {}, "rows": "", "device": "cpu"}
     history.write_description(workdir, {}, "", None, ("a", "b"), **about)
     assert json.loads((workdir / "classes.json").read_text()) == ["a", "b"]
-    history.check_classes(workdir, ("a", "b"), print)
-    history.check_classes(workdir, (), print)
+    known = history.known_classes(workdir)
+    history.check_classes(workdir, known, ("a", "b"), print)
+    history.check_classes(workdir, known, (), print)
     with pytest.raises(InputError, match=r"classes\.json: .* classes \['a', 'b'\], .* now has \['a', 'c'\]\n  fix "):
-        history.check_classes(workdir, ("a", "c"), print)
+        history.check_classes(workdir, known, ("a", "c"), print)
     history.write_description(epath.Path(tmp_path / "other"), {}, "", None, (), **about)
     assert not (tmp_path / "other" / "classes.json").exists()
 
@@ -113,14 +114,15 @@ def test_classes_of_published_weights_have_their_order(tmp_path):
     known = history.known_classes(workdir)
     assert known == ("yes", "no") == ordered(["no", "yes"], known) and ordered(["b", "a"], known) == ("a", "b")
     for classes in (("yes", "no"), ("0", "1"), ()):
-        history.check_classes(workdir, classes, said.append)
+        history.check_classes(workdir, known, classes, said.append)
     assert not said
-    history.check_classes(workdir, ("neg", "pos"), said.append)
+    history.check_classes(workdir, known, ("neg", "pos"), said.append)
     assert said == ["warning: the classes of the data, neg, pos, are not those of the model, yes, no: they are taken "
                     "to be in the same order"]  # fmt: skip
     new = epath.Path(tmp_path / "new")
-    history.check_classes(new, ("neg", "pos"), said.append, str(workdir))  # of a run that begins with these weights
-    history.check_classes(new, ("neg", "none", "pos"), said.append, str(workdir))  # with another head
+    known = history.known_classes(new, str(workdir))  # of a run that begins with these weights
+    history.check_classes(new, known, ("neg", "pos"), said.append)
+    history.check_classes(new, known, ("neg", "none", "pos"), said.append)  # with another head
     assert len(said) == 2
     (workdir / "classes.json").write_text('["b", "a"]')  # of a run, which are never passed over
     assert history.known_classes(workdir) == ("b", "a") and history.known_classes(workdir / "none") == ()

@@ -7,8 +7,8 @@ import types
 import pytest
 from rich.console import Console
 
-from gspmd_lm.train import metrics, progress
-from gspmd_lm.train.metrics import Meter
+from gspmd_lm.train import progress
+from gspmd_lm.train.progress import Meter
 from gspmd_lm.units import human_clock, human_short
 
 LARGEST = {
@@ -84,7 +84,7 @@ def test_the_bar_of_a_terminal():
 def test_the_first_step_has_no_speed_and_gives_none_to_the_time_left(monkeypatch):
     """The clock below is read when the meter is made, when a step is read, and for the time left."""
     now = 0.0
-    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: now))
     meter = Meter(start=4, stop=20, tokens=100, epochs=0.25, flops=1e3, peak_flops_per_s=1e4)
     now = 30.0  # rows were loaded, and devices started
     values = {"loss": 1.0, "cross_entropy": 1.0}

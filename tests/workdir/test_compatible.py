@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.config.images import Patches
+from gspmd_lm.config.media import Patches
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import checkpoint
 from tests.workdir.saved import (

@@ -1,9 +1,12 @@
 """Trackers: what they are told at the start, and what a run that is resumed or rewound finds there."""
 
 import dataclasses
+import os
 import struct
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from etils import epath
@@ -12,6 +15,20 @@ from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import trackers
 from gspmd_lm.workdir.log import Log, Sample
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = """
+import sys
+from etils import epath
+from gspmd_lm.config import Train
+from gspmd_lm.workdir.log import Log
+log = Log(epath.Path(sys.argv[1]), 0, Train(steps=4, trackers=("tensorboard",)), {})
+log.write(3, {"loss": 0.25})
+log.close()
+assert "torch" not in sys.modules
+import torch
+print(torch.HERE)
+"""
 
 
 def events(workdir):
@@ -145,3 +162,19 @@ def test_a_tracker_that_cannot_be_imported(tmp_path, monkeypatch):
         InputError, match=r"(?s)trackio cannot be imported: No module named 'not_installed_.*fix   inst"
     ):
         trackers.import_tracker("trackio")
+
+
+def test_tensorboard_gets_scalars_and_does_not_import_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("HERE = 'found afterwards'\nclass Tensor: pass\n")
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "found afterwards\n"
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert b"\n\x04loss" in events.read_bytes() and b"\x15\x00\x00\x80>" in events.read_bytes()  # tag, 0.25 as a float

@@ -109,7 +109,7 @@ class _Origin:
 
 
 def _origin(tensor: MovedTensor, result: tuple[str, str], attribution: "Attribution") -> _Origin:
-    """What a moved tensor is; `result` says which array of the new state.
+    """The array, the line and the matmul of a moved tensor. `result`: the array of the new state that it is.
 
     A tensor has the name of the op that makes it. Where that op has no name, or the name of another weight, the tensor
     has the name of one of its users. Where no user has a name, the tensor has that of one of its ancestors.
@@ -200,7 +200,7 @@ def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribut
 def _caused(
     tensor: MovedTensor, origin: _Origin, attribution: "Attribution", mesh_axes: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
-    """What a tensor is called, and the rows that cause its movement."""
+    """The name of a moved tensor, and the rows that cause its movement."""
     name, weight, new_weight = origin.name, origin.weight, ""
     if tensor.kind == "collective-permute" and {*mesh_axes} <= {*attribution.rules.stages}:
         return name.path or "step", attribution.of_stages

@@ -74,7 +74,7 @@ def new_state(module: Module) -> dict[Instruction, tuple[str, str]]:
 
 
 def users_of(instruction: Instruction) -> Iterator[Instruction]:
-    """Those who use a value, the nearest first, within the computation."""
+    """The instructions of the same computation that use a value, directly or not, the nearest first."""
     waiting, seen = [*instruction.users], {instruction}
     while waiting:
         user = waiting.pop(0)

@@ -45,7 +45,7 @@ def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
-    """The same array, which is another one for collectives."""
+    """The array under a new identity, so that its collectives are not taken for those of the old one."""
     renamed = dataclasses.replace(array, identity=object())
     if array.identity is not None:
         reader.record.values.link(renamed.identity, array.identity)
@@ -203,12 +203,12 @@ def _least_split(shardings: Iterable[Dims]) -> Dims:
 
 
 def barrier(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """What comes out is what went in."""
+    """A barrier changes no array, but XLA sends what stands behind it anew."""
     return [_renamed(reader, operand) for operand in operation.operands]
 
 
 def device_put(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """The same arrays in another memory, or where the program asks for them."""
+    """Moves arrays to another memory, or to the sharding that the program asks for."""
     atoms = operation.equation.invars
     return _as_asked(reader, operation, operation.params["devices"], atoms, barrier(reader, operation))
 

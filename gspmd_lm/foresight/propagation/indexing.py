@@ -84,7 +84,7 @@ def _table_is_less(reader: Reader, operation: Operation, table: Dims, exchanged:
 
 
 def _masked_bytes(reader: Reader, operation: Operation, split: frozenset[str], whole: Dims) -> float:
-    """What it costs at least to look up in each device's rows, and to add up what is found."""
+    """The least bytes that a device sends if each looks up in its own rows, and the results are added up."""
     mesh, indices = reader.mesh, operation.operands[1]
     rows_bytes = array_bytes(operation.output) / mesh.shards(axes_of(whole) | (indices.mesh_axes - split))
     kind = "reduce-scatter" if split <= axes_of(operation.wanted_dims or ()) else "all-reduce"
@@ -227,12 +227,12 @@ def _foreign_rows(large: int, small: int, begin: int, shards: int) -> float:
 def _add_permute(
     reader: Reader, operation: Operation, dimension: int, rows: float, chosen: bool = True, number: int = 0
 ) -> None:
-    """Notes that a device sends so many rows of an operand, along a dimension, to another one."""
+    """Notes that a device sends `rows` rows of an operand, along a dimension, to another device."""
     operand, aval = operation.operands[number], operation.inputs[number]
     others = operand.mesh_axes - set(operand.dims[dimension])
     row_bytes = array_bytes(aval) / aval.shape[dimension] / reader.mesh.shards(others)
     costs = reader.mesh.cost("collective-permute", operand.dims[dimension], rows * row_bytes)
-    reader.add_transfers(operation, aval, operand, operand.dims, costs, chosen)
+    reader.add_transfers(operation, aval, operand, costs, chosen)
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:

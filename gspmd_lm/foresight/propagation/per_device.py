@@ -166,7 +166,7 @@ class PerDevice:
             for aval, operand in zip(inputs, operands, strict=True):
                 sent_bytes, group = array_bytes(aval) * self.share, len(groups[0]) if groups else 0
                 costs = self.reader.mesh.cost(kind, over, sent_bytes, group)
-                self.reader.add_transfers(operation, aval, operand, operand.dims, costs)
+                self.reader.add_transfers(operation, aval, operand, costs)
             if identity is not None:
                 self.reader.record.copies[identity] = ()
         return self._results_that_change_with(operation, operation.operands, identity)

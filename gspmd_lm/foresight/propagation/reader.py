@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation.record import Record, Transfer
@@ -73,7 +73,7 @@ class Operation:
 
     @property
     def wanted_dims(self) -> Dims | None:
-        """How the first result is wanted to be split, by what reads it; None where the program does not say."""
+        """The sharding in which later operations want the first result; None where the program does not say."""
         return self.wanted.get(self.equation.outvars[0])
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Way(NamedTuple):
 
     @property
     def more_bytes(self) -> float:
-        """What is sent, less what need not be sent then."""
+        """The bytes that this way sends, less those of earlier transfers that it makes needless."""
         return total_bytes(self.costs) - sum(transfer.bytes for transfer in self.spared)
 
 
@@ -146,7 +146,7 @@ class Reader:
         self.record.unknown[what] += 1
 
     def add_transfers(
-        self, operation: Operation, aval: Any, source: ArraySharding, target: Dims, costs: Iterable[CollectiveCost],
+        self, operation: Operation, aval: Any, source: ArraySharding, costs: Iterable[CollectiveCost],
         chosen: bool = False,
     ) -> None:  # fmt: skip
         """Notes what one device sends of an array. It is sent in each iteration of the loops that change the array."""
@@ -156,21 +156,14 @@ class Reader:
                     array=operation.label,
                     shape=tuple(aval.shape),
                     dtype=str(aval.dtype if source.unreduced else source.narrower or aval.dtype),
-                    source_sharding=self._text(source.dims, source.unreduced),
-                    target_sharding=self._text(target),
                     kind=cost.kind,
                     mesh_axes=self.mesh.label(cost.mesh_axes),
                     bytes=cost.bytes,
                     times_per_step=self.times(source.loop_depth),
                     phase=operation.phase,
-                    source=source_info_util.summarize(operation.equation.source_info),
                     chosen=chosen,
                 )
             )
-
-    def _text(self, dims: Dims, unreduced: Iterable[str] = ()) -> str:
-        text = ",".join(self.mesh.label(names) or "-" for names in dims)
-        return f"{text} +{self.mesh.label(unreduced)}" if unreduced else text
 
     # Moves
 
@@ -185,7 +178,7 @@ class Reader:
         if source.is_constant or not hasattr(aval, "shape"):
             return dataclasses.replace(result, is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
-        self.add_transfers(operation, aval, way.begin, target, way.costs, chosen)
+        self.add_transfers(operation, aval, way.begin, way.costs, chosen)
         if source.scatter and source.unreduced:
             self._add_sum(source.scatter.updates_sharding.identity, way, noted)
         if source.identity is not None and way.costs:
@@ -327,7 +320,7 @@ class Reader:
         return [sharding_of(atom) for atom in jaxpr.outvars]
 
     def _add_values(self, operation: Operation, results: Sequence[ArraySharding], multiplies: bool) -> None:
-        """Notes what an operation makes from what, for the bytes that the backward pass waits for."""
+        """Notes from which values an operation makes its results: see `SavedValues`."""
         operands = [one.identity for one in operation.operands if not one.is_constant]
         if operands and operation.primitive not in RENAMING:
             times = self.times(len(self.loops))

@@ -23,14 +23,11 @@ class Transfer(NamedTuple):
     array: str  # where in the model: layers.attention.wq, residual, loss
     shape: tuple[int, ...]
     dtype: str
-    source_sharding: str  # fsdp,-,tensor; '+fsdp' behind it is a partial sum over fsdp
-    target_sharding: str
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute
     mesh_axes: str  # fsdp, or fsdp+tensor
     bytes: float  # what one device sends each time
     times_per_step: int
     phase: str  # forward, backward, recomputation, optimizer
-    source: str  # file:line
     chosen: bool  # by the reader, between ways to compute an operation whose operands do not fit each other
 
     @property
@@ -77,7 +74,7 @@ class SavedValues:
     def add(
         self, phase: str, operands: Sequence[Any], results: Iterable[tuple[Any, float]], is_repeatable: bool
     ) -> None:
-        """Notes an operation by the identities of what it reads and makes, the latter with their bytes."""
+        """Notes an operation by the identities of its operands and of its results, the results with their bytes."""
         depth = max((self.depth.get(one, 0) for one in operands), default=0)
         is_late = not self.late.isdisjoint(operands) or (phase in _OF_BACKWARD and not is_repeatable)
         if is_late and phase in _OF_BACKWARD:
@@ -143,7 +140,7 @@ class SavedValues:
 
 @dataclasses.dataclass
 class Record:
-    """What was noted so far."""
+    """What the reader has noted so far."""
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -34,7 +34,7 @@ class ArraySharding:
         return axes_of(self.dims)
 
     def with_dims(self, dims: Iterable[MeshAxes]) -> "ArraySharding":
-        """The same array where its dimensions are split otherwise. What cannot be both is no longer unreduced."""
+        """The same array, split by `dims`. It is no partial sum over a mesh axis that splits a dimension."""
         dims = tuple(dims)
         return dataclasses.replace(self, dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
 
@@ -117,7 +117,7 @@ class MeshShape(dict[str, int]):
         return tuple(dims)
 
     def shards(self, names: Iterable[str]) -> int:
-        """How many pieces some mesh axes make."""
+        """The number of shards that some mesh axes make together."""
         return math.prod(self[name] for name in names)
 
     def local_bytes(self, aval: Any, dims: Dims) -> float:
@@ -141,25 +141,44 @@ class MeshShape(dict[str, int]):
 
     def reshard(self, size_bytes: float, source: Dims, target: Dims, unreduced: Iterable[str] = ()
                 ) -> list[CollectiveCost]:  # fmt: skip
-        """The collectives that bring an array of `size_bytes` from one sharding to another.
+        """See `reshard`. A dimension of the array is known by its number."""
+        return [*reshard(size_bytes, dict(enumerate(source)), dict(enumerate(target)), unreduced, self.shards)]
 
-        A device first drops what its target shard does not have, which costs nothing. A partial sum is scattered over
-        the mesh axes that split the target, and reduced to all over the others. A mesh axis that splits another
-        dimension of the target is exchanged, and one that splits none of them is gathered.
-        """
-        source_axes, target_axes = axes_of(source), axes_of(target)
-        summed = frozenset(unreduced) - source_axes
-        exchanged = {
-            name for names, wanted in zip(source, target, strict=True) for name in names
-            if name in target_axes and name not in wanted
-        }  # fmt: skip
-        local = size_bytes / self.shards(source_axes | (target_axes - summed))
-        costs = self.cost("reduce-scatter", summed & target_axes, local)
-        local /= self.shards(summed & target_axes)
-        costs += self.cost("all-reduce", summed - target_axes, local)
-        costs += self.cost("all-to-all", exchanged, local)
-        costs += self.cost("all-gather", source_axes - target_axes, local)
-        return costs
+
+def reshard(
+    size_bytes: float,
+    source: Mapping[Any, Sequence[str]],
+    target: Mapping[Any, Sequence[str]],
+    unreduced: Iterable[str],
+    shards: Callable[[Iterable[str]], int],
+) -> Iterator[CollectiveCost]:
+    """The collectives that bring an array of `size_bytes` from one sharding to another: dimension -> its mesh axes.
+
+    A device first drops what its target shard does not have, which costs nothing. A partial sum is scattered over
+    the mesh axes that split the target, and reduced to all over the others. A mesh axis that splits another dimension
+    of the target is exchanged, and one that splits none of them is gathered. shards: into how many pieces mesh axes
+    split an array.
+    """
+    source_axes, target_axes = axes_of(source.values()), axes_of(target.values())
+    summed = frozenset(unreduced) - source_axes
+    exchanged = frozenset(
+        name
+        for dimension, names in source.items()
+        for name in names
+        if name in target_axes and name not in target.get(dimension, ())
+    )
+    local_bytes = size_bytes / shards(source_axes | (target_axes - summed))
+    for kind, over in (
+        ("reduce-scatter", summed & target_axes),
+        ("all-reduce", summed - target_axes),
+        ("all-to-all", exchanged),
+        ("all-gather", source_axes - target_axes),
+    ):
+        if (count := shards(over)) > 1:
+            held_bytes = local_bytes * count if kind == "all-gather" else local_bytes
+            if sent := sent_bytes(kind, held_bytes, count):
+                yield CollectiveCost(kind, over, sent)
+            local_bytes /= count if kind == "reduce-scatter" else 1
 
 
 def _named_factors(name: str, size: int) -> dict[str, int]:

@@ -7,8 +7,6 @@ TPU, and `benchmarks/kernel_schedules.py` reads from it what `Chip.splash` holds
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +25,7 @@ CUDNN_BACKWARD = (305, 408, 465, 499, 518, 516)
 # The rate of other heads over that of heads of 128, forward and backward. 64: the same figures. 192: the attention of
 # DeepSeek-V3 to 4,096 tokens on one H100 and one H200 (benchmarks/results/on_device.json).
 CUDNN_HEADS = {64: (0.67, 0.85), 128: (1.0, 1.0), 192: (1.21, 0.69)}
+CUDNN_MATMULS = (2, 5)  # of a forward and of a backward pass
 CUDNN_TILE = 128  # queries and keys are computed in tiles of so many
 _CUDNN_PEAK = 989  # H100's
 
@@ -91,19 +90,29 @@ class Splash:
         return (self.size, of_keys), (self.value_size or self.size, 1 - of_keys)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cudnn:
+    """One pass of cuDNN's attention."""
+
+    backward: bool
+    heads: float  # of all rows; a part of the tokens of a head is a fraction
+    queries: int  # of a row
+    keys: int
+    size: int  # of a head
+    causal: bool
+    window: int = 0  # the keys that a query sees; 0: all before it
+
+    @property
+    def flops(self) -> float:
+        """2 for each multiply-add of the scores that the mask leaves."""
+        scores = masked_scores(self.queries, self.window) if self.causal else self.queries * self.keys
+        return 2.0 * CUDNN_MATMULS[self.backward] * self.heads * scores * self.size
+
+
 def kernel_s(call: Instruction, chip: Chip) -> float | None:
     """The seconds of a fused attention kernel; None for another call, or if the chip's cycles are not known."""
-    if call.custom_call_target.startswith("__cudnn$fmha"):
-        config = call.config["cudnn_fmha_backend_config"]
-        return cudnn_s(
-            flops(call),
-            "Backward" in call.custom_call_target,
-            chip,
-            length=int(config["intermediate_tensor_shape"]["dimensions"][-1]),
-            size=call.operands[0].shape.arrays[0].dimensions[-1],
-            causal="CAUSAL" in config.get("mask_type", ""),
-            window=_window(config),
-        )
+    if cudnn := _cudnn(call):
+        return cudnn_s(cudnn, chip)
     splash = _splash(call)
     return splash_s(splash, chip) if splash else None
 
@@ -133,19 +142,18 @@ def workspace_bytes(call: Instruction) -> int:
     return 4 * rows * int(config.get("max_seg_per_batch", 1)) * heads * queries * of_query
 
 
-def cudnn_s(
-    operations: float, backward: bool, chip: Chip, length: int, size: int, causal: bool = True, window: int = 0
-) -> float:
-    """The seconds of a pass of cuDNN's attention that does so many FLOPs, for heads of `size` over `length` tokens.
+def cudnn_s(cudnn: Cudnn, chip: Chip) -> float:
+    """The seconds of a pass of cuDNN's attention.
 
     With a window it is as fast as over rows of its length, for both compute as much of what is masked in vain.
     """
+    length, backward = cudnn.keys, cudnn.backward
     # Between two lengths of the table along the logarithm of the length, and beyond it as at its ends.
-    at, lengths = np.log2(min(window or length, length)), np.log2(CUDNN_LENGTHS)
+    at, lengths = np.log2(min(cudnn.window or length, length)), np.log2(CUDNN_LENGTHS)
     full, masked, back = (float(np.interp(at, lengths, row)) for row in (CUDNN_FULL, CUDNN_CAUSAL, CUDNN_BACKWARD))
-    rate = (back if backward else full) * (masked / full if causal else 1.0)
-    rate *= CUDNN_HEADS[next((known for known in CUDNN_HEADS if size <= known), max(CUDNN_HEADS))][backward]
-    operations *= (math.ceil(length / CUDNN_TILE) * CUDNN_TILE / length) ** 2
+    rate = (back if backward else full) * (masked / full if cudnn.causal else 1.0)
+    rate *= CUDNN_HEADS[next((known for known in CUDNN_HEADS if cudnn.size <= known), max(CUDNN_HEADS))][backward]
+    operations = cudnn.flops * (math.ceil(length / CUDNN_TILE) * CUDNN_TILE / length) ** 2
     return chip.matmul_slowdown * operations / (rate / _CUDNN_PEAK * chip.peak_bf16_flops_per_s)
 
 
@@ -219,13 +227,8 @@ def _gradient_passes(blocks: float) -> float:
 
 def flops(call: Instruction) -> float:
     """The FLOPs of an attention kernel, 2 x multiply-adds of the visited blocks; 0 for other calls."""
-    if call.custom_call_target.startswith("__cudnn$fmha"):
-        config = call.config["cudnn_fmha_backend_config"]
-        rows, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
-        causal = "CAUSAL" in config.get("mask_type", "")
-        scores = rows * heads * (masked_scores(queries, _window(config)) if causal else queries * keys)
-        matmuls = 5 if "Backward" in call.custom_call_target else 2
-        return 2.0 * matmuls * scores * call.operands[0].shape.arrays[0].dimensions[-1]
+    if cudnn := _cudnn(call):
+        return cudnn.flops
     splash = _splash(call)
     if splash is None:
         return 0.0
@@ -247,9 +250,21 @@ def packed(call: Instruction) -> bool:
     return call.config.get("cudnn_fmha_backend_config", {}).get("max_seg_per_batch", 1) > 1
 
 
-def _window(config: Mapping[str, Any]) -> int:
-    """The window of a call of cuDNN's, 0 for none."""
-    return int(config.get("sliding_window_length", 0))
+def _cudnn(call: Instruction) -> Cudnn | None:
+    """The attention of a call of cuDNN; None for another call."""
+    if not call.custom_call_target.startswith("__cudnn$fmha"):
+        return None
+    config = call.config["cudnn_fmha_backend_config"]
+    rows, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+    return Cudnn(
+        backward="Backward" in call.custom_call_target,
+        heads=rows * heads,
+        queries=queries,
+        keys=keys,
+        size=call.operands[0].shape.arrays[0].dimensions[-1],
+        causal="CAUSAL" in config.get("mask_type", ""),
+        window=int(config.get("sliding_window_length", 0)),
+    )
 
 
 def _splash(call: Instruction) -> Splash | None:

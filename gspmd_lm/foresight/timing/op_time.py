@@ -155,7 +155,7 @@ def kernel_work(call: Instruction) -> tuple[float, float] | None:
 
 
 def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: float) -> tuple[float, float]:
-    """The FLOPs and bytes of a TPU's kernel that says so many: of a grouped matmul, those of its tiles.
+    """The FLOPs and bytes of a kernel on a TPU: those that it states, but for a grouped matmul those of its tiles.
 
     Megablox says that it reads its weights again for each tile of rows, also where they stay on the chip.
     """
@@ -266,7 +266,7 @@ def _is_attention(instruction: Instruction) -> bool:
 
 
 def _neighbours(instruction: Instruction) -> Iterator[Instruction]:
-    """What an instruction reads and what reads its result, but for views."""
+    """The operands and the users of an instruction, past operations that only change a view."""
     for following in (operator.attrgetter("operands"), operator.attrgetter("users")):
         waiting = [*following(instruction)]
         for one in waiting:

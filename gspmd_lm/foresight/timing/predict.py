@@ -14,7 +14,7 @@ from gspmd_lm.units import human_seconds
 
 COSTLIEST = 12  # how many operations are listed
 UNKNOWN_TRIP_COUNT = "while: turns unknown"
-_TOO_SHORT = 1e-4  # the share of a iteration below which a span is not shown
+_TOO_SHORT = 1e-4  # the share of an iteration below which a span is not shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _timeline(iterations: Mapping[Instruction, Iteration]) -> tuple[Span, ...]:
 
 
 def _part(iteration: Iteration) -> str:
-    """The pass, forward or backward, of most of a iteration's compute. Recomputation belongs to the backward pass."""
+    """The pass, forward or backward, of most of an iteration's compute. Recomputation belongs to the backward pass."""
     compute_s = {"forward": 0.0, "backward": 0.0}
     for event in iteration.events:
         if event.track == COMPUTE:
@@ -171,7 +171,7 @@ def _part(iteration: Iteration) -> str:
 
 
 def _spans(iteration: Iteration, part: str) -> list[Span]:
-    """The spans of a iteration. A transfer that ends in the next one is also shown as it comes from the one before."""
+    """The spans of an iteration. A transfer that ends in the next one is also shown as it comes from the one before."""
     spans: list[Span] = []
     for event in iteration.events:
         begin_s, end_s = event.begin_s - iteration.begin_s, event.end_s - iteration.begin_s

@@ -44,7 +44,7 @@ InFlight = Event | tuple["InFlight", ...] | None
 
 
 class Simulation:
-    """One simulated run. `spent` has the seconds of compute by kind, `waited` those of waiting by its cause."""
+    """One simulated run of a compiled program. It runs when it is made."""
 
     def __init__(self, module: Module, chip: Chip, network: Network):
         self.module, self.chip, self.network = module, chip, network
@@ -181,7 +181,7 @@ class Simulation:
         to_host = not from_host and any(array.memory_space == HOST_SPACE for array in (operands[0], *results))
         if from_host or to_host:
             direction = "copy from host" if from_host else "copy to host"
-            seconds = moved_bytes * self.chip.devices_per_chip / self.chip.host_link_bytes_per_s
+            seconds = moved_bytes / self.chip.host_bytes_per_s
             return self._transfer(seconds, [direction], HOST, direction, instruction, HOST)
         seconds = moved_bytes / op_time.hbm_bytes_per_s(self.chip)
         if self.chip.gpu:  # no copy beside compute: XLA puts it among the kernels, and it reads and writes
@@ -252,7 +252,7 @@ class Simulation:
 
 
 class _Snapshot:
-    """The state of a simulation before a iteration, with which the iteration can be repeated."""
+    """The state of a simulation before an iteration, with which the iteration can be repeated."""
 
     def __init__(self, simulation: Simulation):
         self.clock_s = simulation.clock_s

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.hardware.chips import KERNEL_MEMORY_BYTES, chip_of
-from gspmd_lm.model.kernels import grouped_gpu, grouped_tpu
+from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.sharding.annotate import device_kind, platform
 from gspmd_lm.sharding.quantised import Quantised, dtype_of_sums
@@ -24,7 +24,7 @@ def grouped(
     may be quantised, with a scale for each row and for each output of an expert; the result is then scaled. Which
     kernel runs is the platform's matter; all give the same:
 
-    - tpu: megablox, the grouped kernel that jax ships; for 8 bits, that of grouped_tpu.py.
+    - tpu: megablox, the grouped kernel that jax ships; for 8 bits, `_eight_bits`.
     - gpu: Triton's (grouped_gpu.py), in bfloat16 or 8 bits and for widths that it takes.
     - elsewhere: a loop over blocks of rows that belong to one expert. XLA would expand `jax.lax.ragged_dot` there into
       the product of all rows with all experts.
@@ -148,20 +148,83 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
 
 
 def _eight_bits(
-    rows_MD,
-    w_EDF,
+    rows_MD: jax.Array,
+    w_EDF: jax.Array,
     scales: tuple[jax.Array, jax.Array],
-    sizes_E,
+    sizes_E: jax.Array,
     transposed: bool,
     dtype: jnp.dtype,
     interpret: bool = False,
-):
-    """`grouped` of 8 bits on TPUs. The rows after those of the last expert are not written."""
-    inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
-    tile = _tile(len(rows_MD), inner, columns, w_EDF.dtype.itemsize, device_kind())
-    padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
-    y_MF = grouped_tpu.product(padded_MD, w_EDF, scales, sizes_E, tile, transposed, dtype, interpret)
-    return y_MF[: len(rows_MD)]
+) -> jax.Array:
+    """`grouped` of 8 bits on TPUs, in `dtype`. Megablox, which jax ships, takes none of 8 bits.
+
+    The rows after those of the last expert are not written. Rows may be wider than weights. Sums are int32 or float32.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+
+    scale_M, scale_EF = scales
+    D, (E, F) = rows_MD.shape[1], scale_EF.shape
+    rows, inner, columns = _tile(len(rows_MD), D, F, w_EDF.dtype.itemsize, device_kind())
+    padded_MD = _padded(rows_MD, -len(rows_MD) % rows)
+    M = len(padded_MD)
+    scale_M1 = jnp.pad(scale_M, (0, M - len(scale_M)))[:, None]
+    turns = math.ceil(D / inner)
+    sums = jnp.int32 if padded_MD.dtype == w_EDF.dtype == jnp.int8 else jnp.float32
+    groups, count = make_group_metadata(
+        group_sizes=sizes_E, m=M, tm=rows, start_group=jnp.int32(0), num_nonzero_groups=E, visit_empty_groups=False
+    )
+
+    def inside(x: jax.Array, axis: int, turn: jax.Array) -> jax.Array:
+        """`x` with zeros beyond the inner columns, where a last tile has numbers of any kind."""
+        at = turn * inner + jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        return jnp.where(at < D, x.astype(jnp.float32), 0).astype(x.dtype)
+
+    def kernel(groups, x, w, scale_m1, scale_1F, y, total):
+        (starts, experts, places), at, turn = groups, pl.program_id(1), pl.program_id(2)
+
+        @pl.when(turn == 0)
+        def _() -> None:
+            total[...] = jnp.zeros(total.shape, sums)
+
+        x_mD = x[...]
+        w_DF = w[...] if x.dtype.itemsize == w.dtype.itemsize else w[...].astype(x.dtype)
+        if D % inner:
+            x_mD, w_DF = inside(x_mD, 1, turn), inside(w_DF, int(transposed), turn)
+        summed = ((1,), (int(transposed),)), ((), ())
+        total[...] += jax.lax.dot_general(x_mD, w_DF, summed, preferred_element_type=sums)
+
+        @pl.when(turn == turns - 1)
+        def _() -> None:
+            row = places[at] * rows + jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
+            own = (row >= starts[experts[at]]) & (row < starts[experts[at] + 1])
+            scaled = total[...].astype(jnp.float32) * scale_m1[...] * scale_1F[...]
+            y[...] = jnp.where(own, scaled, y[...].astype(jnp.float32)).astype(dtype)
+
+    matrix = pl.BlockSpec((None, inner, columns), lambda n, at, turn, groups: (groups[1][at], turn, n))
+    if transposed:
+        matrix = pl.BlockSpec((None, columns, inner), lambda n, at, turn, groups: (groups[1][at], n, turn))
+    call = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((M, F), dtype),
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(math.ceil(F / columns), count, turns),
+            in_specs=[
+                pl.BlockSpec((rows, inner), lambda n, at, turn, groups: (groups[2][at], turn)),
+                matrix,
+                pl.BlockSpec((rows, 1), lambda n, at, turn, groups: (groups[2][at], 0)),
+                pl.BlockSpec((None, 1, columns), lambda n, at, turn, groups: (groups[1][at], 0, n)),
+            ],
+            out_specs=pl.BlockSpec((rows, columns), lambda n, at, turn, groups: (groups[2][at], n)),
+            scratch_shapes=[tpu.VMEM((rows, columns), sums)],
+        ),
+        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="grouped",
+    )
+    return call(groups, padded_MD, w_EDF, scale_M1, scale_EF[:, None])[: len(rows_MD)]
 
 
 def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:

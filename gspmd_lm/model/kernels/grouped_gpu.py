@@ -138,7 +138,7 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
 
 
 def tile_at(number: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """The row and the column of the tile with this number in the grid, of so many rows and columns of tiles."""
+    """The row and the column of a tile by its number, in a grid of `rows` x `columns` tiles."""
     first = number // (TOGETHER * columns) * TOGETHER
     height, within = jnp.minimum(rows - first, TOGETHER), number % (TOGETHER * columns)
     return first + within % height, within // height

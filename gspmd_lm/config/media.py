@@ -1,10 +1,12 @@
-"""Images in place of texts: how a model cuts them into patches, and how they are prepared for it."""
+"""Images and sounds in place of texts: how images are cut into patches and prepared, and how sounds become frames."""
 
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Count, Positive, Size
+
+WINDOW = 5  # frames of sound that one row of the encoder hears
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,3 +71,14 @@ class Images:
     def __post_init__(self):
         if self.pad and (self.resize or self.keep_ratio):
             raise ValueError("pad: true does not go with resize and keep_ratio, which cut out the middle of an image")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Frames:
+    """Frames of sound, 100 of each second (Whisper, arXiv 2212.04356). Each has numbers of bands on the mel scale.
+
+    Two convolutions over 3 frames, the second of which takes every other one, make the rows of the encoder. So there
+    are 50 rows of each second, and encoder.context says how long sounds are.
+    """
+
+    bands: Size = 80  # numbers of a frame

@@ -1,0 +1,121 @@
+"""The model FLOPs of a train step: those of its trace, but of attention those of the keys that a token sees."""
+
+import pytest
+
+from gspmd_lm.config import (
+    Encoder,
+    Frames,
+    LatentAttention,
+    Lora,
+    Masks,
+    Patches,
+    Queries,
+    RelativePositions,
+    Vision,
+    Windows,
+)  # fmt: skip
+from gspmd_lm.config.windows import Level
+from gspmd_lm.foresight import equations
+from gspmd_lm.foresight.bounds import keys_seen, step_flops
+from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
+
+NEAR = RelativePositions(ranges=8, distance=12)
+BERT = {
+    "objective": "masked", "mask": "full", "positions": "learned", "token_types": 2, "tied_embeddings": True,
+    "mlp_kind": "plain", "head_transform": True, "unembedding_bias": True, "relative_positions": NEAR,
+}  # fmt: skip
+IMAGES = {"mask": "full", "vocab": 0, "padded_vocab": 0}
+T5 = {
+    "objective": "seq2seq", "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=24),
+    "positions": "none", "relative_positions": NEAR, "tied_embeddings": True, "data": {"source_seq": 24},
+}  # fmt: skip
+SETTINGS = {
+    "T5": T5,
+    "Whisper": {
+        "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20), "positions": "learned",
+        "tied_embeddings": True, "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True,
+        "data": {"source_seq": 24},
+    },
+    "CLIP": {
+        "objective": "contrastive", "positions": "learned", "norm": "layernorm", "data": {"source_seq": 24},
+        "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, layers=1, head_dim=6),
+    },
+    "BLIP-2": {
+        "vision": Vision(patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6,
+                         queries=Queries(rows=8, layers=3, embed=40, head_dim=5, mlp=56)),
+        "data": {"source_seq": 24},
+    },
+    "BEiT": {
+        **IMAGES, "objective": "classes", "classes": 3, "context": 17, "positions": "learned", "final_norm": False,
+        "patches": Patches(image=16, size=4, pool="mean"), "layer_scale": 0.1, "data": {"seq": 24},
+        "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
+    },
+    "Swin": {
+        **IMAGES, "objective": "classes", "classes": 3, "context": 16, "positions": "none", "row_multiple": 8,
+        "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "layer_pattern": ("full", "shifted"),
+        "windows": Windows(size=2, shift=1, levels=(Level(layers=3, embed=64, heads=4, mlp=32),)),
+        "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "data": {"seq": 24},
+    },
+    "SAM": {
+        **IMAGES, "objective": "masks", "masks": Masks(embed=32, mlp=40), "context": 36, "positions": "learned",
+        "patches": Patches(image=24, size=4, class_row=False, pool="mean"), "layer_pattern": ("full", "whole"),
+        "windows": Windows(size=3, vectors=True), "final_norm": False, "data": {"seq": 36},
+    },
+    "BERT": BERT,
+    "ALBERT": {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
+    "ELECTRA": {"objective": "replaced", "mask": "full", "classes": 1, "classes_of": "tokens"},
+    "one key head": {"kv_heads": 1},
+    "learned": {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "qkv_bias": True},
+    "window": {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
+    "latent": {
+        "latent_attention": LatentAttention(kv_rank=16, q_rank=12, v_head_dim=3), "head_dim": 6, "rope_dim": 2,
+    },
+    "adapters": {"lora": Lora(rank=4, targets=("wq", "w_down"))},
+}  # fmt: skip
+
+# What a trace multiplies with ones and zeros in place of a look-up: for the gradients of token types, for kinds of
+# points, and for a key's place in its window.
+_OF_TYPES = 2 * 32 * 16 * 2 * 32
+LOOKED_UP = {
+    "BERT": _OF_TYPES, "ALBERT": _OF_TYPES,
+    "SAM": 4 * 32 * 2 * 4 * 32 + 6 * 32 * 36 * 8 * (2 * 3 * 3**2 + 2 * 6 * 6**2),
+}  # fmt: skip
+
+
+def found(config):
+    rules, arrays = rules_file.load("single").fill(1), state.arrays(config)
+    recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
+    return step_flops(config, rules, recorded)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, built, name):
+    config = small(**{"layers": 2} | SETTINGS[name])
+    traced = equations.model_flops(equations.live(built(config, "single").trace_train().jaxpr.jaxpr))
+    model, data = config.model, config.data
+    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq) if model.mask == "causal" else 0
+    unseen = 6 * data.batch * data.seq * model.heads * (model.head_dim + model.v_head_dim) * unseen_keys
+    assert found(config) == pytest.approx(traced - unseen - LOOKED_UP.get(name, 0))
+
+
+def test_of_experts_those_of_the_chosen_ones_and_of_the_router_count(small):
+    """Which bias an expert adds to a row is a look-up, though it is multiplied."""
+    experts = {"experts": 8, "experts_per_token": 2}
+    routed = 2 * 6 * 32 * 16 * 32 * 8
+    assert found(small(**experts)) == found(small(mlp=2 * 64)) + routed == found(small(**experts, mlp_bias=True))
+
+
+@pytest.mark.parametrize("seq", [3, 8, 20])
+def test_the_keys_that_tokens_see(small, seq):
+    """In a window, in a chunk, and before a token; counted one by one."""
+    model = small(layers=3, layer_pattern=("sliding", "chunked", "nope"), sliding_window=5, attention_chunk=8).model
+    seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(seq)]
+    assert keys_seen(model, seq) == pytest.approx(sum(map(sum, seen)) / seq)
+    assert keys_seen(model, seq, last=True) == sum(seen[-1])
+
+
+def test_with_a_full_mask_a_token_sees_all_of_its_row_or_chunk(small):
+    settings = small(objective="masked", mask="full", layers=2, layer_pattern=("full", "chunked"), attention_chunk=8)
+    assert keys_seen(settings.model, 20) == 20 + (2 * 8 * 8 + 4 * 4) / 20
