@@ -212,6 +212,32 @@ def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes):
     assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
+@pytest.mark.parametrize(("chip", "dtype", "slowdown"), [
+    ("h100", "f8e4m3fn", op_time.CONVERTING_SLOWDOWN), ("h200", "s8", op_time.CONVERTING_SLOWDOWN),
+    ("b200", "f8e4m3fn", 1), ("a100", "s8", 1)])  # fmt: skip
+def test_on_hopper_a_grouped_kernel_that_converts_weights_is_slow(chip, dtype, slowdown):
+    """The scales of the outputs of experts have more numbers than the rows here, and are not multiplied."""
+    op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
+
+    def seconds(of_weights):
+        return (
+            price(
+                hlo.parse(f"""HloModule test
+
+ENTRY %main (s: f32[8388608]) -> f32[] {{
+  %s = f32[8388608] parameter(0)
+  %x = bf16[4096,1024] parameter(1)
+  %w = {of_weights}[8,1024,2048] parameter(2)
+  ROOT %c = bf16[4096,2048] custom-call(%x, %w, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{op}"}}
+}}"""),
+                dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf),
+            ).seconds
+            - op_time.LAUNCH_S["gpu"]
+        )
+
+    assert seconds(dtype) == pytest.approx(slowdown * seconds("bf16"))
+
+
 def test_products_that_no_priced_operation_makes_are_missed():
     module = called(estimate(10**12, 8))
     assert alone(module, V5E, least_flops=1e12).missing_flops_share == 0.0
