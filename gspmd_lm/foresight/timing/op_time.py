@@ -24,8 +24,8 @@ HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
-# Those whose kernel converts weights of 8 bits take so many times as long on Hopper: 22 of one of those mixtures took 135
-# ms in bfloat16, and 232 ms in fp8, where 16 of them converted weights.
+# Those whose kernel converts weights of 8 bits take so many times as long on Hopper: 22 of one of those mixtures took
+# 135 ms in bfloat16, and 232 ms in fp8, where 16 of them converted weights.
 CONVERTING_SLOWDOWN = 2.0
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
 # These are the tiles of cuBLAS's kernels in those steps, by their names. To begin a tile takes as long as so many more

@@ -14,9 +14,9 @@ LEAST = 16  # the smallest side of a product that tensor cores take
 # That of rows of int8: in a tile of 16 inner columns, the Triton of jax 0.10.2 multiplies each number twice.
 LEAST_OF_INT8 = 32
 FLOAT8 = (8, 9)  # the compute capability from which GPUs have float8
-# Hopper's fast products read weights as they lie in shared memory, and a kernel that converts them takes twice as long
-# (CONVERTING_SLOWDOWN in foresight/timing/op_time.py). With 315 rows for each expert on an H100, or 231 on an H200, it
-# loses as much as a pass over the weights takes, in which a byte of each is read and two are written.
+# Hopper's products read weights from shared memory. A kernel that converts them must write them there first, and takes
+# twice as long (CONVERTING_SLOWDOWN in foresight/timing/op_time.py). With 315 rows for each expert on an H100, or 231
+# on an H200, it loses as much as a pass over the weights takes, in which a byte of each is read and two are written.
 MANY_ROWS = 256
 
 Scales = tuple[()] | tuple[jax.Array, jax.Array]  # of rows, and of the outputs of experts; () without 8 bits
