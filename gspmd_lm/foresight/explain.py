@@ -23,7 +23,8 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands, settled
+from gspmd_lm.model.operands import matmul_operands
+from gspmd_lm.model.supported import Pass, kernel_choice, settled
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem, Rules
@@ -132,7 +133,7 @@ def report(
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, graph) if config else lower_bounds.flops
-    narrow = matmul_operands(config, rules, target.platform) if config else ""
+    narrow = matmul_operands(config, rules, target.processor) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
     compared = phase == "train" and target.chip and not narrow and not rules.stages
     experts = config.model.experts if config else 0

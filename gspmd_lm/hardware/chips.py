@@ -77,6 +77,7 @@ class Chip:
     usd_per_hour: float | None = None  # the lowest public price, with the share of the host; None: no public one
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
+    int8_share: float = 0  # of their peak, which dense matmuls of int8 reach; 0: as large as that of others of the peak
     tensor_cores: int = 1  # the cores of one jax device, which share its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0
@@ -273,6 +274,9 @@ _H100 = Chip(
     peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
     peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
     peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
+    # Measured: cuBLAS's matmuls of a train step on one H100, weighted by time (benchmarks/results/on_device.json). Each
+    # takes 0.06 to 0.83 of the peak: many shapes have no fast kernel.
+    int8_share=0.3,
     clock_hz=1.98e9,  # xla: boost clock
     hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)
     usable_hbm_bytes=int(GPU_MEMORY_SHARE * 84_978_434_048),

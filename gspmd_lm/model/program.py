@@ -9,7 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gspmd_lm.model.supported import Pass, kernel_choice, matmul_operands
+from gspmd_lm.hardware.chips import Processor
+from gspmd_lm.model.operands import matmul_operands
+from gspmd_lm.model.supported import Pass, kernel_choice
 from gspmd_lm.model.task import Batch, Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
@@ -44,15 +46,19 @@ class ShardedProgram:
         raise NotImplementedError
 
     @property
+    def processor(self) -> Processor:
+        """What decides which kernels the devices can run."""
+        return meshes.processor(self.mesh.devices.flat[0])
+
+    @property
     def attention(self) -> str:
         """The attention kernel, with the reason where it is not the fastest; '' where there is nothing to choose."""
-        on = meshes.processor(self.mesh.devices.flat[0])
-        return kernel_choice(self.rules, self.config, on, self.asked) if self.config else ""
+        return kernel_choice(self.rules, self.config, self.processor, self.asked) if self.config else ""
 
     @property
     def choices(self) -> list[str]:
         """What a run says before it starts: how attention is computed, and products of 8 bits."""
-        operands = matmul_operands(self.config, self.rules, meshes.platform(self.mesh)) if self.config else ""
+        operands = matmul_operands(self.config, self.rules, self.processor) if self.config else ""
         named = ("attention", self.attention), ("matmuls", operands)
         return [f"{name}: {choice}" for name, choice in named if choice]
 

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from gspmd_lm.config import Config, ModelConfig, is_whole
-from gspmd_lm.errors import InputError
-from gspmd_lm.hardware.chips import CHIPS, Processor
+from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
-from gspmd_lm.sharding.quantised import EIGHT_BITS
+from gspmd_lm.model.operands import check_matmul_dtype
 from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
 
-_TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls convert an operand while they read it
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 
 
@@ -87,7 +85,7 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     Raises ShardingError where the rules choose a kernel that could do so, but not on this processor, and InputError
     where the processor multiplies operands of `model.matmul_dtype` no faster than those of bfloat16.
     """
-    _check_matmul_dtype(config.model.matmul_dtype, on)
+    check_matmul_dtype(config.model.matmul_dtype, on)
     kernel, capability = rules.attention.get(on.platform), on.compute_capability
     if kernel is None:
         able = (one for one in KERNELS[on.platform] if not attention_lacks(one, config, rules, asked, capability))
@@ -97,33 +95,6 @@ def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
         place = rules.place(f"attention.{on.platform}", kernel)
         check([Problem(f"attention: {kernel} on {on.name} cannot do {reason}", place, _FASTEST)])
     return rules
-
-
-def _check_matmul_dtype(dtype: str | None, on: Processor) -> None:
-    """CPUs simulate, and of a chip that is not in the table nothing is known."""
-    chip = CHIPS.get(on.name)
-    if dtype and chip and not chip.peak_of_operands(dtype):
-        other = next((name for name in ("int8", "fp8") if chip.peak_of_operands(name)), "null")
-        raise InputError(
-            f"model.matmul_dtype: {dtype}: no published rate of {on.name} for operands of {dtype} is above that for "
-            f"bfloat16\n  fix   --set model.matmul_dtype={other}"
-        )
-
-
-def matmul_operands(config: Config, rules: Rules, platform: str) -> str:
-    """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
-    model, simulated = config.model, " (simulated)" if platform == "cpu" else ""
-    if model.matmul_dtype:
-        return f"{model.matmul_dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak"
-    if model.weight_dtype not in EIGHT_BITS:
-        return ""
-    said = f"block weights are {model.weight_dtype}, and {model.compute_dtype} where they are multiplied"
-    if platform == "gpu" and not rules.compiler_options.get("gpu", {}).get(_TRITON):
-        said += (
-            f". cuBLAS reads them from a copy of a layer's weights, which saves memory and no time; fix "
-            f"--set rules.compiler_options.gpu.{_TRITON}=true"
-        )
-    return said
 
 
 def kernel_choice(rules: Rules, config: Config, on: Processor, asked: Pass) -> str:

@@ -5,12 +5,15 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+
 from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.model.kernels.attention import splash_block
 from gspmd_lm.plan.operations import AttentionOp, MoveOp, Op, OpGraph
 from gspmd_lm.plan.traces import Shards
+from gspmd_lm.units import bits
 
 # Read from compiled programs: `python -m benchmarks.plan show` sets them beside estimates.
 #
@@ -58,29 +61,30 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
                 yield TimedOp("matmul", fused_s, op.backward * fused_s, op.trip_count, op)
             continue
         flops = op.flops / shards.count(op.sharded_like)
-        share = op_time.matmul_share(chip, op.grouped) / chip.matmul_slowdown
-        peak = chip.matmul_flops_per_s("bf16" if rounds_to_bf16 and op.dtype == "f32" else op.dtype)
+        dtype = "bf16" if rounds_to_bf16 and op.dtype == "f32" else op.dtype
         # The matmul, and the gradients of its operands: of the activation, then of the weight.
         x, w, y = map(operator.truediv, local_bytes, op.itemsizes)
-        kernels = [(1.0, 0.0)] * 3
-        if op.grouped and chip.platform == "tpu":
+        kernels, multiplied, widened_bytes = [(1.0, 0.0)] * 3, [(dtype, dtype)] * 3, 0.0
+        if op.grouped:
             inner, columns = flops / (2 * y), flops / (2 * x)
             rows, experts, width = x / inner, w / (inner * columns), op.itemsizes[1]
-            sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
-            kernels = [grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
-                       for side, outer in sides]  # fmt: skip
-        wide = min(peak, chip.peak_bf16_flops_per_s) if op.grouped else peak  # see moe_dispatch.py
-        peak = wide if op.dtype == "f8e4m3fn" and grouped_gpu.widens_float8(chip.kinds[0]) else peak
-        peaks = [peak, peak, wide]
-        passes = list(zip((y, x, w), kernels, peaks, strict=True))
+            if chip.platform == "tpu":
+                sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
+                kernels = [grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
+                           for side, outer in sides]  # fmt: skip
+            of_matrix = "bf16" if bits(dtype) == 8 else dtype  # see moe_dispatch.py
+            multiplied = [_multiplied(chip, dtype, rows / experts)] * 2 + [(of_matrix, of_matrix)]
+            widened_bytes = 3 * w if multiplied[0][1] != dtype else 0.0  # of each, one is read and two are written
+        passes = zip((y, x, w), kernels, multiplied, (widened_bytes, widened_bytes, 0.0), strict=True)
         forward_s, *backward_s = (
             launch_s
+            + before_bytes / op_time.hbm_bytes_per_s(chip)
             + max(
                 memory_s,
                 kernel_bytes / op_time.hbm_bytes_per_s(chip),
-                flops / (share * used * _tile_share(chip, elements, flops, op) * pass_peak),
+                flops / (used * _tile_share(chip, elements, flops, op) * _flops_per_s(chip, op, dtypes)),
             )
-            for elements, (used, kernel_bytes), pass_peak in passes[: 1 + round(op.backward)]
+            for elements, (used, kernel_bytes), dtypes, before_bytes in [*passes][: 1 + round(op.backward)]
         )
         yield TimedOp(op.kind, forward_s, sum(backward_s), op.trip_count, op)
     for node, move in op_graph.move_ops.items():
@@ -93,6 +97,19 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
         times, backward = attention_op.trip_count, attention_op.backward
         yield TimedOp("attention", forward_s, backward * backward_s, times, attention_op)
         yield TimedOp("other", beside_s[0], backward * beside_s[1], times, attention_op)
+
+
+def _multiplied(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
+    """The dtypes in which a kernel multiplies rows and the weights of experts, so many rows for each expert."""
+    if dtype != "f8e4m3fn" or not grouped_gpu.on_hopper(chip.kinds[0]):
+        return dtype, dtype
+    return "bf16", "bf16" if grouped_gpu.widens(jnp.dtype(jnp.float8_e4m3fn), chip.kinds[0], rows) else dtype
+
+
+def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str]) -> float:
+    """The FLOPs/s of a matmul that fills its tiles."""
+    share = op_time.matmul_share(chip, op.grouped, dtypes) / chip.matmul_slowdown
+    return share * min(map(chip.matmul_flops_per_s, dtypes))
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:

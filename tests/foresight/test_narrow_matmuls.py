@@ -14,6 +14,7 @@ from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS
+from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.plan import estimate, timed_ops
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
@@ -72,6 +73,37 @@ def test_a_plan_prices_products_by_their_operands(monkeypatch):
     )
     in_blocks_s = 6 * MATRICES * LAYERS * ROWS * SEQ / 8 / (459e12 * op_time.MATMUL_SHARE["tpu"] / V5P.matmul_slowdown)
     assert usual_s - found_s == pytest.approx(in_blocks_s / 2, rel=0.01)
+
+
+def matmul_s(config, chip):
+    """The estimated seconds of matmuls of a step on one device that keeps all activations."""
+    where = dataclasses.replace(targets.parse("h100:1"), chip=chip)
+    rules = dataclasses.replace(rules_file.load("single").fill(1), remat=Remat("none"))
+    return estimate.Estimator(config, where).estimate(state.settled(config, rules, where.processor)).matmul_s
+
+
+def test_a_plan_knows_how_weights_of_8_bits_meet_wider_rows_on_hopper(monkeypatch):
+    """A kernel that converts them has half the speed, forward and for the rows. A pass before it reads a byte of each
+    number and writes two."""
+    monkeypatch.setattr(op_time, "tile_share", lambda *_: 1.0)
+    experts = 4
+    config = config_of("fp8", f"model.experts={experts}", "model.experts_per_token=2", f"model.expert_mlp={D}")
+    rows = ROWS * SEQ * 2 / experts
+    for bandwidth in (10**15, 2 * 10**12):  # in neither case do bytes take longer than products
+        chip = dataclasses.replace(CHIPS["h100"], hbm_bytes_per_s=bandwidth, matmul_slowdown=1.0)
+        found_s = []
+        for many in (rows, rows + 1):
+            monkeypatch.setattr(grouped_gpu, "MANY_ROWS", many)
+            found_s.append(matmul_s(config, chip))
+        lost_s = 2 * 6 * D * D * rows * experts * LAYERS / (989e12 * op_time.GROUPED_SHARE)
+        passes_s = 2 * 3 * 3 * D * D * experts * LAYERS / op_time.hbm_bytes_per_s(chip)
+        assert found_s[1] - found_s[0] == pytest.approx(lost_s - passes_s)
+
+
+def test_a_plan_knows_that_int8_is_slow_on_hopper():
+    for name, slow in (("h100", True), ("h200", True), ("b200", False)):
+        usual_s, int8_s, fp8_s = (matmul_s(config_of(dtype), CHIPS[name]) for dtype in (None, "int8", "fp8"))
+        assert fp8_s < usual_s and (int8_s > usual_s) == slow
 
 
 FUSION = """HloModule test

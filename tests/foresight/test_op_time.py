@@ -212,6 +212,29 @@ def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes):
     assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
+@pytest.mark.parametrize(("chip", "dtype", "slowdown"), [
+    ("h100", "f8e4m3fn", op_time.CONVERTING_SLOWDOWN), ("h200", "s8", op_time.CONVERTING_SLOWDOWN),
+    ("b200", "f8e4m3fn", 1), ("a100", "s8", 1)])  # fmt: skip
+def test_on_hopper_a_grouped_kernel_that_converts_weights_is_slow(chip, dtype, slowdown):
+    """The scales of the outputs of experts have more numbers than the rows here, and are not multiplied."""
+    op = "jit(f)/jvp(D)/layers/of.layers.mlp.w_up/grouped/pallas_call"
+
+    fast = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
+
+    def seconds(of_weights):
+        text = f"""HloModule test
+
+ENTRY %main (s: f32[8388608]) -> f32[] {{
+  %s = f32[8388608] parameter(0)
+  %x = bf16[4096,1024] parameter(1)
+  %w = {of_weights}[8,1024,2048] parameter(2)
+  ROOT %c = bf16[4096,2048] custom-call(%x, %w, %s), custom_call_target="__gpu$xla.gpu.triton", metadata={{op_name="{op}"}}
+}}"""
+        return price(hlo.parse(text), fast).seconds - op_time.LAUNCH_S["gpu"]
+
+    assert seconds(dtype) == pytest.approx(slowdown * seconds("bf16"))
+
+
 def test_products_that_no_priced_operation_makes_are_missed():
     module = called(estimate(10**12, 8))
     assert alone(module, V5E, least_flops=1e12).missing_flops_share == 0.0
@@ -247,7 +270,8 @@ def product(left, right, fast=False):
 def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, dtype, tera_per_s):
     found = dataclasses.replace(CHIPS[chip], hbm_bytes_per_s=math.inf)
     seconds = price(product(dtype, dtype), found).seconds - op_time.LAUNCH_S[found.platform]
-    share = op_time.MATMUL_SHARE[found.platform] / found.matmul_slowdown
+    slow = found.int8_share if dtype in ("s8", "s4") else 0
+    share = (slow or op_time.MATMUL_SHARE[found.platform]) / found.matmul_slowdown
     if found.gpu:
         share *= op_time.tile_share(1024**2, 1024 * bits(dtype) / 8, found.gpu.core_count)
     assert seconds == pytest.approx(2 * 1024**3 / (share * tera_per_s * 1e12))
@@ -256,9 +280,11 @@ def test_narrow_numbers_are_multiplied_at_the_rate_of_the_chip_or_widened(chip, 
 def test_of_two_factors_the_wider_one_decides():
     fast = dataclasses.replace(H100, hbm_bytes_per_s=math.inf)
     narrow, mixed, wide = (
-        price(product(*two), fast).seconds for two in (("s8", "s8"), ("s8", "bf16"), ("bf16", "bf16"))
+        price(product(one, other), fast).seconds
+        for one, other in (("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "bf16"), ("bf16", "bf16"))
     )
-    assert narrow < mixed == wide == price(product("bf16", "s8"), fast).seconds
+    assert narrow < mixed == wide == price(product("bf16", "f8e4m3fn"), fast).seconds
+    assert wide == price(product("bf16", "s8"), fast).seconds
 
 
 def test_matmuls_of_programs_that_offload_are_slower():

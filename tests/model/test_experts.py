@@ -140,6 +140,33 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
     assert 0.003 < error < 2**0.5 * (0.02 if dtype == jnp.int8 else 0.04)  # that of two operands: test_quantised.py
 
 
+MANY, WIDE, INT8, FP8 = grouped_gpu.MANY_ROWS, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("kind", "rows", "operands", "multiplied"), [
+    ("H100", MANY, (WIDE, INT8), (WIDE, WIDE)), ("H100", MANY, (WIDE, FP8), (WIDE, WIDE)),
+    ("H100", MANY, (FP8, FP8), (WIDE, WIDE)), ("H100", MANY, (INT8, INT8), (INT8, INT8)),
+    ("H200", MANY - 1, (WIDE, INT8), (WIDE, INT8)), ("H200", MANY - 1, (FP8, FP8), (WIDE, FP8)),
+    ("B200", MANY, (WIDE, FP8), (WIDE, FP8)), ("B200", MANY, (FP8, FP8), (FP8, FP8)),
+    ("A100", MANY, (WIDE, INT8), (WIDE, INT8)), ("A100", 1, (WIDE, FP8), (WIDE, WIDE)),
+])  # fmt: skip
+def test_what_a_kernel_of_a_gpu_multiplies(kind, rows, operands, multiplied, transposed, monkeypatch):
+    """So many rows for each of two experts, with weights of 8 bits that are widened before the kernel, or in it."""
+    monkeypatch.setattr(kernels, "platform", lambda: "gpu")
+    monkeypatch.setattr(kernels, "device_kind", lambda: f"NVIDIA {kind}")
+    seen, product = [], grouped_gpu.product
+    monkeypatch.setattr(
+        grouped_gpu, "product", lambda x, w, *args: seen.append((x.dtype, w.dtype)) or product(x, w, *args)
+    )
+    x = jnp.zeros((2 * rows, 64), operands[0])
+    x = x if operands[0] == WIDE else quantised.Quantised(x, jnp.ones(len(x)), (-1,), WIDE)
+    w = jnp.zeros((2, 128, 64) if transposed else (2, 64, 128), operands[1])
+    w = quantised.Quantised(w, jnp.ones((2, 128)), (-2,), WIDE)
+    y = jax.eval_shape(functools.partial(grouped, transposed=transposed), x, w, jnp.full(2, rows, jnp.int32))
+    assert seen == [multiplied] and (y.shape, y.dtype) == ((2 * rows, 128), WIDE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype"), [("v5p:2x2x1", jnp.int8), ("v6e:2x2", jnp.int8), ("tpu7x:2x2x1", jnp.float8_e4m3fn),
@@ -147,15 +174,16 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
                           ("b200:1", jnp.float8_e4m3fn)])  # fmt: skip
 def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
     """For hardware that is not here. Weights and rows of 8 bits are read as they are, and wider rows with weights of 8
-    bits too, so that no copy of the weights is made. Rows of float8 are widened on Hopper, which has no faster way."""
+    bits too, so that no copy of the weights is made. Rows of float8 are widened on Hopper, which has no faster way, and
+    weights with them where there are many rows."""
     where = targets.parse(target)
     mesh = jax.sharding.Mesh(targets.devices(where)[:1], ("one",))
     one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     monkeypatch.setattr(kernels, "platform", lambda: where.platform)
     monkeypatch.setattr(kernels, "device_kind", lambda: where.chip.kinds[0])
-    (M, D, F, E), wide = (512, 256, 384, 4), jnp.bfloat16
+    (D, F, E), wide = (256, 384, 4), jnp.bfloat16
 
-    def made(dtypes, transposed):
+    def made(dtypes, transposed, M=512):
         shapes = (M, D), (M,), (E, F, D) if transposed else (E, D, F), (E, F), (E,)
         kinds = (dtypes[0], jnp.float32, dtypes[1], jnp.float32, jnp.int32)
         args = [jax.ShapeDtypeStruct(shape, kind, sharding=one) for shape, kind in zip(shapes, kinds, strict=True)]
@@ -179,6 +207,8 @@ def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
         widened = target == "h100:1" and dtype != jnp.int8
         assert made((dtype, dtype), transposed) == ["bf16" if widened else narrow, narrow]
         assert made((wide, dtype), transposed) == ["bf16", narrow]
+    if target == "h100:1":
+        assert made((wide, dtype), False, E * grouped_gpu.MANY_ROWS) == ["bf16", "bf16"]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (8, 2), (19, 4)])

@@ -13,6 +13,7 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
 from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.model.operands import matmul_operands
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
 from tests.courses import agree
@@ -198,6 +199,25 @@ def test_all_hardware_is_asked_before_anything_is_compiled():
             else:
                 with pytest.raises(InputError, match=rf"model.matmul_dtype: {dtype}: .* {name} (.|\n)*fix   --set"):
                     state.settled(config, rules_file.load("single"), on)
+
+
+def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
+    def said(target, *sets):
+        config = configs.load("tiny", [f"model.{one}" for one in sets])
+        return matmul_operands(config, rules_file.load("single"), targets.parse(target).processor)
+
+    slower = "measured to be slower than with bfloat16"
+    for target, slow in (
+        ("h100:8", True),
+        ("h200:1", True),
+        ("b200:1", False),
+        ("a100:1", False),
+        ("v5p:2x2x1", False),
+    ):
+        text = said(target, "matmul_dtype=int8")
+        assert (slower in text) == slow == text.endswith("fix --set model.matmul_dtype=fp8")
+    assert said("h100:8", "matmul_dtype=fp8").endswith("MFU is of the bf16 peak")
+    assert slower not in said("h100:8", "matmul_dtype=int8", "weight_dtype=int8")  # fp8 does not go with it
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -5,12 +5,12 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
 from gspmd_lm.foresight.timing import attention, gathers
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.model.kernels import grouped
+from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.units import bits
 
 # Fitted or measured constants, which no data sheet gives. FITTED in benchmarks/published_errors.py says to which
@@ -24,6 +24,9 @@ HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
+# Those whose kernel converts weights of 8 bits take so many times as long on Hopper: 22 of one of those mixtures took
+# 135 ms in bfloat16, and 232 ms in fp8, where 16 of them converted weights.
+CONVERTING_SLOWDOWN = 2.0
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
 # These are the tiles of cuBLAS's kernels in those steps, by their names. To begin a tile takes as long as so many more
 # bytes of the contracted dimension: kernels store a tile of 16 bits while they compute the next one.
@@ -205,13 +208,21 @@ def _slowdown(instruction: Instruction, chip: Chip) -> float:
     return chip.matmul_slowdown * (chip.offloading_slowdown if instruction.module.offloads else 1.0)
 
 
-def matmul_share(chip: Chip, grouped: bool) -> float:
-    """The share of the peak that matmuls reach, or grouped ones, without what slows a chip down."""
-    return GROUPED_SHARE if chip.gpu and grouped else MATMUL_SHARE[chip.platform]
+def matmul_share(chip: Chip, grouped: bool, dtypes: Collection[str]) -> float:
+    """The share of the peak that matmuls reach, or grouped ones, without what slows a chip down.
+
+    dtypes: of what a program's kernel multiplies.
+    """
+    if not chip.gpu or not grouped:
+        int8 = all(dtype.startswith(("s", "u")) and bits(dtype) <= 8 for dtype in dtypes)
+        return chip.int8_share if int8 and chip.int8_share else MATMUL_SHARE[chip.platform]
+    converts = len({*map(bits, dtypes)}) > 1 and grouped_gpu.on_hopper(chip.kinds[0])
+    return GROUPED_SHARE / (CONVERTING_SLOWDOWN if converts else 1)
 
 
 def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
-    share = matmul_share(chip, grouped=not matmul.flops) / _slowdown(matmul, chip)
+    dtypes = _multiplied(matmul)
+    share = matmul_share(chip, not matmul.flops, dtypes) / _slowdown(matmul, chip)
     if chip.gpu and matmul.flops:
         elements = matmul.shape.arrays[0].elements
         width = max(bits(operand.shape.arrays[0].dtype) for operand in matmul.operands[:2])
@@ -244,11 +255,16 @@ def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
 
 
 def _peak(matmul: Instruction, chip: Chip) -> float:
-    """The peak FLOPs/s of the wider factor: of the first two operands, or of the two largest of a kernel."""
+    """The peak FLOPs/s of the wider factor."""
+    return min(map(chip.matmul_flops_per_s, _multiplied(matmul)), default=chip.peak_bf16_flops_per_s)
+
+
+def _multiplied(matmul: Instruction) -> list[str]:
+    """The dtypes of the factors: of the first two operands, or of the two largest of a kernel, but for its scales."""
     arrays = [array for operand in matmul.operands for array in operand.shape.arrays]
     if not matmul.flops:
-        arrays.sort(key=lambda array: -array.elements)
-    return min((chip.matmul_flops_per_s(a.dtype) for a in arrays[:2]), default=chip.peak_bf16_flops_per_s)
+        arrays = sorted((one for one in arrays if len(one.dimensions) > 1), key=lambda array: -array.elements)
+    return [array.dtype for array in arrays[:2]]
 
 
 def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:

@@ -240,9 +240,10 @@ def _triton(
     rows_MD, w_EDF, scales: grouped_gpu.Scales, sizes_E, transposed: bool, dtype: jnp.dtype, interpret: bool = False
 ):
     """`grouped` by Triton. The rows after those of the last expert are not written."""
-    if rows_MD.dtype == jnp.float8_e4m3fn and grouped_gpu.widens_float8(device_kind()):
+    if rows_MD.dtype == jnp.float8_e4m3fn and grouped_gpu.on_hopper(device_kind()):
         rows_MD = rows_MD.astype(dtype)  # exact, and faster
-    if rows_MD.dtype.itemsize > w_EDF.dtype.itemsize and not grouped_gpu.converts(w_EDF.dtype, device_kind()):
+    mean_rows = len(rows_MD) / len(sizes_E)
+    if rows_MD.dtype.itemsize > w_EDF.dtype.itemsize and grouped_gpu.widens(w_EDF.dtype, device_kind(), mean_rows):
         w_EDF = w_EDF.astype(rows_MD.dtype)
     block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
     least = grouped_gpu.least(rows_MD.dtype)

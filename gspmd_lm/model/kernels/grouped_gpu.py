@@ -14,6 +14,10 @@ LEAST = 16  # the smallest side of a product that tensor cores take
 # That of rows of int8: in a tile of 16 inner columns, the Triton of jax 0.10.2 multiplies each number twice.
 LEAST_OF_INT8 = 32
 FLOAT8 = (8, 9)  # the compute capability from which GPUs have float8
+# Hopper's products read weights from shared memory. A kernel that converts them must write them there first, and takes
+# twice as long (CONVERTING_SLOWDOWN in foresight/timing/op_time.py). With 315 rows for each expert on an H100, or 231
+# on an H200, it loses as much as a pass over the weights takes, in which a byte of each is read and two are written.
+MANY_ROWS = 256
 
 Scales = tuple[()] | tuple[jax.Array, jax.Array]  # of rows, and of the outputs of experts; () without 8 bits
 Blocks = tuple[jax.Array, jax.Array, jax.Array]  # of each block of rows: its expert, its first row, its rows' end
@@ -33,16 +37,20 @@ def takes(dtype: jnp.dtype, *sides: int, rows: jnp.dtype | None = None) -> bool:
     return dtype == jnp.bfloat16 and all(math.gcd(max(side, smallest), COLUMNS) >= smallest for side in sides)
 
 
-def converts(dtype: jnp.dtype, kind: str) -> bool:
-    """Whether kernels on devices of a `kind` can widen weights of this dtype: LLVM aborts for float8 on older GPUs."""
-    chip = chip_of(kind)
-    return dtype == jnp.int8 or bool(chip and chip.gpu and chip.gpu.compute_capability >= FLOAT8)
-
-
-def widens_float8(kind: str) -> bool:
-    """Whether Triton widens float8 on devices of a `kind` before it multiplies: on Hopper to float16, without wgmma."""
+def on_hopper(kind: str) -> bool:
+    """Whether devices of a `kind` are Hopper's. Triton widens float8 there to float16, and multiplies without wgmma."""
     chip = chip_of(kind)
     return bool(chip and chip.gpu and chip.gpu.compute_capability[0] == 9)
+
+
+def widens(weights: jnp.dtype, kind: str, rows: float) -> bool:
+    """Whether weights of 8 bits that meet wider rows, so many for each expert, are widened before the kernel.
+
+    Otherwise it widens them while it reads them. LLVM aborts for float8 on GPUs that have none.
+    """
+    chip = chip_of(kind)
+    has_float8 = bool(chip and chip.gpu and chip.gpu.compute_capability >= FLOAT8)
+    return (weights != jnp.int8 and not has_float8) or (on_hopper(kind) and rows >= MANY_ROWS)
 
 
 def product(

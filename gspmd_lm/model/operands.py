@@ -1,0 +1,43 @@
+"""What is said of operands of 8 bits, and the chips that refuse them."""
+
+from gspmd_lm.config import Config
+from gspmd_lm.errors import InputError
+from gspmd_lm.hardware.chips import CHIPS, Processor
+from gspmd_lm.sharding.quantised import EIGHT_BITS
+from gspmd_lm.sharding.rules import Rules
+
+_TRITON = "xla_gpu_enable_triton_gemm"  # an option of XLA: its own matmuls convert an operand while they read it
+
+
+def check_matmul_dtype(dtype: str | None, on: Processor) -> None:
+    """CPUs simulate, and of a chip that is not in the table nothing is known."""
+    chip = CHIPS.get(on.name)
+    if dtype and chip and not chip.peak_of_operands(dtype):
+        other = next((name for name in ("int8", "fp8") if chip.peak_of_operands(name)), "null")
+        raise InputError(
+            f"model.matmul_dtype: {dtype}: no published rate of {on.name} for operands of {dtype} is above that for "
+            f"bfloat16\n  fix   --set model.matmul_dtype={other}"
+        )
+
+
+def matmul_operands(config: Config, rules: Rules, on: Processor) -> str:
+    """What is said of matmuls of 8 bits, and of weights that rest in 8 bits; '' where there are none."""
+    model, chip, simulated = config.model, CHIPS.get(on.name), " (simulated)" if on.platform == "cpu" else ""
+    rest_in_8_bits = model.weight_dtype in EIGHT_BITS
+    if model.matmul_dtype:
+        said = f"{model.matmul_dtype} operands in products with block weights{simulated}; MFU is of the bf16 peak"
+        if model.matmul_dtype == "int8" and chip and chip.int8_share and not rest_in_8_bits:
+            said += (
+                ". A train step with int8 was measured to be slower than with bfloat16 on one H100, and with fp8 to be "
+                "faster; fix --set model.matmul_dtype=fp8"
+            )
+        return said
+    if not rest_in_8_bits:
+        return ""
+    said = f"block weights are {model.weight_dtype}, and {model.compute_dtype} where they are multiplied"
+    if on.platform == "gpu" and not rules.compiler_options.get("gpu", {}).get(_TRITON):
+        said += (
+            f". cuBLAS reads them from a copy of a layer's weights, which saves memory and no time; fix "
+            f"--set rules.compiler_options.gpu.{_TRITON}=true"
+        )
+    return said
