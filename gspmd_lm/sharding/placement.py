@@ -238,8 +238,9 @@ class Recorder(Placement):
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
         array, axes, table = spec
-        self.named[spec, shape] = None
-        self.problems += self.rules.resolve(table, array, axes, shape)[1]
+        if (spec, shape) not in self.named:
+            self.named[spec, shape] = None
+            self.problems += self.rules.resolve(table, array, axes, shape)[1]
         self.arrays[array] = axes, shape
         self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
 
