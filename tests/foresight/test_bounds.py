@@ -247,8 +247,9 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     )
     counted = 6 * config.data.batch * config.data.seq * vectors  # norms multiply nothing
     step = built(config, rules)
-    assert found - counted == read(step).model_flops
-    assert of_training(step.task, rules, arrays, None, recorded, read(step)).flops == found
+    reading = read(step)
+    assert found - counted == reading.model_flops
+    assert of_training(step.task, rules, arrays, None, recorded, reading).flops == found
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):
