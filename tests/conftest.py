@@ -31,6 +31,7 @@ LONGEST = (
     "infer/test_eight_bits.py", "infer/test_references.py", "workdir/test_failures.py", "model/test_adapters.py",
     "infer/test_encoder_decoders.py", "train/test_optimizer.py", "train/test_lora.py",
     "model/kernels/test_attention.py", "plan/test_search.py", "train/test_objectives.py", "foresight/test_any_step.py",
+    "train/test_interleave.py", "train/test_expert_layouts.py", "train/test_image_layouts.py",
     "convert/test_reading_families.py", "runtime/test_startup.py", "sharding/test_partial_sums.py",
     "model/test_latent_attention.py", "workdir/test_checkpoint.py",
 )  # fmt: skip

@@ -21,6 +21,8 @@ MOST = 24
 class Course:
     """Some steps on one batch, and what came of them, on the host."""
 
+    step: Any
+    traced: jax.stages.Traced
     program: jax.stages.Compiled
     before: Any  # the parameters
     after: Any
@@ -88,14 +90,15 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
         step = built(config, rules, **changes)
         key = config, repr(step.rules.facts()), steps
         if key not in courses:
-            program, state, batch = step.lower_train().compile(), begun(step), batch_of(step)
+            traced = step.trace_train()
+            program, state, batch = traced.lower().compile(), begun(step), batch_of(step)
             before, metrics, gradients = jax.device_get(state.params), [], None
             for _ in range(steps):
                 state, values = program(state, batch)
                 metrics.append({name: float(value) for name, value in values.items()})
                 if gradients is None and config.optimizer.name == "adamw":
                     gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
-            courses[key] = Course(program, before, jax.device_get(state.params), metrics, gradients)
+            courses[key] = Course(step, traced, program, before, jax.device_get(state.params), metrics, gradients)
         courses[key] = courses.pop(key)  # the last one
         if len(courses) > MOST:
             del courses[next(iter(courses))]

@@ -1,6 +1,6 @@
 """Random configs, --set values and rules files: each is read as YAML 1.2 has it, or refused with a message, and soon.
 
-A hundred of each by default, but forty rules files. Two thousand of each with `pytest -m slow tests/test_fuzz.py`.
+A hundred of each by default, but 25 rules files. Two thousand of each with `pytest -m slow tests/test_fuzz.py`.
 """
 
 import datetime
@@ -28,7 +28,7 @@ LONGEST_S = 5.0  # of processor time, for one example
 LONGEST_MESSAGE = 20_000
 
 FEW = settings(max_examples=100, derandomize=True, deadline=None, database=None)
-FEWER = settings(FEW, max_examples=40)  # the model is traced under each layout that is read
+FEWER = settings(FEW, max_examples=25)  # the model is traced under each layout that is read
 MANY = settings(
     max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
 )

@@ -14,6 +14,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import of_flax, shapes
 from gspmd_lm.sharding.annotate import Spec, placed_by
 from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.placement import Recorder
 from gspmd_lm.sharding.shapes import Arrays
 
 Batch = Mapping[str, jax.Array]
@@ -124,6 +125,11 @@ class Task:
     def weights(self) -> Arrays:
         """The shapes and names of the parameters. Raises InputError for those that no rules can place."""
         return shapes.arrays(self.initial, self.names, lambda params: self.partition(params)[1])
+
+    @functools.cached_property
+    def records(self) -> list[tuple[int, Recorder]]:
+        """What the model placed in batches of so many rows, the last first: `train.state.recorded` keeps it here."""
+        return []
 
     @functools.cached_property
     def _like(self) -> Any:

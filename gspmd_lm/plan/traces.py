@@ -74,22 +74,9 @@ class TraceCache:
         trace = self.trace(rules)
         params = pairs(self.arrays.named_params, self.arrays.params)
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
-        recorder = self._recorder_under(trace, rules)
-        problems = placement.problems(rules, params, recorder, optimizer)
+        problems = placement.problems(rules, params, trace.recorder.under(rules), optimizer)
         problems += state.task_problems(self.task, rules, platform)
         return [problem for problem in problems if not problem.warning]
-
-    def _recorder_under(self, trace: ForwardTrace, rules: Rules) -> Recorder:
-        """The recorder of a trace, as it would be if the model had been traced under `rules`."""
-        recorder = Recorder(rules)
-        recorder.axes, recorder.arrays = trace.recorder.axes, trace.recorder.arrays
-        named = {(node.placed, node.shape) for node in trace.graph.activations if node.placed}
-        rows = self.task.rows // rules.microbatches
-        inputs = self.task.batch(rows)
-        named |= {(spec, inputs[name].shape) for name, spec in self.task.specs().items()}
-        for (array, axes, table), shape in named:
-            recorder.problems += rules.resolve(table, array, axes, shape)[1]
-        return recorder
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,7 +1,9 @@
 """Logical axes + rules + mesh -> where arrays live, for the model (annotate.Placement) and for whole trees."""
 
+import copy
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -209,9 +211,12 @@ class Recorder(Placement):
         self.rules = rules
         self.asked: set[str] = set()  # names of `Settings` that the model asks for
         self.compared: set[tuple[str, str]] = set()  # arrays and axes whose splits the model compares
+        self.counted: set[tuple[str, str]] = set()  # and those whose shards it counts
+        self.named: dict[tuple[Spec, tuple[int, ...]], None] = {}  # activations with their shapes, each once
         self.arrays: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # name -> axes and shape, as named last
         self.axes: dict[str, tuple[str, ...]] = {}  # name -> all axes that an array of this name has
         self.used: set[str] = set()  # paths of the weights that the model places for use
+        self.tables: set[tuple[str, str]] = set()  # weights that are placed for use if this axis of theirs is split
         self.constraints: dict[Spec, None] = {}  # of flax's with_logical_constraint, each once
         self.problems: list[Problem] = []
         self.program: Any = None  # the jaxpr, once the function is traced
@@ -233,7 +238,9 @@ class Recorder(Placement):
     def note(self, spec: Spec, shape: tuple[int, ...]) -> None:
         """Notes an activation of this shape."""
         array, axes, table = spec
-        self.problems += self.rules.resolve(table, array, axes, shape)[1]
+        if (spec, shape) not in self.named:
+            self.named[spec, shape] = None
+            self.problems += self.rules.resolve(table, array, axes, shape)[1]
         self.arrays[array] = axes, shape
         self.axes[array] = tuple(dict.fromkeys((*self.axes.get(array, ()), *axes)))
 
@@ -251,12 +258,41 @@ class Recorder(Placement):
         return _split(self.rules, array, axis)._replace(num_shards=1)
 
     def num_shards(self, array: str, axis: str) -> int:
+        self.counted.add((array, axis))
         return _split(self.rules, array, axis).num_shards
 
     def reshard_axis_by_axis(self, x: jax.Array, table: Spec, target: Spec) -> jax.Array:
+        self.tables.add((table.array, table.axes[0]))
         if self.rules.split("rules", table.array, table.axes[0]):  # else the table is read where it rests
             self.used.add(table.array)
         return x
+
+    def is_told_the_same_by(self, rules: Rules) -> bool:
+        """Whether the model could not tell `rules` from those of this record: its program would be the same.
+
+        A model finds splits equal, finds that they share mesh axes, and reads no axis: what they are called is nothing
+        to it.
+        """
+        return self._told(rules) == self._told_here
+
+    @functools.cached_property
+    def _told_here(self) -> tuple[Any, ...]:
+        return self._told(self.rules)
+
+    def _told(self, rules: Rules) -> tuple[Any, ...]:
+        numbers: dict[str, int] = {}
+        splits = [rules.split("rules", *one) for one in sorted(self.compared | self.tables)]
+        numbered = [[numbers.setdefault(name, len(numbers)) for name in names] for names in splits]
+        counts = [_split(rules, *one).num_shards for one in sorted(self.counted)]
+        return rules.vocabulary, rules.context, numbered, counts
+
+    def under(self, rules: Rules) -> "Recorder":
+        """What is recorded under `rules`, which tell the model the same. See `is_told_the_same_by`."""
+        other = copy.copy(self)
+        other.rules = rules
+        resolved = (rules.resolve(table, array, axes, shape)[1] for (array, axes, table), shape in self.named)
+        other.problems = list(itertools.chain.from_iterable(resolved))
+        return other
 
     @property
     def unmapped(self) -> list[Spec]:

@@ -29,8 +29,11 @@ def task(config: Config | Task) -> Task:
 
     What comes after asks `task.config`, which a model of one's own does not have.
     """
-    if isinstance(config, Task):
-        return config
+    return config if isinstance(config, Task) else _task(config)
+
+
+@functools.lru_cache(maxsize=8)  # what is worked out of a task is worked out once, however often its config is given
+def _task(config: Config) -> Task:
     model, data, objective = config.model, config.data, objectives.of(config)
     decoder = Task(
         name=config.name,

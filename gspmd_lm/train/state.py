@@ -21,6 +21,8 @@ from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 
+MOST_RECORDS = 16  # traces of one task
+
 
 class State(NamedTuple):
     """One step's result and the next step's input. The leaves are arrays, shapes or shardings."""
@@ -66,9 +68,15 @@ def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
 
 
 def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:
-    """A record of the arrays that the model places in one microbatch under `rules`, inputs included."""
+    """A record of the arrays that the model places in one microbatch under `rules`, inputs included.
+
+    Rules that the model cannot tell apart share one trace.
+    """
     task = decoder.task(config)
-    specs = task.specs()
+    specs, rows = task.specs(), max(task.rows // microbatches, 1)
+    for traced_rows, known in task.records:
+        if traced_rows == rows and known.is_told_the_same_by(rules):
+            return known.under(rules)
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         # A model may multiply its inputs with weights without placing them first.
@@ -76,11 +84,12 @@ def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Ru
         batch = batch | {name: mark(batch[name], specs[name]) for name in floats}
         return task.summed(params, batch, None)[0].loss
 
-    batch = task.batch(max(task.rows // microbatches, 1))
+    batch = task.batch(rows)
     recorder = record(rules, forward, arrays.params, batch)
     for name, spec in specs.items():
         if spec.array not in recorder.arrays:  # the model reads it without placing it
             recorder.note(spec, batch[name].shape)
+    task.records[:] = [(rows, recorder), *task.records][:MOST_RECORDS]
     return recorder
 
 

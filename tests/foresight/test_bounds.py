@@ -241,8 +241,9 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     arrays = state.arrays(config)
     recorded = graph(config, rules, arrays)
     step, found = built(config, rules), step_flops(config, rules, recorded)
-    assert found == read(step).model_flops
-    assert of_training(step.task, rules, arrays, None, recorded, read(step)).flops == found
+    reading = read(step)
+    assert found == reading.model_flops
+    assert of_training(step.task, rules, arrays, None, recorded, reading).flops == found
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):

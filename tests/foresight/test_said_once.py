@@ -126,8 +126,9 @@ def test_every_array_of_every_family_is_known(small, family):
         assert forward.multiplied == wanted and set(forward.looked_up) == set(found.looked_up)
 
 
-# By default, plan/test_sent.py reads a step of each kind of encoder.
-@pytest.mark.parametrize("family", families(*HELD_BY_OTHERS, *ENCODERS))
+# By default the two families with most primitives; plan/test_sent.py reads a step of each kind of encoder, and layers
+# with soft caps, windows or biases are of the primitives that test_other_primitives.py has.
+@pytest.mark.parametrize("family", families(*HELD_BY_OTHERS, "gemma", "neox", *ENCODERS))
 def test_a_step_of_every_family_is_read(small, built, read, family):
     config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load("fsdp2_tp4")
     if config.model.kv_heads % rules.mesh["tensor"]:

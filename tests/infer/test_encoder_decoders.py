@@ -1,7 +1,6 @@
 """What an encoder-decoder writes: what whole texts give token by token, in any layout."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +45,7 @@ def written(speaking, generator, prompts):
 def test_a_cache_changes_no_token(model, written, weights, speaking, prompts):
     found = written(model, "single")
     cfg = speaking(**model).model
-    params = jax.tree.map(jnp.asarray, weights(cfg))
+    params = jax.device_put(weights(cfg))
 
     @jax.jit
     def likeliest(source, tokens):

@@ -114,9 +114,9 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
     rows, D, F = 50, 40, 16
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(rows, D)).astype("f4"), rng.normal(size=(3, D, F)).astype("f4")
-    sizes = jnp.asarray([20, 0, 25], jnp.int32)
-    small_x = quantised.quantise(jnp.asarray(x), "MD", "D", dtype)
-    small_w = quantised.at_rest(jnp.asarray(w), (-2,), dtype)
+    sizes = np.array([20, 0, 25], np.int32)
+    small_x = jax.jit(lambda x: quantised.quantise(x, "MD", "D", dtype))(x)
+    small_w = jax.jit(lambda w: quantised.at_rest(w, (-2,), dtype))(w)
     exact_x = np.asarray(small_x.values, "f8") * np.asarray(small_x.scale)[:, None]
     exact_w = np.asarray(small_w.values, "f8") * np.asarray(small_w.scale)[:, None]
     expert = np.repeat([0, 2, 2], [20, 25, rows - 45])
@@ -127,9 +127,14 @@ def test_grouped_products_of_8_bits(kernel, dtype, monkeypatch):
         monkeypatch.setattr(grouped_gpu, "takes", lambda *_, rows: True)
         for name in ("_eight_bits", "_triton"):
             monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
-    with jax.default_matmul_precision("highest"):
-        both, wide = grouped(small_x, small_w, sizes), grouped(jnp.asarray(x), small_w, sizes)
+
+    @jax.jit
+    def products(small_x, small_w, x, sizes):
         back = grouped(small_x, small_w.values.mT, sizes, transposed=True)
+        return grouped(small_x, small_w, sizes), grouped(x, small_w, sizes), back
+
+    with jax.default_matmul_precision("highest"):
+        both, wide, back = jax.device_get(products(small_x, small_w, x, sizes))
     values_w = np.asarray(small_w.values, "f8")
     for found, of_x, of_w in ((both, exact_x, exact_w), (wide, x, exact_w), (back, exact_x, values_w)):
         wanted = np.einsum("MD,MDF->MF", of_x, of_w[expert])
@@ -222,7 +227,7 @@ def test_each_tile_of_triton_is_computed_once_and_those_of_some_rows_side_by_sid
 @pytest.mark.parametrize(("M", "E", "most"), [(4096, 8, 1.25), (64, 8, 1.25), (2, 128, 1.0), (16, 128, 1.0)])
 def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
     """Rows in all blocks, against rows; and a handful of rows reads the weights of no more experts than rows."""
-    block, (expert, _, _) = kernels._cut(jnp.zeros((M, 4)), jnp.full(E, M // E))
+    block, (expert, _, _) = jax.jit(kernels._cut)(np.zeros((M, 4), np.float32), np.full(E, M // E))
     assert block * len(expert) <= most * M
     assert len(expert) <= M
 
@@ -325,8 +330,9 @@ def test_values_and_gradients(small, variant):
         y, _ = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)
         share = shares(params, x, cfg)
         assert cfg.capacity_factor == 0 or (share == 1).any()
-        want, back = jax.vjp(jax.jit(lambda p, x: reference(p, x, cfg, share)), params, x)
-        got, wanted = ours(params, x), back(dy)
+        dense = jax.jit(functools.partial(jax.vjp, lambda p, x: reference(p, x, cfg, share)))
+        want, back = dense(params, x)
+        got, wanted = ours(params, x), jax.jit(back)(dy)
     np.testing.assert_allclose(y, want, atol=2e-5, rtol=2e-5)
     wanted[0].pop("balance_bias", None)
     for path, one in jax.tree_util.tree_leaves_with_path(wanted):
@@ -350,9 +356,9 @@ def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
 def test_penalties_and_loads(small):
     """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
     cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model
-    module, x = Experts(cfg), jnp.eye(cfg.embed)[jnp.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
+    module, x = Experts(cfg), np.eye(cfg.embed, dtype=np.float32)[np.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
     params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(0), x))["params"]
-    params = params | {"router": jnp.zeros((cfg.embed, 4)).at[:4].set(9 * jnp.eye(4))}
+    params = params | {"router": 9 * np.eye(cfg.embed, 4, dtype=np.float32)}
     p = float(np.exp(9) / (np.exp(9) + 3))
     log_z = float(np.log(np.exp(9) + 3))
     row = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]

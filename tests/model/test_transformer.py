@@ -202,7 +202,7 @@ def test_gradients_add_up_in_float32(small):
     exact = small(layers=1, positions="learned", norm="layernorm", embed=16, mlp=16, **biases).model
     batch = rows(exact, np.tile(np.arange(2), (1024, 1)))
     rng, abstract = np.random.default_rng(0), nn.unbox(jax.eval_shape(lambda: init(exact, jax.random.key(0))))
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.5, 0.5, x.shape), jnp.bfloat16), abstract)
+    params = jax.tree.map(lambda x: rng.normal(0.5, 0.5, x.shape).astype(jnp.bfloat16), abstract)
 
     def gradients(**dtypes):
         cfg = dataclasses.replace(exact, **dtypes)
@@ -250,8 +250,8 @@ def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
 def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
     cfg = small(head_dim=64, rope_theta=500000.0).model
     scaled = dataclasses.replace(cfg, rope_scaling=RopeScaling(factor=8.0))
-    x = jnp.ones((1, 1, 1, 64))
-    at, later = jnp.array([[100]]), jnp.array([[800]])
-    plain, stretched = layers.rope(x, at, cfg, 1), layers.rope(x, later, scaled, 1)
-    np.testing.assert_allclose(layers.rope(x, at, scaled, 1)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
+    x, at, later = np.ones((1, 1, 1, 64), np.float32), np.array([[100]]), np.array([[800]])
+    rope = jax.jit(layers.rope, static_argnums=(2, 3))
+    plain, stretched = rope(x, at, cfg, 1), rope(x, later, scaled, 1)
+    np.testing.assert_allclose(rope(x, at, scaled, 1)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
     np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far

@@ -29,7 +29,12 @@ def target():
 
 
 @pytest.mark.parametrize(
-    ("file", "more"), [("fsdp8", 1.0), ("fsdp8", 1.3), ("pp2_fsdp2_tp2", 1.0), ("pp2_fsdp2_tp2", 2.4)]
+    ("file", "more"),
+    [
+        ("fsdp8", 1.3),
+        ("pp2_fsdp2_tp2", 2.4),
+        *(pytest.param(file, 1.0, marks=pytest.mark.slow) for file in ("fsdp8", "pp2_fsdp2_tp2")),
+    ],
 )
 def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(llama, target, traces_of, file, more):
     layout = rules_file.load(file, overrides=["rules.remat=none"])

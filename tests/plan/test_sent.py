@@ -118,9 +118,9 @@ ENCODERS = {
     "own vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True, "key_bias": False,
                     "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
 }  # fmt: skip
-# "shared" has all that "masked" has, and windows what images and classes have. What tensor parallelism sends is a part
-# of what fsdp2_tp4 does.
-HELD_BY_OTHERS = ("masked", "classes", "images")
+# "shared" has all that "masked" and "replaced" have, windows what images and classes have, and "summaries", below, what
+# "near" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
+HELD_BY_OTHERS = ("masked", "classes", "images", "replaced", "near")
 RARE = ("captions", "summaries", "objects", "own vectors")
 DEFAULT = [("cp8", "images"), *(("fsdp2_tp4", name) for name in ENCODERS if name not in (*HELD_BY_OTHERS, *RARE))]
 OTHERS = [

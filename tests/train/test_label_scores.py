@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,9 +49,7 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
     logits = draw.normal(size=(100, classes)).astype(np.float32)
     logits[np.arange(100), labels] += 0.7
     logits[:, 4:] = -9  # ... nor predicted, and has no F1
-    totals = progress.added(
-        class_sums(jnp.asarray(x), jnp.asarray(y)) for x, y in _batches(logits, labels, padding=(3, -1))
-    )
+    totals = progress.added(jax.jit(class_sums)(x, y) for x, y in _batches(logits, labels, padding=(3, -1)))
     assert totals["true"].dtype == np.float64 and totals["true"].sum() == totals["predicted"].sum() == 100
     want = _by_definition(logits.argmax(1), labels, range(classes))
     assert [*class_scores(totals)] == ["eval_accuracy", "eval_f1", "eval_matthews"]
@@ -58,10 +57,10 @@ def test_scores_of_classes_are_those_of_all_rows_at_once(classes):
 
 
 def test_scores_that_are_not_defined_are_0():
-    logits = jnp.asarray([[1.0, 0.0]] * 3)
-    alike = class_scores(progress.added([class_sums(logits, jnp.zeros(3, jnp.int32))]))
+    logits, sums = np.array([[1.0, 0.0]] * 3, np.float32), jax.jit(class_sums)
+    alike = class_scores(progress.added([sums(logits, np.zeros(3, np.int32))]))
     assert alike == {"eval_accuracy": 1.0, "eval_f1": 0.0, "eval_matthews": 0.0}
-    none = class_scores(progress.added([class_sums(logits, jnp.full(3, -1))]))
+    none = class_scores(progress.added([sums(logits, np.full(3, -1, np.int32))]))
     assert none == {"eval_accuracy": 0.0, "eval_f1": 0.0, "eval_matthews": 0.0}
     numbers = number_sums(jnp.ones(3), jnp.arange(3.0), jnp.ones(3, bool))
     assert number_scores(progress.added([numbers])) == {"eval_pearson": 0.0}

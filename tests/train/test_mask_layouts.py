@@ -71,7 +71,7 @@ def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before, monke
             losses[row, mask], found = 20 * focal + dice, share > 0.5
             quality[row, mask] = (found & is_object).sum() / (found | is_object).sum()
     want = losses[:, 0] + losses[:, 1:].min(1) + ((drawn.iou_BM[:2] - quality) ** 2).mean(1)
-    found = objectives.MASKS.evaluate(None, None, {"object": jax.numpy.asarray(pixels)})  # type: ignore[arg-type]
+    found = jax.jit(lambda pixels: objectives.MASKS.evaluate(None, None, {"object": pixels}))(pixels)  # type: ignore[arg-type]
     np.testing.assert_allclose(found["loss"], want.sum(), rtol=1e-5)
     scores = objectives.MASKS.scores({name: float(value) for name, value in found.items()})
     np.testing.assert_allclose(scores["eval_iou"], quality[:, 0].mean(), rtol=1e-6)

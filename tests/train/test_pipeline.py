@@ -182,14 +182,14 @@ def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
     )  # of the four microbatches more, a stage could keep the inputs of two layers
 
 
-def test_stages_send_rows_and_their_gradients(turns_of_two, small, built, read):
+def test_stages_send_rows_and_their_gradients(turns_of_two, read):
     found = over_stages(turns_of_two.program.as_text(), stages=4)
     rows = B // 8 * T // 2 * D
     assert {what: times for what, times in found.items() if what[3]} == {
         ("collective-permute", "f32", rows, True): 2 * (8 + 2 * 3)
     }
     sent = ring_bytes(count(turns_of_two.program.as_text()))
-    reading = read(built(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE)))
+    reading = read(turns_of_two.step, turns_of_two.traced)
     assert not reading.unknown and not reading.estimated_because
     assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
 
@@ -321,9 +321,8 @@ def test_what_stages_send(first):
     }
 
 
-def test_the_trace_says_what_is_sent(first, small, built, read):
-    step = built(model_of(MIXED, FIRST, 1, small), rules_of(FIRST))
-    sent, reading = ring_bytes(count(first.program.as_text())), read(step)
+def test_the_trace_says_what_is_sent(first, read):
+    sent, reading = ring_bytes(count(first.program.as_text())), read(first.step, first.traced)
     assert not reading.unknown
     assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
 

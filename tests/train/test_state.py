@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import loss
-from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding import placement, rules_file
 from gspmd_lm.train import decoder, state, step
 from tests import courses
 
@@ -86,6 +86,38 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(
     for rows, tokens in layouts:
         rules = rules_file.from_dict({**split, "rules": split["rules"] | rows}, "here.yaml")
         assert losses(rules, tokens) == pytest.approx(wanted, abs=1e-5), rows
+
+
+# One mesh axis splits what two do in dp2_tp4, into as many pieces.
+ONE_AXIS = {"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data"}}
+ONE_AXIS["rules"] |= dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "data")
+
+
+@pytest.mark.parametrize(
+    ("traced", "asked", "microbatches", "count"),
+    [("dp8", "fsdp8", 1, 1), ("fsdp2_tp4", "dp2_tp4", 1, 1), ("dp8", "dp8", 2, 2), ("fsdp8", "tp8", 1, 2),
+     ("dp8", "cp8", 1, 2), ("cp8", "cp8_ring", 1, 2), ("dp2_tp4", ONE_AXIS, 1, 2)],
+)  # fmt: skip
+def test_rules_that_a_model_cannot_tell_apart_share_a_trace_and_nothing_else(
+    small, traced, asked, microbatches, count, monkeypatch
+):
+    """What is recorded under other rules is what a trace under them would have."""
+    config, traces = small(layers=2, kv_heads=2, tied_embeddings=True), []
+    monkeypatch.setattr(state, "record", lambda *given: traces.append(1) or placement.record(*given))
+
+    def recorded(layout, task, microbatches=1):
+        rules = rules_file.load(layout) if isinstance(layout, str) else rules_file.from_dict(layout, "here.yaml")
+        rules = rules.fill(8)
+        found = vars(state.recorded(task, state.arrays(config), microbatches, rules))
+        named = {name: value for name, value in found.items() if not name.startswith("_told")}
+        return named | {"rules": rules.path, "program": str(found["program"])}
+
+    shared, alone = (dataclasses.replace(decoder.task(config), name=name) for name in ("shared", "alone"))
+    recorded(traced, shared)
+    found = recorded(asked, shared, microbatches)
+    assert len(traces) == count
+    assert found == recorded(asked, alone, microbatches)
+    assert bool(found["problems"]) == (asked in ("dp2_tp4", "tp8", ONE_AXIS))  # two heads of keys
 
 
 def test_a_changed_task_of_the_decoder_is_a_model_of_ones_own(small):

@@ -42,9 +42,13 @@ def segments():
 )
 def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     segments, cfg = segments if packed else None, settings(**changes)
-    want = attention.attend(*qkv, segments, cfg)
-    got = attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg, interpret=True)
-    np.testing.assert_allclose(got, want, atol=2e-5)
+
+    @jax.jit
+    def both(*qkv):
+        plain = attention.attend(*qkv, segments, cfg)
+        return attention.fused(*qkv, SINKS, segments, kernel="splash", cfg=cfg, interpret=True), plain
+
+    np.testing.assert_allclose(*both(*qkv), atol=2e-5)
 
 
 @pytest.mark.parametrize(

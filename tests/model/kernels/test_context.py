@@ -28,16 +28,16 @@ def placement(form, kernel="xla", size=2):
 
 
 def arrays(B, T, H):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, weigh = (jax.random.normal(key, (B, T, n, H)) for key, n in zip(keys, (N, K, K, N), strict=True))
-    places = jnp.arange(T)[None]
-    cut = jnp.array([[T // 3], [T - 9]])[:B]
+    rng = np.random.default_rng(0)
+    q, k, v, weigh = (rng.standard_normal((B, T, n, H), np.float32) for n in (N, K, K, N))
+    places = np.arange(T, dtype=np.int32)[None]
+    cut = np.array([[T // 3], [T - 9]], np.int32)[:B]
     batch = {
-        "tokens": jnp.zeros((B, T), jnp.int32),
-        "segment_ids": jnp.where(places < cut, 1, 2),
-        "positions": jnp.where(places < cut, places, places - cut),
+        "tokens": np.zeros((B, T), np.int32),
+        "segment_ids": np.where(places < cut, 1, 2).astype(np.int32),
+        "positions": np.where(places < cut, places, places - cut),
     }
-    return (q, k, v), weigh, batch
+    return jax.device_put(((q, k, v), weigh, batch))  # jax.random would compile a program for each
 
 
 def settings(H, **changes):
