@@ -1,11 +1,12 @@
 """MaxText's own train step, explained: what is predicted of it beside what is predicted of ours and was published.
 
-    VENV/bin/python -m benchmarks.maxtext_explained [--row=8] [--layers=2] [--option=NAME=VALUE]
+    VENV/bin/python -m benchmarks.maxtext_explained [--eight_bits] [--row=8] [--layers=2] [--option=NAME=VALUE]
 
 VENV has MaxText, this project, and the compiler of the row's target. `--row` counts the rows of
-published/step_times.yaml from 0; the models of RECIPES are supported, which MaxText knows by the same names. `--layers`
-makes a smaller model of the row, which has no published time. `--option`, which may be repeated, is what the compiler
-of MaxText's step is told besides what a run of ours is told.
+published/step_times.yaml from 0, or with `--eight_bits` those of published/eight_bits.yaml; the models and chips of
+RECIPES are supported. MaxText knows the models by the same names. `--layers` makes a smaller model of the row, which
+has no published time. `--option`, which may be repeated, is what the compiler of MaxText's step is told besides what a
+run of ours is told.
 """
 
 import dataclasses
@@ -29,13 +30,26 @@ KEPT = {"block_input": "decoder_layer_input", "q": "query_proj", "k": "key_proj"
 WHERE = {"save": "device", "offload": "offload"}
 KERNELS = {"cudnn": "cudnn_flash_jax", "splash": "flash", "xla": "dot_product"}
 
-# What the recipe of a model told MaxText besides what its row says. Sources: those of the rows.
-RECIPES: dict[str, dict[str, Any]] = {
-    "llama2-7b": {},
-    "deepseek2-16b": {},
-    "mixtral-8x7b": {
+# What the recipe of a model on a chip told MaxText besides what its row says, by the operands' dtype where they have 8
+# bits. Sources: those of the rows.
+RECIPES: dict[tuple[str, str, str | None], dict[str, Any]] = {
+    ("llama2-7b", "h100", None): {},
+    ("deepseek2-16b", "v5p", None): {},
+    ("mixtral-8x7b", "v6e", None): {
         "sa_block_q": 2048, "sa_block_q_dkv": 2048, "sa_block_q_dq": 2048, "use_iota_embed": True,
         "megablox": False, "sparse_matmul": False,
+    },
+    ("gpt3-175b", "v6e", "int8"): {
+        "quantization": "int8", "sa_block_q": 1024, "sa_block_q_dkv": 2048, "sa_block_q_dq": 2048,
+    },
+    ("llama3.1-70b", "tpu7x", "fp8"): {
+        "quantization": "fp8_full", "use_qwix_quantization": True,
+        "weight_quantization_calibration_method": "fixed,-224,224",
+        "act_quantization_calibration_method": "fixed,-224,224",
+        "out_proj": "remat", "context": "device", "qkv_proj": "device", "mu_dtype": "bfloat16", "use_iota_embed": True,
+        "use_tokamax_splash": True, "sa_use_fused_bwd_kernel": True, "sa_q_layout": "SEQ_MINOR",
+        "sa_block_q": 1024, "sa_block_kv": 1024, "sa_block_kv_compute": 512,
+        "sa_block_q_dkv": 2048, "sa_block_kv_dkv": 2048, "sa_block_kv_dkv_compute": 256,
     },
 }  # fmt: skip
 
@@ -55,7 +69,8 @@ def settings(row: step_times.Row) -> dict[str, Any]:
         "max_target_length": row.seq, "per_device_batch_size": row.per_device_batch,
         "dtype": "bfloat16", "weight_dtype": row.weights, "attention": KERNELS[row.attention],
         "capacity_factor": row.capacity_factor or -1.0,
-        "dataset_type": "synthetic", "enable_checkpointing": False, **remat, **RECIPES[row.model],
+        "dataset_type": "synthetic", "enable_checkpointing": False, **remat,
+        **RECIPES[row.model, row.chip, row.matmul_dtype],
         **{f"ici_{axis}_parallelism": size for axis, size in row.mesh.items()},
     }  # fmt: skip
 
@@ -72,6 +87,7 @@ def step(chosen: Mapping[str, Any], options: Mapping[str, Any], devices: Sequenc
     # Releases after 0.1.0 constrain the numbers of rows here, and XLA then gathers and sorts the choices of the whole
     # batch on each device. The recipe of the only row that calls this is older.
     moe.RoutedMoE.reshape_and_update_weights = weights_of_all
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     base = f"{pyconfig.__file__.rpartition('/')[0]}/base.yml"
     config = pyconfig.initialize(["explained", base, *(f"{key}={value}" for key, value in chosen.items())])
     grid = maxtext_utils.create_device_mesh(config, devices)
@@ -100,13 +116,16 @@ def weights_of_all(self: Any, weights_BTk: jax.Array, chosen_BTk: jax.Array, **_
 def main() -> None:
     from benchmarks import maxtext_explained  # the process that compiles imports it by this name
 
-    rows = step_times.rows()
     parser = measure.flags(__doc__, writes=False)
-    known = [number for number, row in enumerate(rows) if row.model in RECIPES]
-    parser.add_argument("--row", type=int, default=8, choices=known)
+    parser.add_argument("--eight_bits", action="store_true")
+    parser.add_argument("--row", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--option", action="append", default=[])
     options = parser.parse_args()
+    rows = step_times.rows(step_times.EIGHT_BITS if options.eight_bits else step_times.PUBLISHED)
+    known = [number for number, row in enumerate(rows) if (row.model, row.chip, row.matmul_dtype) in RECIPES]
+    if options.row not in known:
+        parser.error(f"argument --row: {options.row} has no recipe here; choose from {', '.join(map(str, known))}")
     row = rows[options.row]
     if options.layers:
         row = dataclasses.replace(row, L=options.layers)
@@ -114,6 +133,8 @@ def main() -> None:
     chip = CHIPS[row.chip]
     also = ("offload",) if rules.remat.offload else ()
     asked = compiler.options(chip.platform, rules.compiler_options, rules.path, chip.kinds[0], also)
+    if chip.platform == "tpu":  # MaxText sets it for each run
+        asked["xla_tpu_spmd_rng_bit_generator_unsafe"] = "true"
     asked |= {name: core_yaml.parse(value, name) for name, _, value in (text.partition("=") for text in options.option)}
     reports = {
         "ours": gspmd_lm.explain(row.config(), rules, row.target),

@@ -54,6 +54,39 @@ def test_splash_counts_visited_blocks_steps_and_rows():
     )
 
 
+def tokamax(part, block, seq=8192, batch=2, heads=64, key_heads=8, size=128):
+    """As MaxText calls it with sa_q_layout=SEQ_MINOR (tokamax 0.0.15): steps are listed, and queries are transposed."""
+    q, k, out = (
+        f"bf16[{batch},{shape}]"
+        for shape in (f"{heads},{size},{seq}", f"{key_heads},{seq},{size}", f"{heads},{seq},{size}")
+    )
+    n, sums = seq // block, f"f32[{batch},{heads},{seq},128]"
+    if part.startswith("fwd"):
+        results, sizes, listed = (out, sums, sums), f'\\"block_q\\": {block}, \\"block_kv\\": {block}', n * (n + 1) // 2
+        integers = ("s32[]", f"s8[{listed}]", f"s8[{listed}]", f"s32[{listed}]")
+    else:
+        results, sizes = (
+            (f"bf16[{batch},{n},{heads},{seq},{size}]", k, k),
+            f'\\"block_q_dkv\\": {block}, \\"block_kv_dkv\\": {block}',
+        )
+        integers = (f"s8[{n * n}]",)
+    told = f'frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{sizes}, \\"q_layout\\": 2, \\"k_layout\\": 1, \\"v_layout\\": 1}}"\n}}}}'
+    return module(
+        f'({", ".join(results)}) custom-call(ARGS), custom_call_target="tpu_custom_call", {told}, metadata={{op_name="jit(f)/splash_mha_{part}/pallas_call"}}',
+        (*integers, q, k, k, f"s32[{batch},{seq},128]"),
+    )
+
+
+@pytest.mark.parametrize(("part", "steps"), [("fwd_segmented_residuals", 36), ("dkv_segmented_no_residuals", 64)])
+def test_tokamax_visits_what_jax_does_and_takes_the_steps_that_it_lists(part, steps):
+    found = attention._splash(tokamax(part, 1024).entry.root)
+    name = "fwd_residuals" if steps == 36 else "dkv_no_residuals"
+    usual = attention._splash(splash(name, 8, batch=2, heads=64, grid=8).entry.root)
+    # The forward kernel of `splash` says other sizes of blocks.
+    assert found == dataclasses.replace(usual, blocks=(8, 8), rows=1024, columns=1024, steps=steps)
+    assert found.size == 128 and (found.matmuls == 5 or steps == 36)
+
+
 @pytest.mark.parametrize(("chip", "cores"), [("v4", 2), ("v5e", 1), ("v5p", 2), ("v6e", 1), ("tpu7x", 1)])
 def test_the_cores_of_a_device_share_the_heads(chip, cores):
     forward = splash("fwd_residuals", 16)

@@ -92,3 +92,38 @@ def test_traffic_is_what_slices_and_updates_touch():
     assert instructions["l"].moved_bytes["hbm"] == 8 + 16 + 8  # of the table some rows, of their numbers all
     updated = instructions["u"].moved_bytes
     assert (updated["hbm"], updated["chip"]) == (256, 256)
+
+
+RETILED = """%tiles (whole: bf16[32,16,128]) -> bf16[32,16,128] {
+  %whole = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %c = bf16[32,16,128]{2,1,0:T(8,128)(2,1)} copy(%whole)
+}
+
+%reads (stack: bf16[32,16,128], n: s32[]) -> bf16[1,16,128] {
+  %stack = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %n = s32[] parameter(1)
+  %again = bf16[32,16,128]{2,1,0:T(8,128)(2,1)} fusion(%stack), kind=kLoop, ALIASED calls=%tiles
+  ROOT %layer = bf16[1,16,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%again, %n, %n, %n), dynamic_slice_sizes={1,16,128}
+}
+
+%writes (stack: bf16[32,16,128], layer: bf16[1,16,128], n: s32[]) -> bf16[32,16,128] {
+  %stack = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %layer = bf16[1,16,128]{2,1,0:T(16,128)(2,1)} parameter(1)
+  %n = s32[] parameter(2)
+  %again = bf16[32,16,128]{2,1,0:T(8,128)(2,1)} fusion(%stack), kind=kLoop, ALIASED calls=%tiles
+  ROOT %new = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} dynamic-update-slice(%again, %layer, %n, %n, %n)
+}
+"""
+
+
+@pytest.mark.parametrize(("aliased", "stack"), [("output_to_operand_aliasing={{}: (0, {})}, ", 0), ("", 32)])
+def test_a_stack_that_gets_other_tiles_in_place_is_not_moved_for_them(aliased, stack):
+    """As libtpu writes it for tpu7x, where arrays of bfloat16 have tiles of 16 rows."""
+    body = """  %stack = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %n = s32[] constant(0)
+  %layer = bf16[1,16,128]{2,1,0:T(8,128)(2,1)} fusion(%stack, %n), kind=kLoop, calls=%reads
+  ROOT %w = bf16[32,16,128]{2,1,0:T(16,128)(2,1)} fusion(%stack, %layer, %n), kind=kLoop, calls=%writes"""
+    instructions = program(body, RETILED.replace("ALIASED ", aliased)).entry.instructions
+    number, layer = 4, 2 * 16 * 128
+    assert instructions["layer"].moved_bytes["hbm"] == number + (max(1, stack) + 1) * layer
+    assert instructions["w"].moved_bytes["hbm"] == number + (stack + 2) * layer

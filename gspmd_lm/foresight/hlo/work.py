@@ -153,7 +153,7 @@ def _bytes_read(value: Instruction) -> int:
             total += sum(array.padded_bytes for array in user.shape.arrays)
         elif user.opcode in _CARRIED or (user.opcode == "dynamic-update-slice" and first):
             continue
-        elif user.opcode in _VIEWS:
+        elif user.opcode in _VIEWS or _tiles_anew(user):
             total += 0 if user.is_root else _bytes_read(user)
         elif user.opcode == "fusion":
             (inside,) = user.called["calls"]
@@ -161,6 +161,14 @@ def _bytes_read(value: Instruction) -> int:
         else:
             return whole
     return min(total, whole)
+
+
+def _tiles_anew(inner: Instruction) -> bool:
+    """Whether an instruction of a fusion only gives its operand, in place, other tiles: nothing is moved for them."""
+    if inner.opcode != "fusion" or "output_to_operand_aliasing" not in inner.attributes:
+        return False
+    (inside,) = inner.called["calls"]
+    return inside.root.opcode == "copy" and inside.root.operands[0].opcode == "parameter"
 
 
 def _bytes_written(root: Instruction) -> int:

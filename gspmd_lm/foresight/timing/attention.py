@@ -43,7 +43,10 @@ GATHERED_PASSES = (10, 10)
 PIECE_PASSES = 5
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
-_BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")  # in what the kernel says of itself, a null is left out
+# In what the kernel says of itself; a null is left out.
+_BLOCK = re.compile(r"block_(q|kv)(?:_dkv|_dq)?\W+(\d+)")
+_LAYOUT = re.compile(r"\b([qkv])_layout\W+(\d+)")
+_SEQ_MINOR = "2"  # the length is the last dimension, and the size of a head the one before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,28 +274,31 @@ def _splash(call: Instruction) -> Splash | None:
     """The splash attention of a Pallas call; None for another call. Its mask is what its name says."""
     if not (name := _splash_name(call)):
         return None
-    integers, (queries, keys, values, *_) = _operand_arrays(call)
+    integers, (queries, keys, values) = _operand_shapes(call)
     # The next block: heads, or 1, x blocks of queries x blocks of keys, or as many as any block of queries visits.
-    count = integers[0].dimensions[-2:]
-    *heads, rows, size = queries.dimensions
+    # Tokamax has one list of the steps of its grid.
+    count = next(array.dimensions for array in integers if array.dimensions)[-2:]
+    *heads, rows, size = queries
     # The first sizes are those of this pass.
     block_sizes = {
         side: int(length) for side, length in reversed(_BLOCK.findall(call.frontend.get("kernel_metadata", "")))
     }
-    block, columns = block_sizes.get("q", rows // count[0]), block_sizes.get("kv", keys.dimensions[-2] // count[1])
+    if len(count) == 2:
+        block_sizes = {"q": rows // count[0], "kv": keys[-2] // count[1]} | block_sizes
+    block, columns = block_sizes["q"], block_sizes["kv"]
     return Splash(
         part=name.group(1),
         heads=math.prod(heads),
         size=size,
-        value_size=values.dimensions[-1],
-        blocks=(rows // block, keys.dimensions[-2] // columns),
+        value_size=values[-1],
+        blocks=(rows // block, keys[-2] // columns),
         rows=block,
         columns=columns,
-        fused=len(call.shape.arrays) > 4,
+        fused=len(call.shape.arrays) != 4,
         mask_window=call.name_in_model.mask_window,
         steps=math.prod(count),
         # Those of the longest one: backward passes may go through them piece by piece.
-        length=max(_operand_arrays(other)[1][1].dimensions[-2] for other in call.module.kernels if _splash_name(other)),
+        length=max(_operand_shapes(other)[1][1][-2] for other in call.module.kernels if _splash_name(other)),
     )
 
 
@@ -300,8 +306,13 @@ def _splash_name(call: Instruction) -> re.Match[str] | None:
     return _SPLASH.search(call.op_name) if call.custom_call_target == "tpu_custom_call" else None
 
 
-def _operand_arrays(call: Instruction) -> tuple[list[Array], list[Array]]:
-    """The operands of a kernel: integers, and others."""
+def _operand_shapes(call: Instruction) -> tuple[list[Array], list[tuple[int, ...]]]:
+    """The integers that a kernel is given, and the dimensions of its queries, keys and values: heads, length, size."""
     arrays = [operand.shape.arrays[0] for operand in call.operands]
     integers = [array for array in arrays if array.dtype.startswith("s")]
-    return integers, [array for array in arrays if array not in integers]
+    floats = (array.dimensions for array in arrays if array not in integers)
+    layouts = dict(_LAYOUT.findall(call.frontend.get("kernel_metadata", "")))
+    return integers, [
+        (*shape[:-2], shape[-1], shape[-2]) if layouts.get(name) == _SEQ_MINOR else shape
+        for name, shape in zip("qkv", floats, strict=False)
+    ]
