@@ -75,6 +75,8 @@ FITTED = (
     Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}; H200 {op_time.HBM_SHARE['h200']:g}",
              "measured, likewise"),
     Constant("a kernel beside its bytes, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "measured, likewise"),
+    Constant("scatters that add up, GPU", f"{op_time.ADDED_SECTORS_PER_S / 1e9:.1f} G sectors/s",
+             "measured, likewise: one model"),
     Constant("stores of wide results, GPU", f"{op_time.WIDE_STORE_SLOWDOWN:g} times", "measured, likewise"),
     Constant("HBM share of masked softmaxes, GPU", f"{op_time.MASKED_SOFTMAX_SHARE:g}",
              "measured, likewise: one model"),

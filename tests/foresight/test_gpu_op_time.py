@@ -147,6 +147,54 @@ ENTRY %main (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
     assert wide == pytest.approx(moved_s * 4 / 3 + op_time.LAUNCH_S["gpu"])
 
 
+def scatter(result, updates, numbers, layout="", devices=1, name=""):
+    indices = updates.partition(",")[0]
+    return hlo.parse(f"""HloModule test, num_partitions={devices}
+
+%sum (x: bf16[], y: bf16[]) -> bf16[] {{
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %s = bf16[] add(%x, %y)
+}}
+
+%inner (r: bf16[{result}], i: s32[{indices},2], u: bf16[{updates}]) -> bf16[{result}] {{
+  %r = bf16[{result}] parameter(0)
+  %i = s32[{indices},2] parameter(1)
+  %u = bf16[{updates}] parameter(2)
+  ROOT %d = bf16[{result}]{layout} scatter(%r, %i, %u), {numbers}, index_vector_dim=1, to_apply=%sum
+}}
+
+ENTRY %main (r: bf16[{result}], i: s32[{indices},2], u: bf16[{updates}]) -> bf16[{result}] {{
+  %r = bf16[{result}] parameter(0)
+  %i = s32[{indices},2] parameter(1)
+  %u = bf16[{updates}] parameter(2)
+  ROOT %f = bf16[{result}]{layout} fusion(%r, %i, %u), kind=kInput, calls=%inner, metadata={{op_name="{name}"}}
+}}""")
+
+
+def test_a_gpu_adds_up_scattered_numbers_sector_by_sector():
+    """The first is the gradient of a gather along the last axis that one H100 computed in 2.18 ms."""
+    alone = "update_window_dims={1,2,3,4}, inserted_window_dims={}, scatter_dims_to_operand_dims={2,3}"
+    seen = scatter("16,16,512,512", "262144,16,16,1,1", alone)
+    added_s = price(seen, H100).seconds - op_time.LAUNCH_S["gpu"]
+    assert added_s == pytest.approx(2.18e-3, rel=0.01)
+    # Where each of the windows lies in memory in one piece, as the rows of a table do, sectors are added as a whole.
+    heads_last = scatter("16,16,512,512", "262144,16,16,1,1", alone, layout="{1,0,3,2}")
+    assert op_time.added_sectors(heads_last.entry.root) == 262144 * 16
+    rows = "update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}"
+    table = scatter("1024,1000", "8192,1000", rows)
+    assert op_time.added_sectors(table.entry.root) == 8192 * math.ceil(2 * 1000 / op_time.SECTOR_BYTES)
+    # Of a table that is split, a device adds to its own rows alone.
+    for devices, name, known in ((1, "a/of.embedding/b", True), (8, "a/of.wq/b", True), (8, "a/of.embedding/b", False)):
+        split = scatter("1024,1000", "8192,1000", rows, devices=devices, name=name)
+        assert (op_time.added_sectors(split.entry.root) > 0) == known
+    # Updates that never meet are stored as other results are.
+    unique = scatter("16,16,512,512", "262144,16,16,1,1", f"{alone}, unique_indices=true")
+    moved_s = unique.entry.root.moved_bytes["hbm"] / op_time.hbm_bytes_per_s(H100)
+    assert price(unique, H100).seconds == pytest.approx(moved_s + op_time.LAUNCH_S["gpu"])
+    assert price(seen, V5E) == price(unique, V5E)
+
+
 def test_tiles_fill_the_cores_of_a_gpu_in_waves():
     deep = math.inf
     area = max(op_time.GPU_TILES)

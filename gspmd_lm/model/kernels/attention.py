@@ -13,6 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
+from gspmd_lm.model.kernels.distances import by_distance, ranges, ranges_of_plane
 from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
@@ -189,7 +190,7 @@ def masked(
     has_key_BT11 = seen_BTS.any(-1)[:, :, None, None] if cfg.reads else None
     if has_key_BT11 is not None:  # a softmax of nothing would be no number
         seen_BTS |= ~has_key_BT11[..., 0]
-    if cfg.relative_positions and shards > 1:
+    if (cfg.relative_positions or cfg.relative_vectors) and shards > 1:
         at_BT = like(jnp.broadcast_to(at_BT, (shards, at_BT.shape[1])), SEGMENTS)
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
     rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
@@ -205,10 +206,7 @@ def masked(
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
     scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
-    if relative := cfg.relative_vectors:
-        of_distance_BNTS = by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, relative)
-        bias = of_distance_BNTS.astype(jnp.float32) * scale
-    elif cfg.relative_positions:
+    if cfg.relative_positions:
         queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
         plane = cfg.relative_positions.side > 0
         range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
@@ -223,15 +221,20 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
         keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
         bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
     dtype = jnp.dtype(cfg.attention_scores_dtype)
-    plain = dtype == jnp.float32 and not cfg.attention_softcap and not cfg.attention_sinks
+    plain = dtype == jnp.float32 and not (cfg.attention_softcap or cfg.attention_sinks or cfg.relative_vectors)
     if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
         one_width = as_wide(v_BSKH, k_BSKH)
         out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, one_width, bias, seen_BTS[:, None], scale=scale)
         return out_BTNH[..., : v_BSKH.shape[-1]]
     # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
     # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
-    q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
-    scores_BKGTS = jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scale
+    if cfg.relative_vectors:
+        added_BNTS = by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.relative_vectors)
+        scores_BNTS: jax.Array = with_added(scale, dtype, q_BTNH, k_BSKH, added_BNTS)
+        scores_BKGTS = scores_BNTS[:, :, None]
+    else:
+        q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
+        scores_BKGTS = jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scale
     if cfg.attention_softcap:
         scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
     if bias is not None:
@@ -243,6 +246,31 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
         weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
     weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_added(scale: float, dtype: Any, q_BTNH: jax.Array, k_BSNH: jax.Array, added_BNTS: jax.Array) -> jax.Array:
+    """scale (q k + added), [B, N, T, S], in `dtype`.
+
+    Autodiff would make the derivatives of both terms apart, though they are the same numbers.
+    """
+    return _with_added(scale, dtype, q_BTNH, k_BSNH, added_BNTS)[0]
+
+
+def _with_added(scale, dtype, q_BTNH, k_BSNH, added_BNTS):
+    products_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=dtype)
+    # Scaled first: XLA would have a plain sum added by the matmul, which takes longer (`WIDE_STORE_SLOWDOWN`).
+    return products_BNTS * scale + added_BNTS.astype(dtype) * scale, (q_BTNH, k_BSNH)
+
+
+def _with_added_backward(scale, dtype, saved, dscores_BNTS):
+    q_BTNH, k_BSNH = saved
+    d_BNTS = (dscores_BNTS * scale).astype(q_BTNH.dtype)
+    dq_BTNH = jnp.einsum("BNTS,BSNH->BTNH", d_BNTS, k_BSNH)
+    return dq_BTNH, jnp.einsum("BNTS,BTNH->BSNH", d_BNTS, q_BTNH), d_BNTS
+
+
+with_added.defvjp(_with_added, _with_added_backward)
 
 
 def scores_scale(cfg: config.ModelConfig) -> float:
@@ -257,71 +285,6 @@ def of_heads(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
     if own_RN is not None:
         return jnp.atleast_2d(own_RN)
     return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]
-
-
-def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
-    """The number of the range that holds a distance from query to key: see `config.RelativePositions`."""
-    relative, first = cfg.relative_positions, 0
-    assert relative
-    count, far = relative.ranges, jnp.maximum(-ahead, 0)
-    if cfg.mask == "full":  # keys after the query have the second half of the ranges
-        count //= 2
-        first, far = jnp.where(ahead > 0, count, 0), jnp.abs(ahead)
-    exact = count // 2
-    log = jnp.log(jnp.maximum(far, exact).astype(jnp.float32) / exact) / math.log(relative.distance / exact)
-    wide = jnp.minimum(exact + (log * (count - exact)).astype(jnp.int32), count - 1)
-    return first + jnp.where(far < exact, far, wide)
-
-
-def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig) -> jax.Array:
-    """The number of the range that holds the distance of a key's patch from a query's, whose places in a row are given.
-
-    The place 0 is that of a learned row, and places beyond the patches, which are padding, have any range.
-    """
-    relative = cfg.relative_positions
-    assert relative
-    side, last, first = relative.side, relative.ranges - 1, int(relative.learned_row)
-    (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(at - first, 0), side) for at in (queries, keys))
-    of_patches = (query_y - key_y + side - 1) * (2 * side - 1) + query_x - key_x + side - 1
-    if not first:
-        return of_patches
-    of_row = last - 2 * (queries == 0) * (keys > 0) - (queries > 0) * (keys == 0)
-    return jnp.where((queries == 0) | (keys == 0), of_row, jnp.clip(of_patches, 0, last))
-
-
-def by_distance(
-    q_BTNH: jax.Array, k_BSNH: jax.Array, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array,
-    relative: config.RelativeVectors,
-) -> jax.Array:  # fmt: skip
-    """What is added to the products of queries and keys, before both are scaled, [B, N, T, S].
-
-    heads_RN: the query and the key of each range, see `model.attention.of_ranges`. queries_BT, keys_BS: the place of
-    each in its row; one row stands for all if it has one.
-    """
-    queries_RNH, keys_RNH = rearrange(heads_RN, "(z R H) N -> z R N H", z=2, H=q_BTNH.shape[-1])
-    longest = keys_BS.shape[-1] - 1
-    ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None]
-    range_B1TS = range_numbers(longest, relative)[ahead_BTS + longest][:, None]
-    of_queries_BNTR = jnp.einsum("BTNH,RNH->BNTR", q_BTNH, keys_RNH)
-    of_keys_BNSR = jnp.einsum("BSNH,RNH->BNSR", k_BSNH, queries_RNH)
-    of_keys_BNST = jnp.take_along_axis(of_keys_BNSR, jnp.swapaxes(range_B1TS, 2, 3), -1)
-    return jnp.take_along_axis(of_queries_BNTR, range_B1TS, -1) + jnp.swapaxes(of_keys_BNST, 2, 3)
-
-
-def range_numbers(longest: int, relative: config.RelativeVectors) -> jax.Array:
-    """The range of each distance from query to key, from -longest to longest, int32 [2 longest + 1].
-
-    A distance up to a quarter of the ranges has one of its own; beyond, ranges grow with its logarithm. Where ranges
-    suffice for all distances, each has one.
-    """
-    if relative.distance == relative.ranges // 2:
-        return jnp.clip(jnp.arange(-longest, longest + 1) + relative.distance, 0, relative.ranges - 1)
-    ahead, own, last = jnp.arange(-longest, longest + 1), relative.ranges // 4, relative.distance - 1
-    far = jnp.abs(ahead)
-    share = jnp.log(jnp.maximum(far, own).astype(jnp.float32) / own) / math.log(last / own)
-    share = jnp.where(far == last, 1.0, share)  # rounding must not decide whether it is in the last range but one
-    beyond = jnp.sign(ahead) * (jnp.ceil(share * (own - 1)).astype(jnp.int32) + own)
-    return jnp.clip(jnp.where(far <= own, ahead, beyond) + 2 * own, 0, relative.ranges - 1)
 
 
 def alibi_slopes(heads: int) -> jax.Array:

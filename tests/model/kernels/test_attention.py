@@ -10,7 +10,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.model import attention as windows
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.model.kernels import attention, distances
 
 B, T, N, K, H = 2, 128, 4, 2, 128
 
@@ -231,23 +231,42 @@ def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, ch
     assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)
 
 
-def test_a_query_and_a_key_of_a_distance_are_those_of_the_range_that_holds_it():
-    """Of 16 ranges, 4 on each side hold one distance. The last distance with a range before the last one is 19."""
-    relative = config.RelativeVectors(ranges=16, distance=20)
-    ahead = np.array([-30, -19, -12, -8, -5, -4, -1, 0, 1, 4, 5, 8, 12, 19, 30])
-    numbers = np.asarray(attention.range_numbers(30, relative))
-    np.testing.assert_array_equal(numbers[ahead + 30], [0, 1, 1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 15, 15])
-    rng, places = np.random.default_rng(0), np.arange(12)
-    q_TNH, k_TNH = rng.normal(size=(2, 12, 2, 3)).astype("f4")
-    queries_RNH, keys_RNH = rng.normal(size=(2, 16, 2, 3)).astype("f4")
-    of_TS = numbers[places[:, None] - places + 30]
-    want_NTS = np.einsum("TNH,TSNH->NTS", q_TNH, keys_RNH[of_TS]) + np.einsum(
-        "SNH,TSNH->NTS", k_TNH, queries_RNH[of_TS]
-    )
-    heads = np.concatenate([np.moveaxis(x, 1, 2).reshape(-1, 2) for x in (queries_RNH, keys_RNH)])
-    by_distance = jax.jit(attention.by_distance, static_argnums=5)
-    got_BNTS = by_distance(q_TNH[None], k_TNH[None], heads, places[None], places[None], relative)
-    np.testing.assert_allclose(got_BNTS[0], want_NTS, atol=1e-5)
+def test_attention_with_vectors_of_distances_adds_what_they_give_to_each_product(qkv, segments):
+    """The products and what is added to them are scaled alike, once."""
+    relative = config.RelativeVectors(ranges=16, distance=24)
+    cfg = settings(mask="full", kv_heads=N, positions="none", qkv_bias=True, relative_vectors=relative)
+    (q, k, v), places = qkv, np.arange(T)[None]
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    own_RN = jax.random.normal(jax.random.key(1), (2 * 16 * H, N))
+    products_BNTS = np.einsum("BTNH,BSNH->BNTS", q, k)
+    scores_BNTS = H**-0.5 * (products_BNTS + distances.by_distance(q, k, own_RN, places, places, relative))
+    weights_BNTS = np.exp(scores_BNTS) * (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])[:, None]
+    weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)
+    want = np.einsum("BNTS,BSNH->BTNH", weights_BNTS, v)
+    for dtype, atol in (("float32", 2e-5), ("bfloat16", 6e-2)):
+        given = (x.astype(dtype) for x in (q, k, v))
+        found = jax.jit(attention.attend, static_argnames="cfg")(*given, segments, cfg=cfg, own_RN=own_RN.astype(dtype))
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.astype("float32"), want, atol=atol)
+
+
+def test_scores_with_what_is_added_have_the_derivatives_of_autodiff(qkv):
+    (q, k, _), keys = qkv, jax.random.split(jax.random.key(3))
+    k = jnp.repeat(k, N // K, axis=2)
+    added, weigh = (jax.random.normal(key, (len(q), N, T, T)) for key in keys)
+
+    def plain(q, k, added):
+        return 0.3 * (jnp.einsum("BTNH,BSNH->BNTS", q, k) + added)
+
+    def hand_written(q, k, added):
+        return attention.with_added(0.3, jnp.dtype("float32"), q, k, added)
+
+    def with_gradients(scores):
+        found, back = jax.vjp(scores, q, k, added)
+        return found, *back(weigh)
+
+    for one, other in zip(with_gradients(hand_written), with_gradients(plain), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
 
 
 def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
@@ -255,7 +274,7 @@ def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     cfg, bias_RN = settings(mask="full", relative_positions=RELATIVE), jax.random.normal(jax.random.key(1), (16, N))
     ahead = np.array([-200, -24, -23, -8, -4, -3, -1, 0, 1, 3, 4, 8, 23, 24, 200])
     wanted = [7, 7, 7, 5, 4, 3, 1, 0, 9, 11, 12, 13, 15, 15, 15]
-    ranges = jax.jit(attention.ranges, static_argnums=1)
+    ranges = jax.jit(distances.ranges, static_argnums=1)
     np.testing.assert_array_equal(ranges(ahead, cfg), wanted)
     causal = settings(relative_positions=RELATIVE)
     np.testing.assert_array_equal(

@@ -125,14 +125,23 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
     assert taken["gather", 4096] > 3.5 * taken["gather", 2048]
 
 
+NEAR = config.RelativePositions(ranges=8, distance=12)
+VECTORS = {"relative_vectors": config.RelativeVectors(ranges=8, distance=12), "kv_heads": N, "positions": "none",
+           "qkv_bias": True}  # fmt: skip
+
+
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
-def test_a_full_mask_and_a_bias_by_distance_are_right_over_a_split_sequence(form):
-    qkv, weigh, batch = arrays(2, 32, 8)
-    relative = config.RelativePositions(ranges=8, distance=12)
-    bias_RN = jax.random.normal(jax.random.key(7), (8, N))
-    for changes in ({"mask": "full"}, {"mask": "full", "relative_positions": relative}):
-        cfg, own = settings(8, **changes), bias_RN if "relative_positions" in changes else None
-        want, (got, at) = both(cfg, placement(form), qkv, weigh, batch, own)
-        np.testing.assert_array_equal(at[0], np.arange(32))  # nothing is sharded in zigzag
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, atol=2e-5)
+@pytest.mark.parametrize(
+    ("changes", "ranges"),
+    [({}, 0), ({"relative_positions": NEAR}, 8), (VECTORS, 2 * 8 * 8)],
+    ids=["mask alone", "bias", "vectors"],
+)
+def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
+    """Under vectors, heads have the queries and the keys of 8 ranges, of 8 numbers each."""
+    (q, k, v), weigh, batch = arrays(2, 32, 8)
+    cfg, own_RN = settings(8, mask="full", **changes), jax.random.normal(jax.random.key(7), (ranges, N))
+    k, v = (jnp.repeat(x, cfg.kv_heads // K, axis=2) * (1 + jnp.arange(cfg.kv_heads)[:, None]) for x in (k, v))
+    want, (got, at) = both(cfg, placement(form), (q, k, v), weigh, batch, own_RN if ranges else None)
+    np.testing.assert_array_equal(at[0], np.arange(32))  # nothing is sharded in zigzag
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))
