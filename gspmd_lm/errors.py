@@ -1,4 +1,4 @@
-"""The two errors that a user sees, the hint about a misspelt word, and what is a whole number."""
+"""The two errors that a user sees, the hint about a misspelt word, and the check of a whole number."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,6 +20,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def is_whole(value: Any, least: int) -> bool:
+def is_whole_number(value: Any, least: int) -> bool:
     """Whether a value is a whole number of at least `least`: an int of Python or of numpy."""
     return isinstance(value, Integral) and int(value) >= least

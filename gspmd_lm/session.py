@@ -27,7 +27,7 @@ from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.errors import InputError, is_whole
+from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
@@ -249,7 +249,7 @@ def train(
 
     rows: opens the data, of a model of one's own.
     """
-    if steps is not None and not is_whole(steps, 1):
+    if steps is not None and not is_whole_number(steps, 1):
         raise InputError(f"steps={steps}: not a step to stop at\n  fix   a whole number, or None for train.steps")
     built, warnings = build_step(session)
     with opened(session, built, warnings, rows=rows) as run:

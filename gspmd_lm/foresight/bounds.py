@@ -161,7 +161,7 @@ def _products(config: Config, graph: DataflowGraph) -> list[Node]:
 
 def _attention_nodes(config: Config, graph: DataflowGraph) -> dict[str, list[Node]]:
     """The products of attention in the stacks of `attention_flops_of_row`: those without a weight."""
-    own = {stack.name for stack in config.model.stacks}
+    own = {*(stack.name for stack in config.model.stacks), *(f"layer_{n}" for n in range(config.model.layers))}
     return {
         word: [
             node

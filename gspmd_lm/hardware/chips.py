@@ -77,7 +77,7 @@ class Chip:
     usd_per_hour: float | None = None  # the lowest public price, with the share of the host; None: no public one
     peak_int8_ops_per_s: float = 0  # 0: int8 is multiplied no faster than bf16
     peak_fp8_flops_per_s: float = 0  # likewise
-    int8_share: float = 0  # of their peak, which dense matmuls of int8 reach; 0: as large as that of others of the peak
+    int8_share: float = 0  # of their peak, which dense matmuls of int8 reach; 0: as others do
     tensor_cores: int = 1  # the cores of one jax device, which share its work
     devices_per_chip: int = 1  # jax devices that a compile-only topology lists
     torus_dimensions: int = 0

@@ -13,7 +13,7 @@ import numpy as np
 from gspmd_lm.config import Config
 from gspmd_lm.data import images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
-from gspmd_lm.errors import InputError, RunFailed, is_whole
+from gspmd_lm.errors import InputError, RunFailed, is_whole_number
 from gspmd_lm.infer import programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
@@ -130,7 +130,7 @@ def check_prompts(
     """
     encoder, context = config.model.of_encoder, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
-    if not is_whole(new_tokens, 1):
+    if not is_whole_number(new_tokens, 1):
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for a whole number from 1")
     queries = config.model.of_queries
     first = queries.context + 1 if queries and not encoder else given_tokens(config)

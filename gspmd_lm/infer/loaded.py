@@ -14,7 +14,7 @@ import numpy as np
 from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.data.batches import Batches, checked
-from gspmd_lm.errors import InputError, is_whole
+from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.lines import ids_of
 from gspmd_lm.infer.sampling import NO_TOKEN, Sampling, SamplingSettings, choose
@@ -195,7 +195,7 @@ class TaskModel:
                 f"generate: task {self.task.name} does not say how it generates\n"
                 "  fix   Task(..., generation=gspmd_lm.Generation(begin, extend))"
             )
-        if not is_whole(max_new_tokens, 1):
+        if not is_whole_number(max_new_tokens, 1):
             raise InputError(
                 f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for a whole number from 1"
             )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm.config import Encoder
-from gspmd_lm.errors import InputError, is_whole
+from gspmd_lm.errors import InputError, is_whole_number
 
 NO_TOKEN = 2**31 - 1  # what is chosen where a score is not a number
 
@@ -53,11 +53,12 @@ class Sampling:
             f"{name}={getattr(self, name)}: {must}"
             for name, good, must in (
                 ("temperature", 0 <= self.temperature < float("inf"), "must be 0 (greedy) or above"),
-                ("top_k", is_whole(self.top_k, 0) and self.top_k < 2**31,
+                ("top_k", is_whole_number(self.top_k, 0) and self.top_k < 2**31,
                  "must be a whole number from 1, or 0 to keep all tokens"),
                 ("top_p", 0 < self.top_p <= 1, "must be above 0 and up to 1"),
                 ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
-                ("seed", is_whole(self.seed, 0) and self.seed < 2**32, "must be a whole number from 0 to 4294967295"),
+                ("seed", is_whole_number(self.seed, 0) and self.seed < 2**32,
+                 "must be a whole number from 0 to 4294967295"),
             )
             if not good
         ]  # fmt: skip

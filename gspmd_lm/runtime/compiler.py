@@ -31,10 +31,10 @@ DEFAULT_OPTIONS: dict[str, dict[str, bool | int | str]] = {
         # scheduler overlaps nothing any more. A process here takes more than 80%.
         "xla_gpu_memory_limit_slop_factor": round(100 * GPU_MEMORY_SHARE / 0.8),
     },
-    # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. When text is generated, the
-    # compiler's default stays: from 0.11 on, matmuls read a layer's weights where these lie in the stack.
     # One matmul for q, k and v would read a copy of the layer's three weights.
     "gpu generate": {"xla_gpu_dot_merger_threshold_mb": 0},
+    # jax 0.11.2 multiplies a second time to write a result into the stack of all layers. When text is generated, the
+    # compiler's default stays: from 0.11 on, matmuls read a layer's weights where these lie in the stack.
     "gpu train": {"xla_gpu_enable_dynamic_slice_fusion": False},
     "gpu offload": {
         "xla_gpu_memory_limit_slop_factor": 1000,  # it counts what is offloaded as memory of the GPU

@@ -270,8 +270,7 @@ class Recorder(Placement):
     def is_told_the_same_by(self, rules: Rules) -> bool:
         """Whether the model could not tell `rules` from those of this record: its program would be the same.
 
-        A model finds splits equal, finds that they share mesh axes, and reads no axis: what they are called is nothing
-        to it.
+        A model can compare splits, and count their shards. The names of mesh axes do not matter.
         """
         return self._told(rules) == self._told_here
 

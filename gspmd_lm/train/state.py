@@ -70,7 +70,7 @@ def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
 def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:
     """A record of the arrays that the model places in one microbatch under `rules`, inputs included.
 
-    Rules that the model cannot tell apart share one trace.
+    `arrays` are those of the config or task. Rules that the model cannot tell apart share one trace.
     """
     task = decoder.task(config)
     specs, rows = task.specs(), max(task.rows // microbatches, 1)

@@ -147,14 +147,14 @@ ENTRY %main (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
     assert wide == pytest.approx(moved_s * 4 / 3 + op_time.LAUNCH_S["gpu"])
 
 
-def scatter(result, updates, numbers, layout="", devices=1, name=""):
+def scatter(result, updates, numbers, layout="", devices=1, name="", combined="add(%x, %y)"):
     indices = updates.partition(",")[0]
     return hlo.parse(f"""HloModule test, num_partitions={devices}
 
 %sum (x: bf16[], y: bf16[]) -> bf16[] {{
   %x = bf16[] parameter(0)
   %y = bf16[] parameter(1)
-  ROOT %s = bf16[] add(%x, %y)
+  ROOT %s = bf16[] {combined}
 }}
 
 %inner (r: bf16[{result}], i: s32[{indices},2], u: bf16[{updates}]) -> bf16[{result}] {{
@@ -193,6 +193,9 @@ def test_a_gpu_adds_up_scattered_numbers_sector_by_sector():
     moved_s = unique.entry.root.moved_bytes["hbm"] / op_time.hbm_bytes_per_s(H100)
     assert price(unique, H100).seconds == pytest.approx(moved_s + op_time.LAUNCH_S["gpu"])
     assert price(seen, V5E) == price(unique, V5E)
+    # So are those that overwrite what was there, as `.at[].set` does.
+    stored = scatter("1024,1000", "8192,1000", rows, combined="parameter(1)").entry.root
+    assert op_time.added_sectors(stored) == 0
 
 
 def test_tiles_fill_the_cores_of_a_gpu_in_waves():

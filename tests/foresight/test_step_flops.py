@@ -69,6 +69,7 @@ SETTINGS = {
     "one key head": {"kv_heads": 1},
     "learned": {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "qkv_bias": True},
     "window": {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
+    "a layer more than the pattern": {"layers": 3, "layer_pattern": ("sliding", "full"), "sliding_window": 5},
     "latent": {
         "latent_attention": LatentAttention(kv_rank=16, q_rank=12, v_head_dim=3), "head_dim": 6, "rope_dim": 2,
     },

@@ -164,7 +164,7 @@ def _bytes_read(value: Instruction) -> int:
 
 
 def _tiles_anew(inner: Instruction) -> bool:
-    """Whether an instruction of a fusion only gives its operand, in place, other tiles: nothing is moved for them."""
+    """Whether a fusion changes only the tiles of its operand, in place, so that nothing is moved."""
     if inner.opcode != "fusion" or "output_to_operand_aliasing" not in inner.attributes:
         return False
     (inside,) = inner.called["calls"]

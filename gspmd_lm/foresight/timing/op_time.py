@@ -290,7 +290,13 @@ def added_sectors(instruction: Instruction) -> int:
     if instruction.module.devices > 1 and "embedding" in instruction.name_in_model.owners:
         return 0
     scatters = (one for one in (instruction, *instruction.inside) if one.opcode == "scatter")
-    return sum(_added_sectors(one) for one in scatters if one.attributes.get("unique_indices") != "true")
+    return sum(_added_sectors(one) for one in scatters if _adds_up(one))
+
+
+def _adds_up(scatter: Instruction) -> bool:
+    """Whether a scatter adds updates that may meet. Others overwrite, or store what never meets."""
+    (combined,) = scatter.called["to_apply"]
+    return combined.root.opcode != "parameter" and scatter.attributes.get("unique_indices") != "true"
 
 
 def _added_sectors(scatter: Instruction) -> int:

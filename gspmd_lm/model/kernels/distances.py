@@ -62,8 +62,8 @@ def by_distance(
 def distances(rows: int, columns: int) -> jax.Array:
     """How far rows are ahead of columns, int32 [P blocks of rows, columns + rows of a block].
 
-    The last row of a block is as far ahead of the columns, and of no column, as a block's distances say one after the
-    other. The row before it is so from the second distance on, and so forth: see `skewed`.
+    [p, d] is the distance of the last row of block p from column d. Row r of the block has its distances from
+    d = size - 1 - r on: see `skewed`.
     """
     size = BLOCK if rows % BLOCK == 0 else rows
     return jnp.arange(size - 1, rows, size)[:, None] - jnp.arange(columns + size)
