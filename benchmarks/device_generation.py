@@ -50,8 +50,8 @@ def generation(cfg: config.Config, phase: str, device: Any, more: dict[str, Any]
 def _ones(like: Any) -> jax.Array:
     """An array like that, of numbers that are no zeros."""
     value = 0.01 if jnp.issubdtype(like.dtype, jnp.floating) else 1
-    where = like.sharding if like.format.layout is None else like.format
-    return jax.jit(lambda: jnp.full(like.shape, value, like.dtype), out_shardings=where)()
+    made = jax.jit(lambda: jnp.full(like.shape, value, like.dtype), out_shardings=programs.format_or_sharding(like))
+    return made()
 
 
 def _seconds(compiled: Any, params: Any, given: Any, settings: Any, phase: str) -> float:

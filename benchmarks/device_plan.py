@@ -4,9 +4,8 @@
 
 Each case is a model and a batch, which one accelerator can train in about twenty layouts. `--count` of those that fit
 by estimate are taken: the fastest, and one of each further stratum. Each is compiled, predicted as `explain` does, and
-run.
-The plan's choice is the layout that is predicted to be fastest. Its regret is how much longer its measured step is than
-the shortest one.
+run. The plan's choice is the layout that is predicted to be fastest. Its regret is how much longer its measured step is
+than the shortest one.
 """
 
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import jax
 
 from benchmarks import measure, on_device
-from benchmarks.plan import SLOWEST, spearman
+from benchmarks.plan import near_fastest, spearman
 from benchmarks.published_plans import kept
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.runtime import startup
 
@@ -33,8 +33,7 @@ def measured(case: str, count: int, device: Any) -> list[dict[str, Any]]:
     cfg, target = on_device.CASES[case].load(CASES[case]), targets.from_devices([device])
     space = Space(cfg, target)
     rows = []
-    for raw in chosen(space, target, count):
-        estimate = space.estimator.estimate(space.rules(raw))
+    for estimate, raw in chosen(space, target, count):
         row = {
             "case": case,
             "rows": CASES[case],
@@ -51,13 +50,11 @@ def measured(case: str, count: int, device: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def chosen(space: Space, target: targets.Target, count: int) -> list[dict[str, Any]]:
-    """The plain values of `count` layouts that fit by estimate: the fastest of each of so many strata."""
+def chosen(space: Space, target: targets.Target, count: int) -> list[tuple[Estimate, dict[str, Any]]]:
+    """So many layouts that fit by estimate: the fastest of each of so many strata."""
     limit_bytes = SPARED * target.chip.usable_hbm_bytes if target.chip else float("inf")
-    estimated = [(space.estimator.estimate(space.rules(raw)), raw) for raw in space]
-    fitting = sorted((one.step_time_s, n) for n, (one, _) in enumerate(estimated) if one.peak_bytes <= limit_bytes)
-    near = [n for seconds, n in fitting if seconds <= SLOWEST * fitting[0][0]]
-    return [estimated[near[len(near) * stratum // count]][1] for stratum in range(min(count, len(near)))]
+    near = near_fastest(space, lambda estimate: estimate.peak_bytes <= limit_bytes)
+    return [near[len(near) * stratum // count] for stratum in range(min(count, len(near)))]
 
 
 def show(rows: list[dict[str, Any]]) -> None:

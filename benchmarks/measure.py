@@ -22,7 +22,6 @@ from gspmd_lm import config
 from gspmd_lm.foresight import any_step, compile, explain
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
-from gspmd_lm.infer import programs
 from gspmd_lm.infer.programs import GenerationPrograms
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding.rules import Problem, Rules
@@ -103,7 +102,7 @@ def explained(
 ) -> tuple[Any, Report, str]:  # fmt: skip
     """A program of one device, compiled for it as a run does; what `explain` says of it; and its text."""
     (device,) = built.mesh.devices.flat
-    also = rules.compiled_for if phase == "train" else programs.COMPILED_FOR
+    also = built.compiled_for
     lowered, here = traced.lower(), target.from_devices([device])
     compiled, reading = built.compile(lowered, also=also), any_step.read(traced, lowered, built.mesh)
     program = compile.described(built, compiled, reading, built.options(*also), here, 0.0)

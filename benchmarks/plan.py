@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,11 +141,16 @@ def of_report(report: Report | None, failure: str = "") -> dict[str, Any]:
     return found | ({"failure": failure} if failure else {})
 
 
+def near_fastest(space: Space, fits: Callable[[Estimate], bool]) -> list[tuple[Estimate, dict[str, Any]]]:
+    """The layouts that fit by estimate, from the fastest to SLOWEST of it, each with its estimate."""
+    estimated = [(space.estimator.estimate(space.rules(raw)), raw) for raw in space]
+    fitting = sorted((one for one in estimated if fits(one[0])), key=lambda one: one[0].step_time_s)
+    return [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
+
+
 def stratified(bench: Bench, count: int) -> list[dict[str, Any]]:
     """Layouts from the fastest to SLOWEST of it, one of each stratum: the one with most features not yet seen."""
-    estimated = [(bench.estimate(raw), raw) for raw in bench.space]
-    fitting = sorted(((p, raw) for p, raw in estimated if bench.rankable(p)), key=lambda one: one[0].step_time_s)
-    near = [one for one in fitting if one[0].step_time_s <= SLOWEST * fitting[0][0].step_time_s]
+    near = near_fastest(bench.space, bench.rankable)
     edges = np.linspace(0, len(near), count + 1).astype(int)
     seen = collections.Counter[Any]()
     chosen = []

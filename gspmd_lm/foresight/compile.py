@@ -304,8 +304,8 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
-        also = rules.compiled_for if request.phase == "train" else generation.COMPILED_FOR
-        options = compiler.options(target.platform, rules.compiler_options, rules.path, devices[0].device_kind, also)
+        kind, also = devices[0].device_kind, built.compiled_for
+        options = compiler.options(target.platform, rules.compiler_options, rules.path, kind, also)
         facts_of_step, traced = None, trace()
         lowered = traced.lower()
     if target.chip and target.chip.gpu:

@@ -30,8 +30,6 @@ from gspmd_lm.sharding.rules import Problem, Remat, Rules
 from gspmd_lm.sharding.shapes import Arrays, arrays, bytes_per_device
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 
-COMPILED_FOR = ("generate",)  # what has compiler options of its own: see `compiler`
-
 
 class DecodeState(NamedTuple):
     """The arrays that one decode step passes on to the next one. They are donated."""
@@ -167,6 +165,10 @@ class GenerationPrograms(Forward):
     def asked(self) -> Pass:
         return attention_pass(self.sizes)
 
+    @property
+    def compiled_for(self) -> tuple[str, ...]:
+        return ("generate",)
+
     @functools.cached_property
     def model(self) -> configs.ModelConfig:
         """The model that is run: the config's, with a pattern as long as its depth if the layers are unrolled."""
@@ -248,7 +250,7 @@ class GenerationPrograms(Forward):
 
     @property
     def _out(self) -> tuple[DecodeState, Choice]:
-        return jax.tree.map(_format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
+        return jax.tree.map(format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
 
     @functools.cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -257,7 +259,7 @@ class GenerationPrograms(Forward):
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
         traced = self.trace_prefill(), self.trace_decode()
-        prefill, decode = (self.compile(one.lower(), what, fix, COMPILED_FOR) for one in traced)
+        prefill, decode = (self.compile(one.lower(), what, fix, self.compiled_for) for one in traced)
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
@@ -357,5 +359,6 @@ def _in_memory(platform: str, model: configs.ModelConfig) -> tuple[int, ...] | N
     return (0, 1, 3, 4, 2) if platform == "gpu" and 1 < model.kv_heads < model.heads else None
 
 
-def _format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:
+def format_or_sharding(like: jax.ShapeDtypeStruct) -> Any:
+    """Where an array lies, with the order of its axes in memory if that is chosen."""
     return like.sharding if like.format.layout is None else like.format

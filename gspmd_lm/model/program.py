@@ -46,6 +46,11 @@ class ShardedProgram:
         raise NotImplementedError
 
     @property
+    def compiled_for(self) -> tuple[str, ...]:
+        """What it has compiler options of its own for: see `compiler.options`."""
+        raise NotImplementedError
+
+    @property
     def processor(self) -> Processor:
         """What decides which kernels the devices can run."""
         return meshes.processor(self.mesh.devices.flat[0])

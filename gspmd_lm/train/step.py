@@ -37,6 +37,10 @@ class Step(TaskProgram):
     def asked(self) -> Pass:
         return attention_pass(self.config)
 
+    @property
+    def compiled_for(self) -> tuple[str, ...]:
+        return self.rules.compiled_for
+
     @functools.cached_property
     def of_a_replica(self) -> MeshPlacement:
         """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""

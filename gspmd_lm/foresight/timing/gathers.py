@@ -28,7 +28,6 @@ SUM_TILE = 2.6  # cycles of a weighted sum for each tile of FEW rows
 _NEWER, _OLDER = (0.73, 5.1), (1.07, 8.2)  # v6e, v5p
 _CYCLES = {"v6e": _NEWER, "tpu7x": _NEWER, "v5p": _OLDER, "v5e": _OLDER, "v4": _OLDER}  # v4 and tpu7x: inferred
 _NARROW = re.compile(r"T\(([124]),128\)")
-_WHOLE = re.compile(r"\d+")
 
 
 def least_s(instruction: Instruction, chip: Chip, hbm_bytes_per_s: float) -> float:
@@ -42,7 +41,7 @@ def least_s(instruction: Instruction, chip: Chip, hbm_bytes_per_s: float) -> flo
         return sort_s(arrays[0].elements, length, len(arrays), chip)
     if gather := _gather(instruction):
         table, found = gather.operands[0].shape.arrays[0], gather.shape.arrays[0]
-        sizes = [int(size) for size in _WHOLE.findall(gather.attributes["slice_sizes"])]
+        sizes = whole_numbers(gather.attributes["slice_sizes"])
         stored_bytes = sum(array.padded_bytes for array in instruction.shape.arrays if not array.memory_space)
         return gather_s(
             found.elements / math.prod(sizes), sizes, found.padded_bytes, bits(table.dtype), chip, hbm_bytes_per_s,
@@ -80,6 +79,11 @@ def sort_s(elements: float, length: int, arrays: int, chip: Chip) -> float:
 def sum_s(elements: float, few: int, chip: Chip) -> float:
     """The seconds of a sum over `few` rows each, whose tiles have no more rows than these. elements: in whole tiles."""
     return SUM_TILE * elements / (few * LANES) / chip.tensor_cores / chip.clock_hz if few in FEW else 0.0
+
+
+def whole_numbers(attribute: str) -> list[int]:
+    """Those that an attribute such as slice_sizes={1,128} lists."""
+    return [int(number) for number in re.findall(r"\d+", attribute)]
 
 
 def _gather(instruction: Instruction) -> Instruction | None:

@@ -64,7 +64,6 @@ _FREE_CALLS = {
 # The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata", "X64SplitLow", "X64SplitHigh", "X64Combine")
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
-_WHOLE = re.compile(r"\d+")
 _TILE = re.compile(r"tile_([mkn])\W+(\d+)")  # in what MaxText's grouped kernels say of themselves
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = {
@@ -302,7 +301,7 @@ def _adds_up(scatter: Instruction) -> bool:
 def _added_sectors(scatter: Instruction) -> int:
     result, updates = scatter.shape.arrays[0], scatter.operands[-1].shape.arrays[0]
     taken, windows, batches, minor = (
-        [int(dimension) for dimension in _WHOLE.findall(text)]
+        gathers.whole_numbers(text)
         for text in (
             scatter.attributes["inserted_window_dims"], scatter.attributes["update_window_dims"],
             scatter.attributes.get("input_batching_dims", ""), result.layout.partition(":")[0],
