@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import step_times
 from benchmarks.step_times import JAX_FRAMEWORKS, Row
 from gspmd_lm.foresight.known_errors import Kind, is_several, kind_of
-from gspmd_lm.foresight.timing import gathers, op_time
+from gspmd_lm.foresight.timing import gathers, gpu_fusions, op_time
 from gspmd_lm.hardware import network, target
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding.shapes import pairs
@@ -70,16 +70,18 @@ FITTED = (
     Constant("kernels that convert weights of 8 bits, Hopper", f"{op_time.CONVERTING_SLOWDOWN:g} times",
              "measured, likewise: one mixture"),
     Constant("share of peak of int8, Hopper", f"{CHIPS['h100'].int8_share:g}", "measured, likewise: one model"),
-    Constant("transpositions of 8 bits, GPU", f"{op_time.NARROW_TRANSPOSE_SLOWDOWN:g} times", "measured, likewise"),
+    Constant("transpositions of 8 bits, GPU", f"{gpu_fusions.NARROW_TRANSPOSE_SLOWDOWN:g} times", "measured, likewise"),
     Constant("host link, H100 and H200", f"{CHIPS['h100'].host_link_bytes_per_s / 1e9:g} GB/s", "measured, likewise"),
     Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}; H200 {op_time.HBM_SHARE['h200']:g}",
              "measured, likewise"),
     Constant("a kernel beside its bytes, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "measured, likewise"),
-    Constant("scatters that add up, GPU", f"{op_time.ADDED_SECTORS_PER_S / 1e9:.1f} G sectors/s",
+    Constant("scatters that add up, GPU", f"{gpu_fusions.ADDED_SECTORS_PER_S / 1e9:.1f} G sectors/s",
              "measured, likewise: one model"),
     Constant("stores of wide results, GPU", f"{op_time.WIDE_STORE_SLOWDOWN:g} times", "measured, likewise"),
-    Constant("HBM share of masked softmaxes, GPU", f"{op_time.MASKED_SOFTMAX_SHARE:g}",
-             "measured, likewise: one model"),
+    Constant("rows of a tile that lie apart, GPU", f"{gpu_fusions.NUMBER_OF_ROWS_APART_S * 1e12:.0f} ps of a core",
+             "measured, likewise: two models"),
+    Constant("operations of fusions, GPU", f"{gpu_fusions.OPERATIONS_PER_CYCLE:g} of a lane's cycles",
+             "measured, likewise: four models"),
     Constant("on-chip memory over HBM, TPU", f"{op_time.ON_CHIP_SPEED}", "scaling book"),
     Constant("cuDNN attention", "shares of peak by length", "arXiv 2407.08608; heads of 192 measured, likewise",
              (), _GPUS),

@@ -99,9 +99,9 @@ class Attention(nn.Module):
         else:
             k, v = (batch[f"shared_{name}_{kind}"] for name in "kv")
         if cfg.qkv_bias:
-            q = q + self.bq
+            q = _plus(q, self.bq)
             if own_kv:
-                k, v = (x + self.b_keys[name] if name in self.b_keys else x for name, x in (("k", k), ("v", v)))
+                k, v = (_plus(x, self.b_keys[name]) if name in self.b_keys else x for name, x in (("k", k), ("v", v)))
         k_spec, v_spec = (keys_spec(name, of_memory=cfg.reads > 0) for name in "kv")
         q_BTNH, k_BSKH, v_BSKH = shard(q, Q), shard(k, k_spec), shard(v, v_spec)
         if cfg.qk_norm:
@@ -142,6 +142,11 @@ class Attention(nn.Module):
             return [project(x_BTD, w) for w in self.w_keys]
         with gathered(batch["memory"], WHOLE_MEMORY, MEMORY) as in_BSM:
             return [project(in_BSM, w) for w in self.w_keys]
+
+
+def _plus(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
+    """The sum, over heads as one dimension: cuBLAS adds a bias of one dimension while it multiplies."""
+    return (x_BTNH.reshape(*x_BTNH.shape[:2], -1) + b_NH.reshape(-1)).reshape(x_BTNH.shape)
 
 
 def of_ranges(vectors_RD: jax.Array, *projections: tuple[Weight, jax.Array | float]) -> jax.Array:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import measure
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.timing import op_time
+from gspmd_lm.foresight.timing import gpu_fusions, op_time
 from gspmd_lm.hardware.chips import CHIPS
 
 V5E, H100 = CHIPS["v5e"], CHIPS["h100"]
@@ -93,39 +93,73 @@ ENTRY %main (a: bf16[64,64]) -> (bf16[64,64], s8[33554432]) {
     assert price(hlo.parse(text), H100) == price(alone, H100)
 
 
-def test_a_masked_softmax_of_a_gpu_is_slower_than_memory():
-    def fusion(compared, kind):
-        return hlo.parse(f"""HloModule test
-
-%inner (p: f32[4096,4096], q: s32[4096,4096]) -> f32[4096,4096] {{
-  %p = f32[4096,4096] parameter(0)
-  %q = s32[4096,4096] parameter(1)
-  {compared}
-  %e = f32[4096,4096] exponential(%p)
-  %z = f32[] constant(0)
-  %r = f32[4096] reduce(%e, %z), dimensions={{1}}, to_apply=%sum
-  %b = f32[4096,4096] broadcast(%r), dimensions={{0}}
-  ROOT %d = f32[4096,4096] divide(%e, %b)
-}}
-
-%sum (x: f32[], y: f32[]) -> f32[] {{
+SUM = """
+%sum (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)
   %y = f32[] parameter(1)
   ROOT %s = f32[] add(%x, %y)
+}
+"""
+
+
+def _softmax(tile, result="f32[64,24,144,144] divide(%e, %b)", kind="__triton"):
+    """The price of a fusion that computes a softmax over rows of 144, in tiles of these sides."""
+    sides = ",".join(f'"{side}"' for side in tile)
+    tiled = f'"block_level_fusion_config":{{"output_tiles":[{{"sizes":[{sides}]}}]}}'
+    shape = result.split()[0]
+    text = f"""HloModule test
+{SUM}
+%inner (p: f32[64,24,144,144]) -> {shape} {{
+  %p = f32[64,24,144,144] parameter(0)
+  %e = f32[64,24,144,144] exponential(%p)
+  %z = f32[] constant(0)
+  %r = f32[64,24,144] reduce(%e, %z), dimensions={{3}}, to_apply=%sum
+  %b = f32[64,24,144,144] broadcast(%r), dimensions={{0,1,2}}
+  %d = f32[64,24,144,144] divide(%e, %b)
+  ROOT %q = {result}
 }}
 
-ENTRY %main (p: f32[4096,4096], q: s32[4096,4096]) -> f32[4096,4096] {{
-  %p = f32[4096,4096] parameter(0)
-  %q = s32[4096,4096] parameter(1)
-  ROOT %f = f32[4096,4096] fusion(%p, %q), kind=kCustom, calls=%inner, backend_config={{"fusion_backend_config":{{"kind":"{kind}"}}}}
-}}""")
+ENTRY %main (p: f32[64,24,144,144]) -> {shape} {{
+  %p = f32[64,24,144,144] parameter(0)
+  ROOT %f = {shape} fusion(%p), kind=kCustom, calls=%inner, backend_config={{"fusion_backend_config":{{"kind":"{kind}",{tiled}}}}}
+}}"""
+    return price(hlo.parse(text), H100).seconds - op_time.LAUNCH_S["gpu"]
 
-    compared = "%c = pred[4096,4096] compare(%q, %q), direction=EQ"
-    slow, other, no_mask = (
-        price(fusion(*one), H100).seconds - op_time.LAUNCH_S["gpu"]
-        for one in ((compared, "__triton"), (compared, "__other"), ("", "__triton"))
-    )
-    assert slow * op_time.MASKED_SOFTMAX_SHARE == pytest.approx(other) and no_mask <= other
+
+def test_rows_of_a_tile_that_lie_apart_in_the_memory_of_a_gpu_take_longer():
+    together = _softmax((1, 1, 16, 144))
+    assert together == pytest.approx(2 * 4 * 64 * 24 * 144**2 / op_time.hbm_bytes_per_s(H100))
+    assert _softmax((16, 1, 4, 144)) == together  # few
+    numbers = 24 * 144 * 64 * 256  # a row of 144 is computed as one of 256
+    apart_s = numbers * gpu_fusions.NUMBER_OF_ROWS_APART_S / H100.gpu.core_count
+    assert _softmax((64, 1, 1, 144)) == pytest.approx(together + apart_s)
+    # Where the last sum is over rows of the batch, a tile has all that is summed.
+    summed = "f32[24,144,144] reduce(%d, %z), dimensions={0}, to_apply=%sum"
+    read_s = 4 * 65 * 24 * 144**2 / op_time.hbm_bytes_per_s(H100)
+    assert _softmax((1, 1, 144), summed) == pytest.approx(read_s + apart_s)
+
+
+def test_arithmetic_of_a_gpus_fusion_may_take_longer_than_its_bytes():
+    def price_of(count):
+        lines = "\n".join(f"  %x.{n + 1} = bf16[4096,4096] multiply(%x.{n}, %x.{n})" for n in range(count))
+        text = f"""HloModule test
+
+%inner (p: bf16[4096,4096]) -> bf16[4096,4096] {{
+  %x.0 = bf16[4096,4096] parameter(0)
+{lines}
+  ROOT %r = bf16[4096,4096] negate(%x.{count})
+}}
+
+ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {{
+  %p = bf16[4096,4096] parameter(0)
+  ROOT %f = bf16[4096,4096] fusion(%p), kind=kLoop, calls=%inner
+}}"""
+        return price(hlo.parse(text), H100).seconds - op_time.LAUNCH_S["gpu"]
+
+    assert price_of(5) == price_of(6) == pytest.approx(2 * 2 * 4096**2 / op_time.hbm_bytes_per_s(H100))
+    lanes = H100.gpu.core_count * H100.gpu.fpus_per_core
+    per_s = gpu_fusions.OPERATIONS_PER_CYCLE * lanes * H100.clock_hz
+    assert price_of(79) == pytest.approx(80 * 4096**2 / per_s)
 
 
 def test_a_gpu_is_slow_to_transpose_numbers_of_8_bits():
@@ -143,7 +177,7 @@ ENTRY %main (p: bf16[4096,4096]) -> f8e4m3fn[4096,4096] {
 }"""
     narrow, wide = (price(hlo.parse(one), H100).seconds for one in (text, text.replace("f8e4m3fn", "bf16")))
     moved_s = 4096**2 * 3 / op_time.hbm_bytes_per_s(H100)
-    assert narrow == pytest.approx(op_time.NARROW_TRANSPOSE_SLOWDOWN * moved_s + op_time.LAUNCH_S["gpu"])
+    assert narrow == pytest.approx(gpu_fusions.NARROW_TRANSPOSE_SLOWDOWN * moved_s + op_time.LAUNCH_S["gpu"])
     assert wide == pytest.approx(moved_s * 4 / 3 + op_time.LAUNCH_S["gpu"])
 
 
@@ -180,14 +214,14 @@ def test_a_gpu_adds_up_scattered_numbers_sector_by_sector():
     assert added_s == pytest.approx(2.18e-3, rel=0.01)
     # Where each of the windows lies in memory in one piece, as the rows of a table do, sectors are added as a whole.
     heads_last = scatter("16,16,512,512", "262144,16,16,1,1", alone, layout="{1,0,3,2}")
-    assert op_time.added_sectors(heads_last.entry.root) == 262144 * 16
+    assert gpu_fusions.added_sectors(heads_last.entry.root) == 262144 * 16
     rows = "update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}"
     table = scatter("1024,1000", "8192,1000", rows)
-    assert op_time.added_sectors(table.entry.root) == 8192 * math.ceil(2 * 1000 / op_time.SECTOR_BYTES)
+    assert gpu_fusions.added_sectors(table.entry.root) == 8192 * math.ceil(2 * 1000 / gpu_fusions.SECTOR_BYTES)
     # Of a table that is split, a device adds to its own rows alone.
     for devices, name, known in ((1, "a/of.embedding/b", True), (8, "a/of.wq/b", True), (8, "a/of.embedding/b", False)):
         split = scatter("1024,1000", "8192,1000", rows, devices=devices, name=name)
-        assert (op_time.added_sectors(split.entry.root) > 0) == known
+        assert (gpu_fusions.added_sectors(split.entry.root) > 0) == known
     # Updates that never meet are stored as other results are.
     unique = scatter("16,16,512,512", "262144,16,16,1,1", f"{alone}, unique_indices=true")
     moved_s = unique.entry.root.moved_bytes["hbm"] / op_time.hbm_bytes_per_s(H100)
@@ -195,7 +229,7 @@ def test_a_gpu_adds_up_scattered_numbers_sector_by_sector():
     assert price(seen, V5E) == price(unique, V5E)
     # So are those that overwrite what was there, as `.at[].set` does.
     stored = scatter("1024,1000", "8192,1000", rows, combined="parameter(1)").entry.root
-    assert op_time.added_sectors(stored) == 0
+    assert gpu_fusions.added_sectors(stored) == 0
 
 
 def test_tiles_fill_the_cores_of_a_gpu_in_waves():

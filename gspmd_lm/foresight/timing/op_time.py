@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from gspmd_lm.foresight.hlo import Array, Instruction
-from gspmd_lm.foresight.timing import attention, gathers
+from gspmd_lm.foresight.timing import attention, gathers, gpu_fusions
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.units import bits
@@ -36,14 +36,6 @@ GPU_TILE_BYTES = 100
 # A result in float32, and what is added to it, is stored while the next tile is computed, but takes so many times as
 # long as its bytes: cuBLAS's kernels for logits and gradients of their weights, in those steps.
 WIDE_STORE_SLOWDOWN = 1.9
-# A softmax with a mask, as Triton compiles it, reaches so much of a GPU's bandwidth: four fusions of T5's two steps.
-MASKED_SOFTMAX_SHARE = 0.41
-# What a scatter adds up on a GPU, it adds in atomic steps, each of a sector of memory: so many of them in a second. Two
-# scatters of 67.1 million single numbers of bfloat16, of a step of DeBERTa v3 large on one H100, took 2.18 ms each.
-SECTOR_BYTES = 32
-ADDED_SECTORS_PER_S = 16 * 16 * 512 * 512 / 2.18e-3
-# A transposition of 8-bit numbers reaches so much less of a GPU's bandwidth: five fusions of those steps.
-NARROW_TRANSPOSE_SLOWDOWN = 1.9
 # Of operands of 8 bits, an estimate of the compiler counts unless it is so many times as long as the share of the peak
 # says. libtpu 0.0.42.1 estimates 64.6 M cycles on tpu7x for a product of E4M3 that takes 2.5 M in bfloat16, 26 times.
 MISJUDGED = 8
@@ -66,14 +58,9 @@ _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata", "X64SplitLow", "X64SplitHi
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _TILE = re.compile(r"tile_([mkn])\W+(\d+)")  # in what MaxText's grouped kernels say of themselves
 # Opcodes whose time is that of their bytes, or too short to matter.
-_BY_BYTES = {
-    "abs", "add", "and", "atan2", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "convert",
-    "copy", "cosine", "divide", "dynamic-slice", "dynamic-update-slice", "erf", "exponential", "exponential-minus-one",
-    "floor", "fusion", "gather", "iota", "is-finite", "log", "log-plus-one", "logistic", "map", "maximum", "minimum",
-    "multiply", "negate", "not", "or", "pad", "popcnt", "power", "reduce", "reduce-precision", "reduce-window",
-    "remainder", "reshape", "reverse", "rng-bit-generator", "round-nearest-afz", "round-nearest-even", "rsqrt",
-    "scatter", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "slice",
-    "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "transpose", "xor", "cbrt", "real", "imag", "complex",
+_BY_BYTES = gpu_fusions.ARITHMETIC | {
+    "bitcast-convert", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "fusion", "gather",
+    "iota", "map", "pad", "reduce", "reduce-window", "reshape", "reverse", "scatter", "slice", "transpose",
 }  # fmt: skip
 
 
@@ -275,43 +262,7 @@ def _memory_time(instruction: Instruction, chip: Chip) -> OpTime:
     seconds = _memory_s(instruction, chip)
     if instruction.estimated_cycles is not None:  # without a matmul inside, often several times too long
         seconds = min(seconds, instruction.estimated_cycles / chip.clock_hz)
-    if chip.gpu:
-        seconds = max(seconds, added_sectors(instruction) / ADDED_SECTORS_PER_S)
     return OpTime(seconds, "attention" if _is_attention(instruction) else "other")
-
-
-def added_sectors(instruction: Instruction) -> int:
-    """The sectors of memory that a scatter adds something to, each time that it does; 0 if no two updates may meet.
-
-    An update is a window of the result. What of it lies side by side in memory is added sector by sector. A device that
-    has a part of an embedding table leaves out the tokens of other parts, and how many these are is not known: 0.
-    """
-    if instruction.module.devices > 1 and "embedding" in instruction.name_in_model.owners:
-        return 0
-    scatters = (one for one in (instruction, *instruction.inside) if one.opcode == "scatter")
-    return sum(_added_sectors(one) for one in scatters if _adds_up(one))
-
-
-def _adds_up(scatter: Instruction) -> bool:
-    """Whether a scatter adds updates that may meet. Others overwrite, or store what never meets."""
-    (combined,) = scatter.called["to_apply"]
-    return combined.root.opcode != "parameter" and scatter.attributes.get("unique_indices") != "true"
-
-
-def _added_sectors(scatter: Instruction) -> int:
-    result, updates = scatter.shape.arrays[0], scatter.operands[-1].shape.arrays[0]
-    taken, windows, batches, minor = (
-        gathers.whole_numbers(text)
-        for text in (
-            scatter.attributes["inserted_window_dims"], scatter.attributes["update_window_dims"],
-            scatter.attributes.get("input_batching_dims", ""), result.layout.partition(":")[0],
-        )
-    )  # fmt: skip
-    last = len(result.dimensions) - 1
-    of_windows = [d for d in range(last + 1) if d not in (*taken, *batches)]
-    sizes = dict(zip(of_windows, (updates.dimensions[d] for d in windows), strict=True))
-    run = sizes.get(minor[0] if minor else last, 1)  # of numbers side by side
-    return updates.elements // run * math.ceil(run * bits(result.dtype) / 8 / SECTOR_BYTES)
 
 
 def _is_attention(instruction: Instruction) -> bool:
@@ -338,24 +289,9 @@ def _only_scalars(instruction: Instruction) -> bool:
 
 
 def _memory_s(instruction: Instruction, chip: Chip) -> float:
-    moved, slowdown = instruction.moved_bytes, 1.0
-    if chip.gpu and _transposes_narrow(instruction):
-        slowdown = NARROW_TRANSPOSE_SLOWDOWN
-    elif chip.gpu and _masked_softmax(instruction):
-        slowdown = 1 / MASKED_SOFTMAX_SHARE
-    return slowdown * (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
-
-
-def _transposes_narrow(instruction: Instruction) -> bool:
-    """Whether an instruction transposes numbers of 8 bits, or makes them and transposes them."""
-    narrow = any(bits(array.dtype) == 8 for array in instruction.shape.arrays if array.dimensions)
-    return narrow and any(one.opcode == "transpose" for one in (instruction, *instruction.inside))
-
-
-def _masked_softmax(instruction: Instruction) -> bool:
-    """Whether an instruction is a fusion of Triton that masks scores and makes weights of them."""
-    inside = {one.opcode for one in instruction.inside}
-    return inside >= {"compare", "exponential", "reduce"} and "triton" in instruction.raw
+    moved = instruction.moved_bytes
+    seconds = (moved["hbm"] + moved["chip"] / ON_CHIP_SPEED) / hbm_bytes_per_s(chip)
+    return gpu_fusions.seconds(instruction, chip, seconds) if chip.gpu else seconds
 
 
 def hbm_bytes_per_s(chip: Chip) -> float:
