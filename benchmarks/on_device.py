@@ -87,7 +87,7 @@ CASES = {
     "t5_11b, 2 + 2 layers": Case("t5_11b", ("model.layers=2",), (16,)),
     "bert_large": Case(_model("bert_large"), rows=(64,)),
     "deberta_v3_large": Case(_model("deberta_v3_large"), rows=(16,)),
-    "gpt_oss_20b, 4 layers": Case(_model("gpt_oss_20b"), _FOUR_LAYERS),
+    "gpt_oss_20b, 2 layers": Case(_model("gpt_oss_20b"), ("model.layers=2",)),
     "whisper_large_v3": Case(_model("whisper_large_v3"), rows=(16,)),
     "swin_large": Case(_model("swin_large"), rows=(16,)),
     "sam_huge": Case(_model("sam_huge")),

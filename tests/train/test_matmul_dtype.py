@@ -218,6 +218,9 @@ def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
         assert (slower in text) == slow == text.endswith("fix --set model.matmul_dtype=fp8")
     assert said("h100:8", "matmul_dtype=fp8").endswith("MFU is of the bf16 peak")
     assert slower not in said("h100:8", "matmul_dtype=int8", "weight_dtype=int8")  # fp8 does not go with it
+    for dtype in ("int8", "fp8"):  # of experts, neither is faster
+        told = said("h100:8", f"matmul_dtype={dtype}", "experts=4", "experts_per_token=2")
+        assert f"slower with {dtype} than with bfloat16" in told and told.endswith("fix --set model.matmul_dtype=null")
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -17,9 +17,9 @@ ARITHMETIC = {
     "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan",
     "tanh", "xor",
 }  # fmt: skip
-# Operations of a fusion that a lane does in a cycle of the boost clock: fusions with the 65 of an exact GELU did 0.66
-# to 0.75 on one H100, in four models.
-OPERATIONS_PER_CYCLE = 0.7
+# Operations of a fusion that a core does in a cycle of the boost clock, of the 128 of any kind that it can begin:
+# fusions with the 65 of an exact GELU did 84 to 96 on one H100, in four models.
+OPERATIONS_PER_CYCLE = 90
 # A fusion of Triton that sums along rows takes so much longer for each number, if a tile has rows that lie apart in
 # memory, from so many: in steps of T5 and Swin on one H100, whose biases of scores are the same for rows of the batch.
 ROWS_APART = 32
@@ -38,7 +38,7 @@ def seconds(instruction: Instruction, chip: Chip, moved_s: float) -> float:
     if _transposes_narrow(instruction):
         moved_s *= NARROW_TRANSPOSE_SLOWDOWN
     rows_s = _of_rows_apart(instruction) * NUMBER_OF_ROWS_APART_S / chip.gpu.core_count
-    operations_per_s = OPERATIONS_PER_CYCLE * chip.gpu.core_count * chip.gpu.fpus_per_core * chip.clock_hz
+    operations_per_s = OPERATIONS_PER_CYCLE * chip.gpu.core_count * chip.clock_hz
     arithmetic_s = _operations(instruction) / operations_per_s
     return max(moved_s + rows_s, arithmetic_s, added_sectors(instruction) / ADDED_SECTORS_PER_S)
 

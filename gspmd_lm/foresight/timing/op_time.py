@@ -24,6 +24,8 @@ HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
+# Those of int8: 16 kernels of one of those mixtures took 78.5 ms, without what smaller tiles take.
+GROUPED_SHARE_OF_INT8 = 0.4
 # Those whose kernel converts weights of 8 bits take so many times as long on Hopper: 22 of one of those mixtures took
 # 135 ms in bfloat16, and 232 ms in fp8, where 16 of them converted weights.
 CONVERTING_SLOWDOWN = 2.0
@@ -126,6 +128,9 @@ def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
     flop_count, moved_bytes = work
     if chip.platform == "tpu":
         flop_count, moved_bytes = tiled_work(call, chip, flop_count, moved_bytes)
+    elif sides := _grouped_sides(call, flop_count):
+        rows, experts, inner, columns, outer, _ = sides
+        flop_count /= grouped_gpu.speed(rows, experts, inner, columns, outer)
     memory_s = moved_bytes / hbm_bytes_per_s(chip)
     return OpTime(max(_flops_s(call, chip, flop_count), memory_s), "matmul" if flop_count else "other")
 
@@ -153,20 +158,27 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 
     Megablox says that it reads its weights again for each tile of rows, also where they stay on the chip.
     """
-    arrays, tile = _arrays(call), _tile(call)
-    matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
-    if not (_GROUPED in call.op_name or tile) or matrices is None or not operations:
+    if not (sides := _grouped_sides(call, operations)):
         return operations, moved_bytes
+    rows, experts, inner, columns, outer, itemsize = sides
+    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer, _tile(call))
+    return operations / share, kernel_bytes
+
+
+def _grouped_sides(call: Instruction, operations: float) -> tuple[float, int, int, int, bool, int] | None:
+    """Of a grouped matmul the rows, experts, inner dimensions and columns, whether it gives matrices, and the bytes of
+    a number of theirs; None for another kernel."""
+    arrays = _arrays(call)
+    matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
+    if not (_GROUPED in call.op_name or _tile(call)) or matrices is None or not operations:
+        return None
     experts, inner, columns = matrices.dimensions
     outer = matrices is arrays[-1]
     if outer:  # the result may have more columns, in whole lanes
-        inner, columns = (array.dimensions[-1] for array in arrays[:2])
+        inner, columns = (array.dimensions[-1] for array in arrays if len(array.dimensions) == 2)
     elif arrays[0].dimensions[-1] != inner:  # given as its transpose
         inner, columns = columns, inner
-    rows = operations / (2 * inner * columns)
-    itemsize = bits(matrices.dtype) // 8
-    share, kernel_bytes = grouped.work(rows, experts, inner, columns, itemsize, chip.kinds[0], outer, tile)
-    return operations / share, kernel_bytes
+    return operations / (2 * inner * columns), experts, inner, columns, outer, bits(matrices.dtype) // 8
 
 
 def _tile(call: Instruction) -> tuple[int, int, int] | None:
@@ -204,9 +216,11 @@ def matmul_share(chip: Chip, grouped: bool, dtypes: Collection[str]) -> float:
 
     dtypes: of what a program's kernel multiplies.
     """
+    int8 = all(dtype.startswith(("s", "u")) and bits(dtype) <= 8 for dtype in dtypes)
     if not chip.gpu or not grouped:
-        int8 = all(dtype.startswith(("s", "u")) and bits(dtype) <= 8 for dtype in dtypes)
         return chip.int8_share if int8 and chip.int8_share else MATMUL_SHARE[chip.platform]
+    if int8:
+        return GROUPED_SHARE_OF_INT8
     converts = len({*map(bits, dtypes)}) > 1 and grouped_gpu.on_hopper(chip.kinds[0])
     return GROUPED_SHARE / (CONVERTING_SLOWDOWN if converts else 1)
 

@@ -245,7 +245,7 @@ def _triton(
     mean_rows = len(rows_MD) / len(sizes_E)
     if rows_MD.dtype.itemsize > w_EDF.dtype.itemsize and grouped_gpu.widens(w_EDF.dtype, device_kind(), mean_rows):
         w_EDF = w_EDF.astype(rows_MD.dtype)
-    block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, 128)
+    block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, grouped_gpu.LINES)
     least = grouped_gpu.least(rows_MD.dtype)
     padded_MD, columns = _padded(_wide(rows_MD, 1, least), block), w_EDF.shape[1 if transposed else 2]
     w_EDF = _wide(w_EDF, 2, least)
@@ -326,9 +326,7 @@ def _cut(rows_MD: jax.Array, sizes_E: jax.Array, least: int = 1, most: int = BLO
     work. There are as many blocks as any sizes may need. Those that are not needed stand behind the last row.
     """
     M, E = len(rows_MD), len(sizes_E)
-    block = least
-    while 2 * block <= min(M // (4 * E), most):
-        block *= 2
+    block = grouped_gpu.rows_of_block(M, E, least, most)
     count = min(M, M // block + E)
     blocks_E = -(-sizes_E // block)
     after_E, ends_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
