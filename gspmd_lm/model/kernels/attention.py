@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
 from gspmd_lm.model.kernels.distances import by_distance, ranges, ranges_of_plane
-from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, recomputed, shard, split
+from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, platform, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
 Q = "q: batch seq heads head_dim"
@@ -23,6 +23,7 @@ V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 HEAD = "q: whole heads"
+UNSEEN = -1e38  # what is added to the score of a key that a query does not see
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
 # The compute capability of the GPUs from which cuDNN has packed documents (jax 0.10.2, jax/_src/cudnn), and that alone
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
@@ -220,11 +221,17 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
         bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
         keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
         bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
-    dtype = jnp.dtype(cfg.attention_scores_dtype)
+    dtype, seen_B1TS = jnp.dtype(cfg.attention_scores_dtype), seen_BTS[:, None]
+    if platform() == "gpu":
+        # Before a loop over layers, JAX computes what depends on constants alone, and keeps it. A mask, and what stands
+        # for masked scores, would be as large as the scores, and be read with them. So the mask waits for the queries.
+        q_BTNH, unseen_B1TS = jax.lax.optimization_barrier((q_BTNH, ~seen_B1TS))
+        unseen_B1TS = unseen_B1TS.astype(dtype) * UNSEEN
+        bias, seen_B1TS = unseen_B1TS if bias is None else bias.astype(dtype) + unseen_B1TS, None
     plain = dtype == jnp.float32 and not (cfg.attention_softcap or cfg.attention_sinks or cfg.relative_vectors)
     if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
         one_width = as_wide(v_BSKH, k_BSKH)
-        out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, one_width, bias, seen_BTS[:, None], scale=scale)
+        out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, one_width, bias, seen_B1TS, scale=scale)
         return out_BTNH[..., : v_BSKH.shape[-1]]
     # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
     # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
@@ -238,12 +245,14 @@ def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     if cfg.attention_softcap:
         scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
     if bias is not None:
-        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=k_BSKH.shape[2]).astype(dtype)
-    masked_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    weights_BKGTS = jax.nn.softmax(masked_BKGTS, axis=-1)
+        keys = k_BSKH.shape[2] if bias.shape[1] > 1 else 1
+        scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=keys).astype(dtype)
+    if seen_B1TS is not None:
+        scores_BKGTS = jnp.where(seen_B1TS[:, None], scores_BKGTS, -jnp.inf)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     if cfg.attention_sinks:  # the share that is left to the keys
         sinks_KG11 = rearrange(heads_RN[0].astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
-        weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(masked_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
+        weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(scores_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
     weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
 
