@@ -60,7 +60,7 @@ def _of_rows_apart(fusion: Instruction) -> int:
     """
     tiles = fusion.config.get("fusion_backend_config", {}).get("block_level_fusion_config", {}).get("output_tiles")
     sums = [one for one in fusion.inside if one.opcode == "reduce"]
-    if not tiles or not any(_summed(one)[-1] == len(_sides(one.operands[0])) - 1 for one in sums):
+    if not tiles or not any(len(_sides(one.operands[0])) - 1 in _summed(one) for one in sums):
         return 0
     (computation,) = fusion.called["calls"]
     root, sizes = computation.root, [*map(int, tiles[0]["sizes"])]
@@ -69,6 +69,8 @@ def _of_rows_apart(fusion: Instruction) -> int:
         sides = _sides(root.operands[0])
         for d in _summed(root):
             sizes.insert(d, sides[d])
+    if len(sizes) != len(sides):  # a tile of another view of the result
+        return 0
     whole = (size == side for size, side in zip(sizes[::-1], sides[::-1], strict=True))
     together = sum(itertools.accumulate(whole, operator.and_)) + 1  # last dimensions, whose numbers lie side by side
     if math.prod(sizes[:-together]) < ROWS_APART:
