@@ -53,6 +53,10 @@ def pytest_collection_finish():
     """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
     gc.collect()
     gc.freeze()
+    if hypothesis := sys.modules.get("hypothesis"):
+        # Before its first example, hypothesis collects garbage: now, since later it took six seconds of each worker.
+        once = hypothesis.settings(max_examples=1, database=None)
+        once(hypothesis.given(hypothesis.strategies.none())(lambda _: None))()
     collect_seldom()
     gc.enable()
 
