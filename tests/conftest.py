@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-from gspmd_lm.runtime.quiet import collect_seldom
 from tests.quick import XLA_FLAGS
 
 gc.disable()  # until the tests begin: a third of the time to import and to collect them was spent on it
@@ -50,14 +49,17 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time."""
+    """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time.
+
+    Most of them die with the test that made them, so tests look for garbage more seldom than commands do.
+    """
     gc.collect()
     gc.freeze()
     if hypothesis := sys.modules.get("hypothesis"):
         # Before its first example, hypothesis collects garbage: now, since later it took six seconds of each worker.
         once = hypothesis.settings(max_examples=1, database=None)
         once(hypothesis.given(hypothesis.strategies.none())(lambda _: None))()
-    collect_seldom()
+    gc.set_threshold(2_000_000, 20, 50)
     gc.enable()
 
 
