@@ -67,10 +67,15 @@ def no_cache_of_programs():
 
 @pytest.fixture(scope="module")
 def lines_of_python():
-    """Programs name the lines of Python that made their operations, as for users."""
+    """Programs name the lines of Python that made their operations, as for users.
+
+    None of them is taken from the compile cache, where other tests leave the same program without lines.
+    """
     jax.config.update("jax_traceback_in_locations_limit", FRAMES)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     yield
     jax.config.update("jax_traceback_in_locations_limit", 0)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
 
 
 @pytest.fixture(scope="session")

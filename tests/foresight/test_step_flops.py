@@ -60,9 +60,9 @@ SETTINGS = {
         "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "data": {"seq": 24},
     },
     "SAM": {
-        **IMAGES, "objective": "masks", "masks": Masks(embed=32, layers=1, mlp=40), "context": 36, "positions": "learned",
+        **IMAGES, "objective": "masks", "masks": Masks(embed=32, layers=1, mlp=40), "context": 36,
         "patches": Patches(image=24, size=4, class_row=False, pool="mean"), "layer_pattern": ("full", "whole"),
-        "windows": Windows(size=3, vectors=True), "final_norm": False, "data": {"seq": 36},
+        "windows": Windows(size=3, vectors=True), "positions": "learned", "final_norm": False, "data": {"seq": 36},
     },
     "BERT": BERT,
     "ALBERT": {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
