@@ -23,6 +23,9 @@ from tests import courses
 
 startup.prepare_cpu(int(os.environ.get("SIMULATED_DEVICES", "8")))
 jax.devices()  # now, since the first run would set how many there are
+# With the lines of Python that made each operation, XLA takes a tenth longer for a program. Few tests ask for them.
+FRAMES = jax.config.jax_traceback_in_locations_limit
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Linux gives a process 65,530 memory maps, of which a program for eight devices takes 200 to 300. A process that has no
 # more is ended by XLA (SIGSEGV). Programs that no test needs any more hold theirs until garbage is collected, which
@@ -60,6 +63,19 @@ def no_cache_of_programs():
     if jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def lines_of_python():
+    """Programs name the lines of Python that made their operations, as for users.
+
+    None of them is taken from the compile cache, where other tests leave the same program without lines.
+    """
+    jax.config.update("jax_traceback_in_locations_limit", FRAMES)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
 
 
 @pytest.fixture(scope="session")

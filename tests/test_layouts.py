@@ -29,14 +29,14 @@ PAIRS += [(name, layout, devices) for name in CONFIGS for layout, devices in POD
 NINTH = [pair if i % 9 == 0 else pytest.param(*pair, marks=pytest.mark.slow) for i, pair in enumerate(PAIRS)]
 
 # One variant for every array that a rules file may name.
-PLAIN = ("model.mlp_kind=plain", "model.norm=layernorm", "model.norm_bias=true", "model.positions=learned")
 BIASED = (
-    *(f"model.{name}=true" for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias")),
-    *PLAIN[1:],
-)
+    *(f"model.{name}=true" for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")),
+    "model.norm=layernorm", "model.positions=learned",
+)  # fmt: skip
 ROUTED = ("model.router_bias=true", "model.balance=bias", "model.shared_mlp=64", "model.shared_gate=true")
 OTHERS = ("qk_norm=true", "attention_gate=true", "attention_sinks=true", "embedding_width=64", "tied_embeddings=true")
-VARIANTS = [PLAIN, BIASED, tuple(f"model.{one}" for one in ("block=parallel", *OTHERS))]
+ADAPTED = "lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"
+VARIANTS = [BIASED, tuple(f"model.{one}" for one in ("block=parallel", *OTHERS, ADAPTED))]
 
 
 @pytest.fixture(autouse=True)
@@ -157,9 +157,8 @@ def test_every_array_has_known_axes_and_its_pieces_are_whole(optimizer):
 
 @pytest.mark.parametrize("names", [["tiny"], pytest.param(CONFIGS, marks=pytest.mark.slow)], ids=["tiny", "all"])
 def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
-    adapted = ["model.lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"]
     configs = [config.load(name) for name in names]
-    configs += [config.load("tiny", variant) for variant in (*VARIANTS, adapted)]
+    configs += [config.load("tiny", variant) for variant in VARIANTS]
     configs.append(config.load("tiny_experts", ROUTED))
     linear = "model.linear_attention={key_heads: 2, value_heads: 4, head_dim: 8}"
     latent = "model.latent_attention={kv_rank: 16, q_rank: 16, v_head_dim: 8}"
@@ -170,9 +169,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
     for vectors in ("model.relative_vectors={}", "model.relative_vectors={own_projections: true}"):
         scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
-        configs.append(config.load("tiny", ["objective=masked", *scored]))
-    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *narrow, *full]))
-    configs.append(config.load("tiny", ["objective=classes", "model.classes=3", "model.relative_positions={}", *full]))
+        configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *scored]))
+    near = ["model.relative_positions={}", "model.mlp_kind=plain"]
+    configs.append(config.load("tiny", ["objective=classes", "model.classes=3", *near, *narrow, *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
                       "model.positions=learned", "model.mask=full"]  # fmt: skip

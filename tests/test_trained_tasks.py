@@ -48,7 +48,7 @@ def test_an_example_has_the_losses_of_one_device(name, split):
     np.testing.assert_allclose(losses(model, split), losses(model, "none"), rtol=0, atol=1e-5)
 
 
-def test_explain_and_plan_take_the_vision_transformer(monkeypatch):
+def test_explain_and_plan_take_the_vision_transformer(monkeypatch, lines_of_python):
     monkeypatch.setattr(compile, "_run_compiler", compiled_here)
     vit = importlib.import_module("vit")
     report = gspmd_lm.explain(vit.TASK, layout(vit.TASK, "tensor"), "cpu:8")

@@ -60,7 +60,7 @@ def runs(steps):
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(lines_of_python):
     compile_cache.enable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_run_compiler", compiled_here)

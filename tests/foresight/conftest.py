@@ -17,7 +17,7 @@ RUN_COMPILER = compile._run_compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_of_simulated_devices_are_compiled_here():
+def programs_of_simulated_devices_are_compiled_here(lines_of_python):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_run_compiler", compiled_here)
         yield

@@ -41,7 +41,10 @@ def written(speaking, generator, prompts):
     return write
 
 
-@pytest.mark.parametrize("model", [T5, LEARNED], ids=["T5", "learned"])
+# By default, Whisper in convert/test_sound_families.py and a decoder in test_generate.py have learned positions.
+@pytest.mark.parametrize(
+    "model", [pytest.param(T5, id="T5"), pytest.param(LEARNED, marks=pytest.mark.slow, id="learned")]
+)
 def test_a_cache_changes_no_token(model, written, weights, speaking, prompts):
     found = written(model, "single")
     cfg = speaking(**model).model
