@@ -49,8 +49,7 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 }
 
 # The same of steps that benchmarks/on_device.py measured, on devices that worked alone: benchmarks/results. They were
-# predicted before they ran. After that, constants were chosen with those in view that are
-# marked.
+# predicted before they ran. After that, constants were chosen with those in view that are marked.
 MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("h100", False, "cudnn", False, True): (
         (0.025, True), (0.091, True), (0.039, True), (0.042, True), (-0.026, True), (-0.022, True),

@@ -274,8 +274,8 @@ _H100 = Chip(
     peak_bf16_flops_per_s=989e12,  # sheet: 1979 with sparsity
     peak_int8_ops_per_s=1979e12,  # sheet: 3958 with sparsity
     peak_fp8_flops_per_s=1979e12,  # sheet: 3958 with sparsity
-    # Measured: cuBLAS's matmuls of two train steps on one H100, weighted by time (benchmarks/results/on_device.json).
-    # Each takes 0.06 to 0.83 of the peak: many shapes have no fast kernel.
+    # Measured: cuBLAS's matmuls of two train steps on one H100, weighted by time and without what tiles take
+    # (benchmarks/results/on_device.json). Each takes 0.06 to 0.83 of the peak: many shapes have no fast kernel.
     int8_share=0.28,
     clock_hz=1.98e9,  # xla: boost clock
     hbm_bytes=84_978_434_048,  # seen on H100 SXM (xla: 84,942,979,072)

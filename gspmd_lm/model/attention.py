@@ -15,7 +15,7 @@ from gspmd_lm.model.kernels.attention import OUT, SEGMENTS, K, Q, Tokens, V, key
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.layers import Norm, lengths, rope
 from gspmd_lm.model.weights import adapted, bias, matrix
-from gspmd_lm.sharding.annotate import Adapted, Weight, like, shard, split, use
+from gspmd_lm.sharding.annotate import Adapted, Weight, like, platform, shard, split, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -145,7 +145,9 @@ class Attention(nn.Module):
 
 
 def _plus(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
-    """The sum, over heads as one dimension: cuBLAS adds a bias of one dimension while it multiplies."""
+    """The sum. On GPUs, heads are one dimension: cuBLAS adds a bias of one dimension while it multiplies."""
+    if platform() != "gpu" or split("q", "head_dim").num_shards > 1:
+        return x_BTNH + b_NH
     return (x_BTNH.reshape(*x_BTNH.shape[:2], -1) + b_NH.reshape(-1)).reshape(x_BTNH.shape)
 
 

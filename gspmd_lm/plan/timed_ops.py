@@ -116,9 +116,11 @@ def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str]) -> float:
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
-    """The share of a GPU that a matmul uses, by the number of elements of its result."""
+    """The share of a GPU that a matmul uses, by the number of elements of its result; of grouped ones, see `speed`."""
+    if op.grouped or not chip.gpu:
+        return 1.0
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
-    return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count) if chip.gpu else 1.0
+    return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count)
 
 
 def _move_s(chip: Chip, move: MoveOp, shards: Shards) -> float:

@@ -2,6 +2,7 @@
 """Operations take as long on a GPU as cards were seen to need for them."""
 
 import dataclasses
+import json
 import math
 import statistics
 
@@ -102,11 +103,9 @@ SUM = """
 """
 
 
-def _softmax(tile, result="f32[64,24,144,144] divide(%e, %b)", kind="__triton"):
+def _softmax(*tiles, root="", shape="f32[64,24,144,144]"):
     """The price of a fusion that computes a softmax over rows of 144, in tiles of these sides."""
-    sides = ",".join(f'"{side}"' for side in tile)
-    tiled = f'"block_level_fusion_config":{{"output_tiles":[{{"sizes":[{sides}]}}]}}'
-    shape = result.split()[0]
+    sizes = json.dumps([{"sizes": [*map(str, tile)]} if tile else {} for tile in tiles])
     text = f"""HloModule test
 {SUM}
 %inner (p: f32[64,24,144,144]) -> {shape} {{
@@ -116,27 +115,34 @@ def _softmax(tile, result="f32[64,24,144,144] divide(%e, %b)", kind="__triton"):
   %r = f32[64,24,144] reduce(%e, %z), dimensions={{3}}, to_apply=%sum
   %b = f32[64,24,144,144] broadcast(%r), dimensions={{0,1,2}}
   %d = f32[64,24,144,144] divide(%e, %b)
-  ROOT %q = {result}
+  %s = f32[24,144,144] reduce(%d, %z), dimensions={{0}}, to_apply=%sum
+  ROOT %q = {shape} {root or "negate(%d)"}
 }}
 
 ENTRY %main (p: f32[64,24,144,144]) -> {shape} {{
   %p = f32[64,24,144,144] parameter(0)
-  ROOT %f = {shape} fusion(%p), kind=kCustom, calls=%inner, backend_config={{"fusion_backend_config":{{"kind":"{kind}",{tiled}}}}}
+  ROOT %f = {shape} fusion(%p), kind=kCustom, calls=%inner, backend_config={{"fusion_backend_config":{{"kind":"__triton","block_level_fusion_config":{{"output_tiles":{sizes}}}}}}}
 }}"""
     return price(hlo.parse(text), H100).seconds - op_time.LAUNCH_S["gpu"]
 
 
 def test_rows_of_a_tile_that_lie_apart_in_the_memory_of_a_gpu_take_longer():
-    together = _softmax((1, 1, 16, 144))
-    assert together == pytest.approx(2 * 4 * 64 * 24 * 144**2 / op_time.hbm_bytes_per_s(H100))
-    assert _softmax((16, 1, 4, 144)) == together  # few
-    numbers = 24 * 144 * 64 * 256  # a row of 144 is computed as one of 256
-    apart_s = numbers * gpu_fusions.NUMBER_OF_ROWS_APART_S / H100.gpu.core_count
-    assert _softmax((64, 1, 1, 144)) == pytest.approx(together + apart_s)
+    together, numbers = _softmax((1, 1, 16, 144)), 64 * 24 * 144**2
+    assert together == pytest.approx(2 * 4 * numbers / op_time.hbm_bytes_per_s(H100))
+    for few in ((16, 1, 4, 144), (1, 1, 64, 256), (1, 64, 144), ()):  # the last two say nothing about this result
+        assert _softmax(few) == together
+    # A row of 144 is computed as one of 256.
+    apart_s = 256 / 144 * numbers * gpu_fusions.NUMBER_OF_ROWS_APART_S / H100.gpu.core_count
+    assert _softmax((64, 1, 1, 144)) == _softmax((64, 1, 1, 256)) == pytest.approx(together + apart_s)
     # Where the last sum is over rows of the batch, a tile has all that is summed.
-    summed = "f32[24,144,144] reduce(%d, %z), dimensions={0}, to_apply=%sum"
-    read_s = 4 * 65 * 24 * 144**2 / op_time.hbm_bytes_per_s(H100)
-    assert _softmax((1, 1, 144), summed) == pytest.approx(read_s + apart_s)
+    summed, small = "reduce(%d, %z), dimensions={0}, to_apply=%sum", 24 * 144**2
+    read_s = 4 * (numbers + small) / op_time.hbm_bytes_per_s(H100)
+    assert _softmax((1, 1, 144), root=summed, shape="f32[24,144,144]") == pytest.approx(read_s + apart_s)
+    # Of several results, the largest counts.
+    both = {"root": "tuple(%s, %d)", "shape": "(f32[24,144,144], f32[64,24,144,144])"}
+    moved_s = 4 * (2 * numbers + small) / op_time.hbm_bytes_per_s(H100)
+    assert _softmax((1, 1, 144), (1, 1, 8, 144), **both) == pytest.approx(moved_s)
+    assert _softmax((1, 1, 144), (64, 1, 1, 144), **both) == pytest.approx(moved_s + apart_s)
 
 
 def test_arithmetic_of_a_gpus_fusion_may_take_longer_than_its_bytes():

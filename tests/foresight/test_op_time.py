@@ -222,6 +222,21 @@ def test_a_grouped_matmul_without_an_estimate_is_priced_by_its_shapes(shapes, ti
     assert price(hlo.parse(f"HloModule test\n\n{text.replace('/grouped', '')}"), H100).unknown
 
 
+@pytest.mark.parametrize("chip", [H100, V5P])
+@pytest.mark.parametrize("operands", ["bf16[8,128,256]", "f32[] bf16[8,128,256]", "bf16[4096,128] bf16[8,128,256]"])
+def test_a_kernel_that_only_has_the_name_of_a_grouped_matmul_is_priced_all_the_same(chip, operands):
+    shapes = operands.split()
+    lines = "\n".join(f"  %x.{n} = {shape} parameter({n})" for n, shape in enumerate(shapes))
+    names = ", ".join(f"%x.{n}" for n in range(len(shapes)))
+    text = f"""HloModule test
+
+ENTRY %main () -> bf16[8,128,256] {{
+{lines}
+  ROOT %c = bf16[8,128,256] custom-call({names}), custom_call_target="other", metadata={{op_name="a/grouped/pallas_call"}}
+}}"""
+    assert price(hlo.parse(text), chip).seconds >= 0
+
+
 @pytest.mark.parametrize(("chip", "dtype", "slowdown"), [
     ("h100", "f8e4m3fn", op_time.CONVERTING_SLOWDOWN), ("h200", "s8", op_time.CONVERTING_SLOWDOWN),
     ("b200", "f8e4m3fn", 1), ("a100", "s8", 1)])  # fmt: skip

@@ -216,14 +216,6 @@ def test_grouped_products_of_8_bits_compile(target, dtype, monkeypatch):
         assert made((wide, dtype), False, E * grouped_gpu.MANY_ROWS) == ["bf16", "bf16"]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 3), (8, 2), (19, 4)])
-def test_each_tile_of_triton_is_computed_once_and_those_of_some_rows_side_by_side(rows, columns):
-    tiles = [tuple(map(int, grouped_gpu.tile_at(jnp.int32(n), rows, columns))) for n in range(rows * columns)]
-    assert sorted(tiles) == [(row, column) for row in range(rows) for column in range(columns)]
-    together = min(rows, grouped_gpu.TOGETHER)
-    assert tiles[: together * columns] == [(row, column) for column in range(columns) for row in range(together)]
-
-
 @pytest.mark.parametrize(("M", "E", "most"), [(4096, 8, 1.25), (64, 8, 1.25), (2, 128, 1.0), (16, 128, 1.0)])
 def test_blocks_compute_little_more_than_the_chosen_experts(M, E, most):
     """Rows in all blocks, against rows; and a handful of rows reads the weights of no more experts than rows."""

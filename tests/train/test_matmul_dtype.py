@@ -1,6 +1,7 @@
 """Training with operands of 8 bits: what is multiplied in which dtype, what is gathered, and that layouts are alike."""
 
 import dataclasses
+import re
 from collections import Counter
 
 import numpy as np
@@ -220,7 +221,7 @@ def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
     assert slower not in said("h100:8", "matmul_dtype=int8", "weight_dtype=int8")  # fp8 does not go with it
     for dtype in ("int8", "fp8"):  # of experts, neither is faster
         told = said("h100:8", f"matmul_dtype={dtype}", "experts=4", "experts_per_token=2")
-        assert f"slower with {dtype} than with bfloat16" in told and told.endswith("fix --set model.matmul_dtype=null")
+        assert re.search(r"a train step of experts took \d% longer than with bfloat16$", told)
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -18,10 +18,11 @@ ARITHMETIC = {
     "tanh", "xor",
 }  # fmt: skip
 # Operations of a fusion that a core does in a cycle of the boost clock, of the 128 of any kind that it can begin:
-# fusions with the 65 of an exact GELU did 84 to 96 on one H100, in four models.
+# fusions with the 65 of an exact GELU did 84 to 96 on one H100, in BERT, DeBERTa, SAM and Swin.
 OPERATIONS_PER_CYCLE = 90
-# A fusion of Triton that sums along rows takes so much longer for each number, if a tile has rows that lie apart in
-# memory, from so many: in steps of T5 and Swin on one H100, whose biases of scores are the same for rows of the batch.
+# A fusion of Triton that sums along rows is slow if a tile has ROWS_APART rows or more that lie apart in memory. Each
+# number then takes so much longer. Measured on one H100, in T5 and Swin: their scores have one bias for all rows of the
+# batch.
 ROWS_APART = 32
 NUMBER_OF_ROWS_APART_S = 3.4e-12 * 132  # of one core
 # What a scatter adds up on a GPU, it adds in atomic steps, each of a sector of memory: so many of them in a second. Two
@@ -44,7 +45,10 @@ def seconds(instruction: Instruction, chip: Chip, moved_s: float) -> float:
 
 
 def _operations(fusion: Instruction) -> int:
-    return sum(one.shape.arrays[0].elements for one in fusion.inside if one.opcode in ARITHMETIC)
+    """Those of a fusion's arithmetic. Of what it slices, it computes no more than what it sums or gives."""
+    summed = (one.operands[0] for one in fusion.inside if one.opcode == "reduce")
+    most = max(array.elements for one in (fusion, *summed) for array in one.shape.arrays)
+    return sum(min(most, one.shape.arrays[0].elements) for one in fusion.inside if one.opcode in ARITHMETIC)
 
 
 def _transposes_narrow(instruction: Instruction) -> bool:
@@ -63,15 +67,16 @@ def _of_rows_apart(fusion: Instruction) -> int:
     if not tiles or not any(len(_sides(one.operands[0])) - 1 in _summed(one) for one in sums):
         return 0
     (computation,) = fusion.called["calls"]
-    root, sizes = computation.root, [*map(int, tiles[0]["sizes"])]
-    sides = _sides(root)
+    results = computation.root.operands if computation.root.opcode == "tuple" else (computation.root,)
+    root, tile = max(zip(results, tiles, strict=False), key=lambda one: math.prod(_sides(one[0])))
+    sides, sizes = _sides(root), [*map(int, tile.get("sizes", ()))]
     if root.opcode == "reduce":
         sides = _sides(root.operands[0])
-        for d in _summed(root):
+        for d in sorted(_summed(root)):
             sizes.insert(d, sides[d])
     if len(sizes) != len(sides):  # a tile of another view of the result
         return 0
-    whole = (size == side for size, side in zip(sizes[::-1], sides[::-1], strict=True))
+    whole = (size >= side for size, side in zip(sizes[::-1], sides[::-1], strict=True))
     together = sum(itertools.accumulate(whole, operator.and_)) + 1  # last dimensions, whose numbers lie side by side
     if math.prod(sizes[:-together]) < ROWS_APART:
         return 0

@@ -24,7 +24,7 @@ HBM_SHARE = {"tpu": 0.86, "gpu": 0.90, "h200": 0.855}
 MATMUL_SHARE = {"tpu": 0.85, "gpu": 0.755}
 # The share that Triton's grouped matmuls reach (model/kernels/grouped_gpu.py), in two mixtures of those.
 GROUPED_SHARE = 0.64
-# Those of int8: 16 kernels of one of those mixtures took 78.5 ms, without what smaller tiles take.
+# The share of the peak of int8 that they reach: 16 kernels of one of those mixtures took 78.5 ms in int8.
 GROUPED_SHARE_OF_INT8 = 0.4
 # Those whose kernel converts weights of 8 bits take so many times as long on Hopper: 22 of one of those mixtures took
 # 135 ms in bfloat16, and 232 ms in fp8, where 16 of them converted weights.
@@ -129,7 +129,8 @@ def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
     if chip.platform == "tpu":
         flop_count, moved_bytes = tiled_work(call, chip, flop_count, moved_bytes)
     elif sides := _grouped_sides(call, flop_count):
-        rows, experts, inner, columns, outer, _ = sides
+        _, experts, inner, columns, outer, _ = sides
+        rows = _rows(call)[0].dimensions[0]  # all, since a block of rows is chosen by them
         flop_count /= grouped_gpu.speed(rows, experts, inner, columns, outer)
     memory_s = moved_bytes / hbm_bytes_per_s(chip)
     return OpTime(max(_flops_s(call, chip, flop_count), memory_s), "matmul" if flop_count else "other")
@@ -168,17 +169,23 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 def _grouped_sides(call: Instruction, operations: float) -> tuple[float, int, int, int, bool, int] | None:
     """Of a grouped matmul the rows, experts, inner dimensions and columns, whether it gives matrices, and the bytes of
     a number of theirs; None for another kernel."""
-    arrays = _arrays(call)
+    arrays, rows = _arrays(call), _rows(call)
     matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
-    if not (_GROUPED in call.op_name or _tile(call)) or matrices is None or not operations:
+    outer = matrices is not None and matrices is arrays[-1]
+    grouped_here = _GROUPED in call.op_name or _tile(call)
+    if not grouped_here or matrices is None or not operations or len(rows) < 1 + outer:
         return None
     experts, inner, columns = matrices.dimensions
-    outer = matrices is arrays[-1]
     if outer:  # the result may have more columns, in whole lanes
-        inner, columns = (array.dimensions[-1] for array in arrays if len(array.dimensions) == 2)
-    elif arrays[0].dimensions[-1] != inner:  # given as its transpose
+        inner, columns = (array.dimensions[-1] for array in rows[:2])
+    elif rows[0].dimensions[-1] != inner:  # given as its transpose
         inner, columns = columns, inner
     return operations / (2 * inner * columns), experts, inner, columns, outer, bits(matrices.dtype) // 8
+
+
+def _rows(call: Instruction) -> list[Array]:
+    """The arrays of rows that a kernel multiplies or gives."""
+    return [array for array in _arrays(call) if len(array.dimensions) == 2]
 
 
 def _tile(call: Instruction) -> tuple[int, int, int] | None:
@@ -216,7 +223,7 @@ def matmul_share(chip: Chip, grouped: bool, dtypes: Collection[str]) -> float:
 
     dtypes: of what a program's kernel multiplies.
     """
-    int8 = all(dtype.startswith(("s", "u")) and bits(dtype) <= 8 for dtype in dtypes)
+    int8 = bool(dtypes) and all(dtype.startswith(("s", "u")) and bits(dtype) <= 8 for dtype in dtypes)
     if not chip.gpu or not grouped:
         return chip.int8_share if int8 and chip.int8_share else MATMUL_SHARE[chip.platform]
     if int8:

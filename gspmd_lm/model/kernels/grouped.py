@@ -249,9 +249,10 @@ def _triton(
     least = grouped_gpu.least(rows_MD.dtype)
     padded_MD, columns = _padded(_wide(rows_MD, 1, least), block), w_EDF.shape[1 if transposed else 2]
     w_EDF = _wide(w_EDF, 2, least)
-    if rows_MD.dtype == w_EDF.dtype == jnp.int8 and not transposed:
+    many = mean_rows >= grouped_gpu.MANY_ROWS  # with fewer, such as a token's, reading the weights once is all
+    if rows_MD.dtype == w_EDF.dtype == jnp.int8 and many and not transposed:
         # Tensor cores read both operands of int8 along the sum. On one H100, a kernel that turned them took 8 times as
-        # long as one that found them so.
+        # long as one that found them so. XLA turns weights where it quantises them, if nothing stands between.
         w_EDF, transposed = w_EDF.swapaxes(1, 2), True
     y_MF = grouped_gpu.product(padded_MD, w_EDF, scales, blocks, block, transposed, dtype, interpret)
     return y_MF[: len(rows_MD), :columns]
