@@ -1,5 +1,7 @@
 """The installed transformers against the golden files and against us: `pytest -m parity`, with .[parity] installed."""
 
+from importlib.util import find_spec
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from tests.convert import ours, references
 from tests.convert import published_configs as published
 from tests.convert.test_architecture import model_of, sizes_alone
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what torch and transformers warn of is theirs
+    pytest.mark.skipif(not (find_spec("torch") and find_spec("transformers")), reason="needs .[parity]"),
+]
 
 
 THEIRS = [

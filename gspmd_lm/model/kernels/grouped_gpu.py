@@ -1,6 +1,5 @@
 """Grouped products on GPUs, by Triton: each program computes one tile, and reads the weights of one expert."""
 
-import itertools
 import math
 from typing import Any
 
@@ -50,7 +49,7 @@ def tile(block: int, inner: int, columns: int, outer: bool) -> tuple[int, int]:
     """The sides of the tile of a result that a program here computes: of `product` in blocks of rows, or of `outer`."""
     heights = [LINES >> n for n in range(4)] if outer else [block]
     widths = [COLUMNS >> n for n in range(5)]
-    sides = itertools.product(heights, widths)
+    sides = [(height, width) for height in heights for width in widths]
     return max(sides, key=lambda sides: _speed(*sides, inner, columns, outer))
 
 
