@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from gspmd_lm.runtime.quiet import collect_seldom
 from tests.quick import XLA_FLAGS
 
 gc.disable()  # until the tests begin: a third of the time to import and to collect them was spent on it
@@ -60,7 +61,7 @@ def pytest_collection_finish():
         # Before its first example, hypothesis collects garbage: now, since later it took six seconds of each worker.
         once = hypothesis.settings(max_examples=1, database=None)
         once(hypothesis.given(hypothesis.strategies.none())(lambda _: None))()
-    gc.set_threshold(2_000_000, 20, 50)
+    collect_seldom(2_000_000)
     gc.enable()
 
 

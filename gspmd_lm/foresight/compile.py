@@ -304,9 +304,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
-        kind, also = devices[0].device_kind, built.compiled_for
-        options = compiler.options(target.platform, rules.compiler_options, rules.path, kind, also)
-        facts_of_step, traced = None, trace()
+        options, facts_of_step, traced = {**built.options(*built.compiled_for)}, None, trace()
         lowered = traced.lower()
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU

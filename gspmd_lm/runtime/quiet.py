@@ -20,10 +20,10 @@ _DEVICE_FILES = {
 }
 
 
-def collect_seldom() -> None:
-    """Has this process look for garbage less often. Imports and traces make many objects that live: to look through all
-    of them took a tenth of the time."""
-    gc.set_threshold(200_000, 20, 50)
+def collect_seldom(new_objects: int = 200_000) -> None:
+    """Has this process look for garbage only after so many new objects. Imports and traces make many that live: to look
+    through all of them took a tenth of the time."""
+    gc.set_threshold(new_objects, 20, 50)
 
 
 def is_there(platform: str) -> bool:

@@ -142,13 +142,11 @@ def kernel_work(call: Instruction) -> tuple[float, float] | None:
     Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
     A kernel may have more rows than the buffer, to fill its last tile.
     """
-    arrays, work = _arrays(call), call.cost_estimate
-    rows = max((array.dimensions[0] for array in arrays if len(array.dimensions) == 2), default=0)
+    work, rows = call.cost_estimate, max((array.dimensions[0] for array in _rows(call)), default=0)
     if work is None and _GROUPED in call.op_name:
         # Of [M, D], [E, D, F] and [M, F], any two give the third.
-        matrices = next((array.dimensions[1:] for array in arrays if len(array.dimensions) == 3), ())
-        moved = float(call.moved_bytes["hbm"])
-        work = (2.0 * rows * math.prod(matrices), moved) if rows and matrices else None
+        matrices, moved = _matrices(call), float(call.moved_bytes["hbm"])
+        work = (2.0 * rows * math.prod(matrices.dimensions[1:]), moved) if rows and matrices else None
     buffers = sorted(call.module.buffers.items(), reverse=True)
     share = next((filled * many / rows for many, filled in buffers if many <= rows < many + grouped.MOST_ROWS), 1.0)
     return work and (work[0] * share, work[1] * share)
@@ -169,9 +167,8 @@ def tiled_work(call: Instruction, chip: Chip, operations: float, moved_bytes: fl
 def _grouped_sides(call: Instruction, operations: float) -> tuple[float, int, int, int, bool, int] | None:
     """Of a grouped matmul the rows, experts, inner dimensions and columns, whether it gives matrices, and the bytes of
     a number of theirs; None for another kernel."""
-    arrays, rows = _arrays(call), _rows(call)
-    matrices = next((array for array in arrays if len(array.dimensions) == 3), None)
-    outer = matrices is not None and matrices is arrays[-1]
+    rows, matrices = _rows(call), _matrices(call)
+    outer = matrices is not None and matrices is _arrays(call)[-1]
     grouped_here = _GROUPED in call.op_name or _tile(call)
     if not grouped_here or matrices is None or not operations or len(rows) < 1 + outer:
         return None
@@ -186,6 +183,11 @@ def _grouped_sides(call: Instruction, operations: float) -> tuple[float, int, in
 def _rows(call: Instruction) -> list[Array]:
     """The arrays of rows that a kernel multiplies or gives."""
     return [array for array in _arrays(call) if len(array.dimensions) == 2]
+
+
+def _matrices(call: Instruction) -> Array | None:
+    """The matrices of experts that it multiplies or gives."""
+    return next((array for array in _arrays(call) if len(array.dimensions) == 3), None)
 
 
 def _tile(call: Instruction) -> tuple[int, int, int] | None:
