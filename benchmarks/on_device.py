@@ -14,6 +14,7 @@ as far from it as XLA.
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -146,8 +147,10 @@ def kernel_cases(
                 segments = _documents(T) if packed else None
                 fused = functools.partial(attention.fused, segments_BT=segments, kernel=kernel, cfg=cfg)
                 found.append({"case": name, "packed": packed} | _compared(kernel, fused, cfg, segments, T))
-        if kernel == "cudnn" and name == "plain" and found[-1]["packed"]:
-            found.append({"case": "keys before queries", "packed": True} | _ring(cfg, T))
+        if name == "plain" and found[-1]["packed"]:
+            found.append({"case": "keys of another stack", "packed": True} | _memory(kernel, cfg, T))
+            if kernel == "cudnn":
+                found.append({"case": "keys before queries", "packed": True} | _ring(cfg, T))
     return found
 
 
@@ -162,10 +165,31 @@ def _compared(kernel: str, fused: Any, cfg: config.ModelConfig, segments: Any, T
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         return attention.attend(q, k, v, segments, cfg, own_RN=sinks)
 
+    return _judged_by_float32(kernel, fused, xla, cfg, T)
+
+
+def _judged_by_float32(kernel: str, fused: Any, xla: Any, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
     exact, rounded = _inputs(cfg, T), _inputs(cfg, T, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
         want = _results(xla, exact)
     return {"kernel": kernel} | _judged(_results(fused, rounded), _results(xla, rounded), want)
+
+
+def _memory(kernel: str, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
+    """What a decoder reads of an encoder: segments in another order, of other lengths, of which some are missing."""
+    of_memory, queries = dataclasses.replace(cfg, memory_width=cfg.embed).of_memory, _documents(T)
+    keys = queries[:, : T // 4 - 1 : -1]
+
+    def fused(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        read = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
+        return attention.fused(q, *read, sinks, queries, keys, kernel=kernel, cfg=of_memory)
+
+    def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        tokens = (attention.Tokens(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
+        read = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
+        return attention.masked(q, *read, *tokens, attention.of_heads(of_memory, sinks), of_memory)
+
+    return _judged_by_float32(kernel, fused, xla, cfg, T)
 
 
 def _ring(cfg: config.ModelConfig, T: int) -> dict[str, Any]:

@@ -127,9 +127,7 @@ class ModelConfig:
     relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
     convolution: Convolution | None = None  # over tokens, beside the first layer (DeBERTa v2 xlarge)
     mask: Literal["causal", "full"] = "causal"  # the tokens of its text that a token sees: those up to itself, or all
-    # Each layer attends, after its own tokens, to what an encoder made of a source. XLA computes this attention,
-    # whatever kernel the rules choose.
-    encoder: Encoder | None = None
+    encoder: Encoder | None = None  # each layer attends, after its own tokens, to what an encoder made of a source
     frames: Frames | None = None  # the encoder reads sounds, with fixed positions
     sliding_window: Count = 0  # how many tokens a token attends to, itself included; 0 means all before it
     sliding_rope_theta: NotNegative = 0.0  # layers with a sliding window then have no rope_scaling; 0 means rope_theta

@@ -152,20 +152,20 @@ def _padded(width: int) -> int:
 def _attention_s(chip: Chip, op: AttentionOp, shards: Shards) -> tuple[Sequence[float], Sequence[float]]:
     """Seconds of a fused attention kernel, forward and backward, and of what else its layer does for it."""
     queries, keys, values, rules = op.queries, op.keys, op.values, shards.rules
-    rows, seq, heads, size = queries.shape
+    (rows, seq, heads, size), of_keys = queries.shape, keys.shape[1]
     pieces = shards.count((queries,))
     count = rows * heads / pieces  # may be a fraction, where its tokens are split
     if rules.kernel(chip.platform) != "splash":
         causal = op.mask_window != "all"
         window = int(op.mask_window or 0) if causal else 0
-        passes = (attention.Cudnn(backward, count, seq, seq, size, causal, window) for backward in (False, True))
+        passes = (attention.Cudnn(backward, count, seq, of_keys, size, causal, window) for backward in (False, True))
         return [attention.cudnn_s(one, chip) for one in passes], (0.0, 0.0)
     assert queries.placed
     devices = rules.num_shards(rules.split(queries.placed.table, queries.placed.array, "seq"))
     ring = devices if rules.context == "ring" else 1
     sizes = size, values.shape[-1]
-    kernels_s = attention.splash_passes_s(count, sizes, seq, queries.itemsize, op.mask_window, ring, chip)
-    blocks = seq // splash_block(seq, size, queries.itemsize)
+    kernels_s = attention.splash_passes_s(count, sizes, (seq, of_keys), queries.itemsize, op.mask_window, ring, chip)
+    blocks = of_keys // splash_block(of_keys, size, queries.itemsize)
     key_bytes = (keys.bytes + values.bytes) / shards.count((keys,))
     moved = attention.splash_moved_bytes(blocks, queries.bytes / pieces, key_bytes, rules.context, devices)
     return kernels_s, [size / op_time.hbm_bytes_per_s(chip) for size in moved]

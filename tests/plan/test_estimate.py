@@ -212,9 +212,9 @@ def test_a_full_mask_is_priced_by_all_scores():
     assert [one.flops for one in calls] == [2 * n * N * H * T**2 for n in (2, 5)]
     passes = [attention.cudnn_s(one, h100) for one in calls]
     assert found["h100:8"] == pytest.approx(L * (sum(passes) + 2 * op_time.LAUNCH_S["gpu"]))
-    all_blocks = attention.splash_passes_s(N, (H, H), T, 2, "all", 1, v5p)
+    all_blocks = attention.splash_passes_s(N, (H, H), (T, T), 2, "all", 1, v5p)
     assert found["v5p:2x2x2"] == pytest.approx(L * sum(all_blocks), rel=0.01)
-    assert sum(all_blocks) > 1.6 * sum(attention.splash_passes_s(N, (H, H), T, 2, "", 1, v5p))
+    assert sum(all_blocks) > 1.6 * sum(attention.splash_passes_s(N, (H, H), (T, T), 2, "", 1, v5p))
 
 
 def test_kept_activations_are_counted_once_and_cost_traffic(estimated):

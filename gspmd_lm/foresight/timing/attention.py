@@ -181,19 +181,23 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
 
 
 def splash_passes_s(
-    heads: float, sizes: tuple[int, int], seq: int, itemsize: int, window: str, ring: int, chip: Chip
+    heads: float, sizes: tuple[int, int], lengths: tuple[int, int], itemsize: int, window: str, ring: int, chip: Chip
 ) -> list[float]:
     """The seconds of all kernels of a layer on a device, forward and backward; 0 if the chip's cycles are not known.
 
     `heads` are those of all its rows, with a fraction of a head for a part of the tokens. `sizes` are those of a key
-    and of a value. Keys and values go round `ring` devices; one device has no turns.
+    and of a value, and `lengths` those of all queries and keys of a row. Keys and values go round `ring` devices; one
+    device has no turns.
     """
-    length = seq // ring
-    block = min(splash_block(seq, sizes[0], itemsize), length // min(ring, 2))  # a turn leaves out half of the keys
-    blocks = length // block, length // block
+    local_lengths = [length // ring for length in lengths]
+    rows, columns = (  # a turn leaves out half of the keys
+        min(splash_block(whole, sizes[0], itemsize), length // min(ring, 2))
+        for whole, length in zip(lengths, local_lengths, strict=True)
+    )
+    blocks = local_lengths[0] // rows, local_lengths[1] // columns
     passes_s = []
     for part in ("fwd", "dkv"):
-        local = Splash(part, heads * ring, sizes[0], blocks, block, block, True, window, value_size=sizes[1])
+        local = Splash(part, heads * ring, sizes[0], blocks, rows, columns, True, window, value_size=sizes[1])
         turn = dataclasses.replace(local, blocks=(blocks[0], blocks[1] // 2), mask_window="all")
         passes_s.append((splash_s(local, chip) or 0.0) + (ring - 1) * (splash_s(turn, chip) or 0.0))
     return passes_s

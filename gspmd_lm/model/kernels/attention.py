@@ -82,22 +82,29 @@ def attend(
 
 def fused(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, segments_BT: jax.Array | None = None,
-    *, kernel: str, cfg: config.ModelConfig, interpret: bool = False,
+    key_segments_BS: jax.Array | None = None, *, kernel: str, cfg: config.ModelConfig, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
-    heads_RN: see `of_heads`.
+    heads_RN: see `of_heads`. key_segments_BS: of keys that are other tokens than the queries. A query without a key
+    gets 0.
     """
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
 
-        T = q_BTNH.shape[1]
-        made = splash.kernel(q_BTNH, T, cfg, residual_checkpoint_name="attention_out", interpret=interpret)
-        segments = None if segments_BT is None else (segments_BT, segments_BT)
-        return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
+        made = splash.kernel(
+            q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out", interpret=interpret
+        )
+        of_keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
+        segments = None if segments_BT is None or of_keys_BS is None else (segments_BT, of_keys_BS)
+        out_BTNH = splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
+        if segments_BT is None or key_segments_BS is None:
+            return out_BTNH
+        has_key_BT = (segments_BT[:, :, None] == key_segments_BS[:, None]).any(-1)
+        return jnp.where(has_key_BT[..., None, None], out_BTNH, 0)
     from gspmd_lm.model.kernels import cudnn, documents
 
-    packed = None if segments_BT is None else documents.runs(segments_BT)
+    packed = None if segments_BT is None else documents.runs(segments_BT, key_segments_BS)
     passes = (functools.partial(one, causal=cfg.mask == "causal") for one in (cudnn.forward, cudnn.backward))
     return with_sums(tuple(passes), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (packed,))
 

@@ -27,6 +27,7 @@ from gspmd_lm.sharding.permutes import permuted
 # Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"
 TOKENS = "q: batch seq"
+MEMORY_SEGMENTS = "k: batch kv_seq"
 ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 
@@ -120,7 +121,7 @@ def attend(
     """
     k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
     if cfg.reads:
-        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg)
+        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg, interpret)
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
@@ -143,18 +144,24 @@ def attend(
 
 
 def _to_memory(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig
-) -> jax.Array:
-    """Attention to the keys of what another stack made, as XLA compiles it, [B, T, N, H].
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """Attention to the keys of what another stack made, [B, T, N, H].
 
     A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
+    XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
-    queries, keys = (
-        Tokens(jnp.arange(x.shape[1])[None], batch.get(name), None)
-        for x, name in ((q_BTNH, "segment_ids"), (k_BSKH, "memory_segment_ids"))
-    )
-    heads_RN = attention.of_heads(cfg, None)
-    return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
+    heads_RN, kernel = attention.of_heads(cfg, None), attention_kernel()
+    segments = batch["segment_ids"], batch["memory_segment_ids"]
+    lacks = [attention.unsupported(kernel, cfg, seq=of.shape[1], segments=True) for of in segments]
+    if kernel == "xla" or any(lacks) or split("q", "seq").num_shards > 1:
+        queries, keys = (Tokens(jnp.arange(of.shape[1])[None], of, None) for of in segments)
+        return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
+    local = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
+    specs = [spec.replace("kv_heads", attention.keys_axis()) for spec in (attention.K, attention.V)]
+    inputs = attention.Q, *specs, HEAD, attention.SEGMENTS, MEMORY_SEGMENTS
+    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments)
 
 
 def _of_query_heads(

@@ -42,15 +42,21 @@ class Documents(NamedTuple):
     place_BT: jax.Array
     begins: jax.Array
     total: jax.Array
+    numbers_BT: jax.Array  # that of each token's document in its row
+    numbers_BS: jax.Array | None  # those of keys that are other tokens than the queries
 
 
-def runs(segments_BT: jax.Array) -> Documents:
-    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one."""
+def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None) -> Documents:
+    """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one.
+
+    key_segments_BS: of keys that are other tokens than the queries. In a row, a run of each side has a number once.
+    """
     B, T = segments_BT.shape
     change_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
     begins = jnp.nonzero(change_BT.ravel(), size=B * T + _at_once(B, T) + 1, fill_value=B * T)[0].astype(jnp.int32)
-    return Documents(of_BT, _counted(B, T) - begins[of_BT], begins, of_BT[-1, -1] + 1)
+    place_BT, total = _counted(B, T) - begins[of_BT], of_BT[-1, -1] + 1
+    return Documents(of_BT, place_BT, begins, total, segments_BT, key_segments_BS)
 
 
 def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> CallRanges:
@@ -82,10 +88,27 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
         mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
-        return first + at_once, add(results, CallRanges(ranges, ranges))
+        keys = packed.numbers_BS
+        part = CallRanges(ranges, ranges) if keys is None else _with_keys(ranges, packed.numbers_BT, keys)
+        return first + at_once, add(results, part)
 
     with scope("turns", "1"):
         return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
+
+
+def _with_keys(queries: Ranges, numbers_BT: jax.Array, numbers_BS: jax.Array) -> CallRanges:
+    """The documents of a call with the keys that have their numbers. A document without a key is left out."""
+    (B, S), (T, D) = numbers_BS.shape, (numbers_BT.shape[1], len(queries.lengths))
+    begins_D = jnp.minimum(queries.begins[:-1], B * T - 1)  # of one that does not exist: any token
+    row_D, number_D = begins_D // T, numbers_BT.ravel()[begins_D]
+    of_DS = (numbers_BS[row_D] == number_D[:, None]) & (queries.lengths > 0)[:, None]
+    lengths_D, first_D = of_DS.sum(1, dtype=jnp.int32), row_D * S + jnp.argmax(of_DS, axis=1).astype(jnp.int32)
+    of_BS = jnp.full((B, S), D, jnp.int32).at[row_D].min(jnp.where(of_DS, jnp.arange(D, dtype=jnp.int32)[:, None], D))
+    begins = jnp.pad(first_D, (0, 1), constant_values=B * S)
+    keys = Ranges(of_BS < D, of_BS, _counted(B, S) - begins[of_BS], begins, lengths_D)
+    reads_D = lengths_D > 0
+    mine_BT = queries.mine_BT & reads_D[jnp.clip(queries.of_BT, 0, D - 1)]
+    return CallRanges(queries._replace(mine_BT=mine_BT, lengths=jnp.where(reads_D, queries.lengths, 0)), keys)
 
 
 def _at_once(B: int, T: int) -> int:

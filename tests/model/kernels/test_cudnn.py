@@ -17,7 +17,8 @@ from test_context import arrays, both, placement, settings
 
 from benchmarks import on_device
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.kernels import attention, blocks, documents
+from gspmd_lm.model.kernels import attention, blocks, context, documents
+from gspmd_lm.sharding.annotate import placed_by
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
 SINKS = jnp.array([[0.5, -1.0, 2.0, 1.0]])
@@ -207,9 +208,9 @@ def test_keeping_the_output_spares_the_second_forward_pass(monkeypatch):
 def test_the_comparison_that_cards_run_tells_right_from_wrong(calls, monkeypatch):
     monkeypatch.setattr(on_device, "ATTENTION", {"plain": {"head_dim": 8}})
     found = on_device.kernel_cases("cudnn", (9, 0), T=64)
-    assert [row["packed"] for row in found] == [False, True, True] and all(row["right"] for row in found)
+    assert [row["packed"] for row in found] == [False, True, True, True] and all(row["right"] for row in found)
     monkeypatch.setattr(blocks, "shared", lambda ids, _: documents.runs(ids))
-    assert [row["right"] for row in on_device.kernel_cases("cudnn", (9, 0), T=64)] == [True, True, False]
+    assert [row["right"] for row in on_device.kernel_cases("cudnn", (9, 0), T=64)] == [True, True, True, False]
 
 
 def test_more_numbers_than_cudnn_counts_are_refused(monkeypatch):
@@ -235,5 +236,37 @@ def test_cudnn_over_a_split_sequence_computes_what_xla_does(form, packed, calls)
     plain, causal = ("PADDING", "PADDING_CAUSAL") if packed else ("NO_MASK", "CAUSAL")
     masks = [causal, plain] if form == "ring" else [causal]
     assert {*calls} == {(name, mask, None) for name in ("fwd", "bwd") for mask in masks}
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+MEMORY_CASES = {
+    "cudnn": ([1, 3, 9, 2, 4, 0], [1, 3, 7, 6, 5, 2], [7, 1, 9, 3, 8, 0], [2, 1, 15, 4, 7, 3]),
+    # Splash works on 128 tokens at a time.
+    "splash": ([1, 3, 9, 2, 4, 0], [1, 63, 17, 16, 15, 16], [7, 1, 9, 3, 8, 0], [2, 61, 85, 64, 37, 7]),
+}
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypatch):
+    """A row reads segments that begin elsewhere, in another order, and have other lengths; some read none."""
+    monkeypatch.setattr(documents, "FEWEST", 2)  # so that it takes several calls
+    numbers, lengths, of_keys, key_lengths = MEMORY_CASES[kernel]
+    rows = [np.repeat(of, count).astype(np.int32) for of, count in ((numbers, lengths), (of_keys, key_lengths))]
+    names, seq = ("segment_ids", "memory_segment_ids"), [len(row) for row in rows]
+    batch = {name: jnp.stack([row, np.full_like(row, 1)]) for name, row in zip(names, rows, strict=True)}
+    drawn = [arrays(2, length, 8)[:2] for length in seq]
+    qkv, weigh = (drawn[0][0][0], *drawn[1][0][1:]), drawn[0][1]
+    cfg = settings(8, compute_dtype="bfloat16", memory_width=8).of_memory
+
+    def found(kernel):
+        with placed_by(placement("gather", kernel, 1)):
+            out, pull = jax.vjp(functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True), *qkv)
+            return out, *pull(weigh)
+
+    with jax.default_matmul_precision("highest"):
+        want, got = (jax.jit(found, static_argnums=0)(one) for one in ("xla", kernel))
+    assert {*calls} == ({("fwd", "PADDING", None), ("bwd", "PADDING", None)} if kernel == "cudnn" else set())
+    assert not got[0][0, rows[0] == 2].any()
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
