@@ -53,15 +53,15 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("h100", False, "cudnn", False, True): (
         (0.025, True), (0.091, True), (0.039, True), (0.042, True), (-0.026, True), (-0.022, True),
-        (-0.01, True), (-0.012, True), (0.002, True), (-0.028, True), (-0.029, True), (0.003, True),
-        (-0.006, True), (0.009, True), (0.216, True), (0.037, True), (-0.048, True), (-0.056, True),
-        (-0.042, False), (-0.113, True),
+        (0.016, True), (-0.012, True), (0.002, True), (-0.028, True), (-0.029, True), (0.003, True),
+        (-0.006, True), (0.009, True), (0.056, True), (0.037, True), (0.0, True), (-0.06, True),
+        (-0.066, False), (-0.046, True),
     ),
     Kind("h100", False, "cudnn", True, True): (
-        (-0.012, True), (0.021, True), (-0.064, True), (-0.201, True),
+        (-0.012, True), (0.021, True), (-0.064, True), (-0.104, True),
     ),
     Kind("h100", False, "xla", False, True): (
-        (0.012, True), (0.014, True), (-0.25, True),
+        (0.019, True), (-0.065, True), (-0.063, True),
     ),
     Kind("h200", False, "cudnn", False, True): (
         (-0.005, True), (-0.052, True), (-0.028, True), (-0.036, True), (0.009, True), (-0.072, True),
