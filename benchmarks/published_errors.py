@@ -77,6 +77,8 @@ FITTED = (
     Constant("HBM share, GPU", f"{op_time.HBM_SHARE['gpu']:g}; H200 {op_time.HBM_SHARE['h200']:g}",
              "measured, likewise"),
     Constant("a kernel beside its bytes, GPU", f"{op_time.LAUNCH_S['gpu'] * 1e6:g} us", "measured, likewise"),
+    Constant("a loop that the host decides on, GPU", f"{op_time.HOST_DECISION_S * 1e6:g} us each time",
+             "measured, likewise: two models"),
     Constant("scatters that add up, GPU", f"{gpu_fusions.ADDED_SECTORS_PER_S / 1e9:.1f} G sectors/s",
              "measured, likewise: one model"),
     Constant("stores of wide results, GPU", f"{op_time.WIDE_STORE_SLOWDOWN:g} times", "measured, likewise"),

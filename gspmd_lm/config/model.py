@@ -325,6 +325,11 @@ class ModelConfig:
         return self.memory_width or (self.embed if self.encoder else 0)
 
     @property
+    def one_text(self) -> bool:
+        """Whether each row is one image, or one sound or its text, with padding behind it."""
+        return bool(self.frames or self.patches)
+
+    @property
     def of_encoder(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
         return self.encoder and self.encoder.of(self)

@@ -141,6 +141,16 @@ def test_turns_that_cannot_be_told_are_listed_and_counted_once():
     assert ns(named.matmul_s) == 1000 and "while: turns unknown" not in named.unpriced
 
 
+def test_on_gpus_the_host_decides_on_a_loop_whose_turns_the_compiler_does_not_know():
+    """Before its first turn, and after each."""
+    chip, body = dataclasses.replace(CHIP, gpu=CHIPS["h100"].gpu), loop(matmul("m", 1000, "p_a"), 3, "_a")
+    counted = run_loop("_a").replace("body=%body_a", 'body=%body_a, backend_config={"known_trip_count":{"n":"3"}}')
+    known, decided = (predicted(call, body, chip=chip) for call in (counted, run_loop("_a")))
+    assert ns(known.matmul_s) == ns(decided.matmul_s) == 3000
+    assert ns(decided.other_s - known.other_s) == ns(4 * op_time.HOST_DECISION_S)
+    assert ns(predicted(run_loop("_a"), body).other_s) == 0  # a TPU decides itself
+
+
 def test_what_cannot_be_priced_is_listed_with_its_share():
     found = predicted(
         '  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="Mystery"\n  %k = f32[8,8]{1,0} copy(%p)\n  %o = (f32[8,8]{1,0}, f32[8,8]{1,0}, s32[]) rng(%p, %p), to_apply=%sum\n'

@@ -236,6 +236,8 @@ class Simulation:
         condition, body = loop.bodies
         trip_count = loop.trip_count
         iterations = 1 if trip_count is None else trip_count
+        if self.chip.gpu and "known_trip_count" not in loop.config:
+            self._compute((iterations + 1) * op_time.HOST_DECISION_S, "other", loop)
         loop_began_s, took_s, steady = self.clock_s, math.inf, False
         for iteration in range(min(iterations, MAX_ITERATIONS)):
             before = _Snapshot(self)

@@ -59,6 +59,7 @@ def attend(
     cfg: config.ModelConfig,
     places_BT: jax.Array | None = None,
     own_RN: jax.Array | None = None,
+    one_text: bool = False,
 ) -> jax.Array:
     """softmax(scale q k) v over the positions of the same segment that `model.mask` leaves, [B, T, N, H].
 
@@ -66,15 +67,16 @@ def attend(
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
     which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
-    that is not its place in the row. own_RN: learned numbers of each head, see `of_heads`. A
-    remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of its forward pass.
+    that is not its place in the row. own_RN: learned numbers of each head, see `of_heads`. one_text: see
+    `documents.runs`. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of
+    its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
         tokens, heads_RN = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT), of_heads(cfg, own_RN)
         shards = split("q", "batch").num_shards
         return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
-    local = functools.partial(fused, kernel=kernel, cfg=cfg)
+    local = functools.partial(fused, kernel=kernel, cfg=cfg, one_text=one_text)
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
     inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
     return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, own_RN), *segments)
@@ -82,12 +84,13 @@ def attend(
 
 def fused(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, segments_BT: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None, *, kernel: str, cfg: config.ModelConfig, interpret: bool = False,
+    key_segments_BS: jax.Array | None = None, *, kernel: str, cfg: config.ModelConfig, one_text: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
     heads_RN: see `of_heads`. key_segments_BS: of keys that are other tokens than the queries. A query without a key
-    gets 0.
+    gets 0. one_text: see `documents.runs`.
     """
     if kernel == "splash":
         from gspmd_lm.model.kernels import splash
@@ -104,7 +107,7 @@ def fused(
         return jnp.where(has_key_BT[..., None, None], out_BTNH, 0)
     from gspmd_lm.model.kernels import cudnn, documents
 
-    packed = None if segments_BT is None else documents.runs(segments_BT, key_segments_BS)
+    packed = None if segments_BT is None else documents.runs(segments_BT, key_segments_BS, one_text)
     passes = (functools.partial(one, causal=cfg.mask == "causal") for one in (cudnn.forward, cudnn.backward))
     return with_sums(tuple(passes), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (packed,))
 

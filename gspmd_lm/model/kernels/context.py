@@ -120,14 +120,15 @@ def attend(
     of whole rows already: see `gathered_early`.
     """
     k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
+    one_text = not cfg.attention_chunk and (cfg.one_text or "slot" in batch)
     if cfg.reads:
-        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg, interpret)
+        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg, one_text, interpret)
     if "slot" in batch and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
     form = _form(over, batch) if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
-        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN)
+        return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN, one_text)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
     if form == "ulysses":
         local: Any = functools.partial(_ulysses, **how)
@@ -145,7 +146,7 @@ def attend(
 
 def _to_memory(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
-    interpret: bool,
+    one_text: bool, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """Attention to the keys of what another stack made, [B, T, N, H].
 
@@ -158,7 +159,7 @@ def _to_memory(
     if kernel == "xla" or any(lacks) or split("q", "seq").num_shards > 1:
         queries, keys = (Tokens(jnp.arange(of.shape[1])[None], of, None) for of in segments)
         return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
-    local = functools.partial(attention.fused, kernel=kernel, cfg=cfg, interpret=interpret)
+    local = functools.partial(attention.fused, kernel=kernel, cfg=cfg, one_text=one_text, interpret=interpret)
     specs = [spec.replace("kv_heads", attention.keys_axis()) for spec in (attention.K, attention.V)]
     inputs = attention.Q, *specs, HEAD, attention.SEGMENTS, MEMORY_SEGMENTS
     return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments)

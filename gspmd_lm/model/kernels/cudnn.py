@@ -46,7 +46,7 @@ def forward(
     def add(results: Any, part: CallRanges) -> Any:
         (out_BTNH, sums_DNT), queries = call(part=part, is_training=True), part.queries
         # Without a document, any sum will do.
-        document_BT, place_BT = (jnp.where(queries.mine_BT, x, 0) for x in (queries.of_BT, queries.place_BT))
+        document_BT, place_BT = (_of(queries, x, jnp.int32(0)) for x in (queries.of_BT, queries.place_BT))
         lse_BTN = sums_DNT[document_BT, :, place_BT]
         return _of(queries, out_BTNH, results[0]), _of(queries, lse_BTN, results[1])
 
@@ -69,7 +69,7 @@ def backward(
 
     def add(gradients: Any, part: CallRanges) -> Any:
         queries, D = part.queries, len(part.queries.lengths)
-        to = jnp.where(queries.mine_BT, queries.of_BT, D)  # beyond the end: it is not set
+        to = _of(queries, queries.of_BT, jnp.int32(D))  # beyond the end: it is not set
         sums_DNT = jnp.zeros((D, q_BTNH.shape[2], q_BTNH.shape[1]), jnp.float32)
         sums_DNT = sums_DNT.at[to, :, queries.place_BT].set(lse_BTN, mode="drop")
         new = call((sums_DNT, *after), part)
@@ -90,6 +90,8 @@ def _check(cfg: config.ModelConfig, seq: int, packed: bool) -> None:
 
 def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` for tokens of these documents, and `old` for others, whose results the kernel does not write."""
+    if ranges.mine_BT is None:
+        return new
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 

@@ -1,7 +1,8 @@
 """Packed documents as cuDNN takes them: where each begins and how long it is, for a fixed number of them in one call.
 
 The number of documents in a call is fixed when it is compiled, and that of a batch depends on its data. So a loop calls
-until all documents are computed. It calls once unless documents are short.
+until all documents are computed. It calls once unless documents are short. Where rows have one text each, there is no
+loop: before each of its turns, a GPU would wait for the host.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,13 @@ from gspmd_lm.sharding.op_names import scope
 # The documents of a row that one call computes: one for so many tokens. Backward, a call holds float32 gradients of all
 # queries of a row for each document. More calls only join more results.
 TOKENS_OF_ONE = 512
-FEWEST, MOST = 2, 32
+FEWEST, MOST = 2, 32  # a row of one text has two documents: the text and its padding
 
 
 class Ranges(NamedTuple):
     """Tokens of rows [B, T] that belong to D documents. int32; tokens are counted through all rows."""
 
-    mine_BT: jax.Array  # whether a token belongs to one of them
+    mine_BT: jax.Array | None  # whether a token belongs to one of them; None: all do
     of_BT: jax.Array  # the number of its document
     place_BT: jax.Array  # its place in the document
     begins: jax.Array  # [D + 1]: the first token of each; of what comes after the last one: B * T
@@ -41,21 +42,25 @@ class Documents(NamedTuple):
     of_BT: jax.Array
     place_BT: jax.Array
     begins: jax.Array
-    total: jax.Array
+    total: jax.Array | None  # None: there are no more than one call has room for
     numbers_BT: jax.Array  # that of each token's document in its row
     numbers_BS: jax.Array | None  # those of keys that are other tokens than the queries
 
 
-def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None) -> Documents:
+def runs(
+    segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_text: bool = False
+) -> Documents:  # fmt: skip
     """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one.
 
     key_segments_BS: of keys that are other tokens than the queries. In a row, a run of each side has a number once.
+    one_text: a row is one text, with padding on one side of it.
     """
     B, T = segments_BT.shape
     change_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     of_BT = jnp.cumsum(change_BT.ravel(), dtype=jnp.int32).reshape(B, T) - 1
-    begins = jnp.nonzero(change_BT.ravel(), size=B * T + _at_once(B, T) + 1, fill_value=B * T)[0].astype(jnp.int32)
-    place_BT, total = _counted(B, T) - begins[of_BT], of_BT[-1, -1] + 1
+    size = _at_once(B, T) + 1 + (0 if one_text else B * T)
+    begins = jnp.nonzero(change_BT.ravel(), size=size, fill_value=B * T)[0].astype(jnp.int32)
+    place_BT, total = _counted(B, T) - begins[of_BT], None if one_text else of_BT[-1, -1] + 1
     return Documents(of_BT, place_BT, begins, total, segments_BT, key_segments_BS)
 
 
@@ -83,14 +88,19 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         return add(results, packed)
     at_once = _at_once(*packed.of_BT.shape)
 
-    def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        first, results = state
+    def part(first: jax.Array | int, mine_BT: jax.Array | None) -> CallRanges:
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
-        mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
         keys = packed.numbers_BS
-        part = CallRanges(ranges, ranges) if keys is None else _with_keys(ranges, packed.numbers_BT, keys)
-        return first + at_once, add(results, part)
+        return CallRanges(ranges, ranges) if keys is None else _with_keys(ranges, packed.numbers_BT, keys)
+
+    if packed.total is None:
+        return add(results, part(0, None))
+
+    def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        first, results = state
+        mine_BT = (packed.of_BT >= first) & (packed.of_BT < first + at_once)
+        return first + at_once, add(results, part(first, mine_BT))
 
     with scope("turns", "1"):
         return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
@@ -107,7 +117,9 @@ def _with_keys(queries: Ranges, numbers_BT: jax.Array, numbers_BS: jax.Array) ->
     begins = jnp.pad(first_D, (0, 1), constant_values=B * S)
     keys = Ranges(of_BS < D, of_BS, _counted(B, S) - begins[of_BS], begins, lengths_D)
     reads_D = lengths_D > 0
-    mine_BT = queries.mine_BT & reads_D[jnp.clip(queries.of_BT, 0, D - 1)]
+    mine_BT = reads_D[jnp.clip(queries.of_BT, 0, D - 1)]
+    if queries.mine_BT is not None:
+        mine_BT &= queries.mine_BT
     return CallRanges(queries._replace(mine_BT=mine_BT, lengths=jnp.where(reads_D, queries.lengths, 0)), keys)
 
 

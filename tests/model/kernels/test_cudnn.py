@@ -270,3 +270,26 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
     assert not got[0][0, rows[0] == 2].any()
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_rows_of_one_text_are_computed_in_one_call_without_a_loop(memory, calls):
+    """Of what another stack made, one row reads all but padding, and another one nothing."""
+    (q, k, v), weigh, _ = arrays(2, 24, 8)
+    rows = jnp.array([np.repeat([0, 1], [5, 19]), np.repeat([1, 0], [20, 4])], jnp.int32)
+    batch = {"slot": jnp.int32(0), "segment_ids": rows, "positions": jnp.zeros_like(rows)}
+    if memory:
+        batch["memory_segment_ids"] = jnp.array([np.repeat([0, 1], [3, 21]), np.full(24, 7)], jnp.int32)
+    cfg = settings(8, compute_dtype="bfloat16", mask="full", memory_width=8 * memory)
+
+    def found(kernel, *qkv):
+        with placed_by(placement("gather", kernel, 1)):
+            out, pull = jax.vjp(functools.partial(context.attend, batch=batch, cfg=cfg), *qkv)
+            return out, *pull(weigh)
+
+    with jax.default_matmul_precision("highest"):
+        want, got = (jax.jit(found, static_argnums=0)(kernel, q, k, v) for kernel in ("xla", "cudnn"))
+    assert {*calls} == {("fwd", "PADDING", None), ("bwd", "PADDING", None)}
+    assert " while[" not in str(jax.make_jaxpr(found, static_argnums=0)("cudnn", q, k, v))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
