@@ -47,9 +47,7 @@ class Documents(NamedTuple):
     numbers_BS: jax.Array | None  # those of keys that are other tokens than the queries
 
 
-def runs(
-    segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_text: bool = False
-) -> Documents:  # fmt: skip
+def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_text: bool = False) -> Documents:
     """The documents of rows: runs of equal segments. Padding is one too, so every token belongs to one.
 
     key_segments_BS: of keys that are other tokens than the queries. In a row, a run of each side has a number once.
