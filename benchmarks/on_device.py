@@ -181,13 +181,13 @@ def _memory(kernel: str, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
     keys = queries[:, : T // 4 - 1 : -1]
 
     def fused(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        read = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
-        return attention.fused(q, *read, sinks, queries, keys, kernel=kernel, cfg=of_memory)
+        k, v = (x[:, : keys.shape[1]] for x in (k, v))
+        return attention.fused(q, k, v, sinks, queries, keys, kernel=kernel, cfg=of_memory)
 
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        tokens = (attention.Tokens(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
-        read = k[:, : keys.shape[1]], v[:, : keys.shape[1]]
-        return attention.masked(q, *read, *tokens, attention.of_heads(of_memory, sinks), of_memory)
+        of_q, of_k = (attention.Tokens(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
+        k, v = (x[:, : keys.shape[1]] for x in (k, v))
+        return attention.masked(q, k, v, of_q, of_k, attention.of_heads(of_memory, sinks), of_memory)
 
     return _judged_by_float32(kernel, fused, xla, cfg, T)
 

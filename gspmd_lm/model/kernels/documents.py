@@ -84,7 +84,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
     """`results` after `add` was called for each part of the documents."""
     if isinstance(packed, CallRanges):
         return add(results, packed)
-    at_once = _at_once(*packed.of_BT.shape)
+    at_once, total = _at_once(*packed.of_BT.shape), packed.total
 
     def part(first: jax.Array | int, mine_BT: jax.Array | None) -> CallRanges:
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
@@ -92,7 +92,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         keys = packed.numbers_BS
         return CallRanges(ranges, ranges) if keys is None else _with_keys(ranges, packed.numbers_BT, keys)
 
-    if packed.total is None:
+    if total is None:
         return add(results, part(0, None))
 
     def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -101,7 +101,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
         return first + at_once, add(results, part(first, mine_BT))
 
     with scope("turns", "1"):
-        return jax.lax.while_loop(lambda state: state[0] < packed.total, body, (jnp.int32(0), results))[1]
+        return jax.lax.while_loop(lambda state: state[0] < total, body, (jnp.int32(0), results))[1]
 
 
 def _with_keys(queries: Ranges, numbers_BT: jax.Array, numbers_BS: jax.Array) -> CallRanges:
