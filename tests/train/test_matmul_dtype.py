@@ -83,7 +83,7 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
     config = eight(small, dtype)
     alone = course(config, "single", STEPS, unroll=1)
     exact = 1e-5 if (layout, dtype) == ("fsdp8", "int8") else ONE_ROUNDED
-    agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
+    agree(course(config, layout, 2), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
 
 
 OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
@@ -133,7 +133,7 @@ def test_microbatches_change_nothing_between_layouts(layout, dtype, small, cours
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
     """Twice each: forward and backward. The other weights are gathered as before."""
     config = eight(small, "int8")
-    model, found = config.model, count(course(config, "fsdp8").program.as_text())
+    model, found = config.model, count(course(config, "fsdp8", 2).program.as_text())
     gathered = Counter()
     for one in found:
         if one.kind == "all-gather":
