@@ -1,6 +1,7 @@
 """Short trainings of small models, which tests of layouts compare."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,8 +94,9 @@ def trace_gradients(step: Any) -> jax.stages.Traced:
 def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..., Course]:
     """A function that trains a config under rules for some steps. What it was asked lately, it does not run again.
 
-    What an update does to a weight depends on no model, so most models are compared without one. All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py. Of all
-    courses, the last MOST are held: a process has memory maps for some 200 programs.
+    What an update does to a weight depends on no model, so most models are compared without one. All layouts begin with
+    the same weights. What each draws itself is compared in train/test_constraints.py. Of all courses, the last MOST are
+    held: a process has memory maps for some 200 programs.
     """
     courses = {}
 
@@ -105,15 +107,15 @@ def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..
             traced = step.trace_train() if steps else trace_gradients(step)
             program, state, batch = traced.lower().compile(), begun(step), batch_of(step)
             before, found, gradients = jax.device_get(state.params), [], None
+            if not steps:
+                values, gradients = jax.device_get(program(state, batch))
+                found.append(values)
             for _ in range(steps):
                 state, values = program(state, batch)
                 found.append(values)
                 if gradients is None and config.optimizer.name == "adamw":
-                    share = 1 - config.optimizer.b1
-                    gradients = jax.tree.map(lambda mu: np.asarray(mu) / share, optax.tree.get(state.optimizer, "mu"))
-            if not steps:
-                values, gradients = jax.device_get(program(state, batch))
-                found.append(values)
+                    means, share = jax.device_get(optax.tree.get(state.optimizer, "mu")), 1 - config.optimizer.b1
+                    gradients = jax.tree.map(functools.partial(np.multiply, np.float32(1 / share)), means)
             metrics = [{name: float(value) for name, value in values.items()} for values in found]
             courses[key] = Course(step, traced, program, before, jax.device_get(state.params), metrics, gradients)
         courses[key] = courses.pop(key)  # the last one
