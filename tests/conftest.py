@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Tracing makes many objects that live: looking through all of them for garbage took a tenth of its time.
 
-    Most of them die with the test that made them, so tests look for garbage more seldom than commands do.
+    A fifth of them is garbage, which a worker can hold until it ends: fixtures.py frees memory maps.
     """
     gc.collect()
     gc.freeze()
@@ -61,7 +61,7 @@ def pytest_collection_finish():
         # Before its first example, hypothesis collects garbage: now, since later it took six seconds of each worker.
         once = hypothesis.settings(max_examples=1, database=None)
         once(hypothesis.given(hypothesis.strategies.none())(lambda _: None))()
-    collect_seldom(2_000_000)
+    collect_seldom(20_000_000)
     gc.enable()
 
 

@@ -1,11 +1,13 @@
 """Short trainings of small models, which tests of layouts compare."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -19,15 +21,15 @@ MOST = 24
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """Some steps on one batch, and what came of them, on the host."""
+    """Some steps on one batch, and what came of them, on the host. Of none, the loss and the gradients."""
 
     step: Any
     traced: jax.stages.Traced
     program: jax.stages.Compiled
     before: Any  # the parameters
     after: Any
-    metrics: list[dict[str, float]]  # of each step
-    gradients: Any  # of the first step, times 1 - b1; as they are only if nothing is clipped. Of adamw alone
+    metrics: list[dict[str, float]]  # of each step; of none, those of the first one that depend on no update
+    gradients: Any  # of the first step; of some steps, as they are only if nothing is clipped, and of adamw alone
 
     @property
     def losses(self) -> list[float]:
@@ -78,26 +80,43 @@ def begun(step: Any) -> State:
     return jax.device_put(state, step.state_shardings, may_alias=False)  # a step uses up what it is given
 
 
+def trace_gradients(step: Any) -> jax.stages.Traced:
+    """(State, batch) -> (metrics, gradients) as a train step computes them: half of its operations are the update."""
+
+    def computed(state: State, batch: Any) -> tuple[Any, Any]:
+        count = jnp.maximum(step.task.counted(batch), 1)
+        (sums, _), gradients = step._gradients(state, *step.task.partition(state.params), batch, count)
+        return step.task.means(sums, count, state.step), gradients
+
+    return jax.jit(computed).trace(step.abstract_state, step.abstract_batch)
+
+
 def once(built: Callable[..., Any], batch_of: Callable[..., Any]) -> Callable[..., Course]:
     """A function that trains a config under rules for some steps. What it was asked lately, it does not run again.
 
-    All layouts begin with the same weights. What each draws itself is compared in train/test_constraints.py. Of all
-    courses, the last MOST are held: a process has memory maps for some 200 programs.
+    What an update does to a weight depends on no model, so most models are compared without one. All layouts begin with
+    the same weights. What each draws itself is compared in train/test_constraints.py. Of all courses, the last MOST are
+    held: a process has memory maps for some 200 programs.
     """
     courses = {}
 
-    def run(config: Any, rules: Any, steps: int = 2, **changes: Any) -> Course:
+    def run(config: Any, rules: Any, steps: int = 0, **changes: Any) -> Course:
         step = built(config, rules, **changes)
         key = config, repr(step.rules.facts()), steps
         if key not in courses:
-            traced = step.trace_train()
+            traced = step.trace_train() if steps else trace_gradients(step)
             program, state, batch = traced.lower().compile(), begun(step), batch_of(step)
-            before, metrics, gradients = jax.device_get(state.params), [], None
+            before, found, gradients = jax.device_get(state.params), [], None
+            if not steps:
+                values, gradients = jax.device_get(program(state, batch))
+                found.append(values)
             for _ in range(steps):
                 state, values = program(state, batch)
-                metrics.append({name: float(value) for name, value in values.items()})
+                found.append(values)
                 if gradients is None and config.optimizer.name == "adamw":
-                    gradients = jax.device_get(optax.tree.get(state.optimizer, "mu"))
+                    means, share = jax.device_get(optax.tree.get(state.optimizer, "mu")), 1 - config.optimizer.b1
+                    gradients = jax.tree.map(functools.partial(np.multiply, np.float32(1 / share)), means)
+            metrics = [{name: float(value) for name, value in values.items()} for values in found]
             courses[key] = Course(step, traced, program, before, jax.device_get(state.params), metrics, gradients)
         courses[key] = courses.pop(key)  # the last one
         if len(courses) > MOST:

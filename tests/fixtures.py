@@ -30,14 +30,16 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # Linux gives a process 65,530 memory maps, of which a program for eight devices takes 200 to 300. A process that has no
 # more is ended by XLA (SIGSEGV). Programs that no test needs any more hold theirs until garbage is collected, which
 # conftest.py has made rare.
-MAPS, MOST_MAPS = Path("/proc/self/maps"), 30_000
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 40_000
 compiled = itertools.count(1)
 
 
 def free_memory_maps(event: str, *_: float, **__: str) -> None:
-    asks = event.endswith("backend_compile_duration") and next(compiled) % 50 == 0 and MAPS.exists()
-    if asks and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
-        gc.collect()
+    if not event.endswith("backend_compile_duration") or next(compiled) % 50 or not MAPS.exists():
+        return
+    for generation in (0, 2):  # first what is new: to look through all takes seconds
+        if MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+            gc.collect(generation)
 
 
 jax.monitoring.register_event_duration_secs_listener(free_memory_maps)

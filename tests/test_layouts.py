@@ -167,9 +167,9 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
     full = ["model.mask=full", "model.token_types=2"]
     narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
-    for vectors in ("model.relative_vectors={}", "model.relative_vectors={own_projections: true}"):
-        scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
-        configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *scored]))
+    vectors = "model.relative_vectors={own_projections: true}"
+    scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
+    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *scored]))
     near = ["model.relative_positions={}", "model.mlp_kind=plain"]
     configs.append(config.load("tiny", ["objective=classes", "model.classes=3", *near, *narrow, *full]))
     seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",

@@ -65,17 +65,18 @@ class TraceCache:
         return tuple(map(splits.index, splits))
 
     def problems(self, rules: Rules, platform: str) -> list[Problem]:
-        """What is wrong with filled `rules`, warnings left out: what `state.arrays_and_warnings` would raise.
+        """What is wrong with filled `rules`, warnings left out: something if `state.arrays_and_warnings` would raise.
 
-        The check of a file reads what is recorded under its own rules. Here it reads a trace that others share.
+        The check of a file reads what is recorded under its own rules. Here it reads a trace that others share, and
+        none is made for rules that are refused without it.
         """
         if self.task.rows % rules.microbatches:
             return [Problem("microbatches do not divide the batch", f"{rules.path}: microbatches", "")]
-        trace = self.trace(rules)
+        if known := [one for one in state.task_problems(self.task, rules, platform) if not one.warning]:
+            return known
         params = pairs(self.arrays.named_params, self.arrays.params)
         optimizer = pairs(self.arrays.named_optimizer, self.arrays.optimizer)
-        problems = placement.problems(rules, params, trace.recorder.under(rules), optimizer)
-        problems += state.task_problems(self.task, rules, platform)
+        problems = placement.problems(rules, params, self.trace(rules).recorder.under(rules), optimizer)
         return [problem for problem in problems if not problem.warning]
 
 

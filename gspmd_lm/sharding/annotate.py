@@ -310,6 +310,8 @@ def parameter(
     It rests in `dtype` and is used in `compute_dtype`, by default the same.
     """
     names = tuple(axes.split())
+    if module.has_variable("params", name):  # flax traces the initializer once more, for the shape alone
+        init = nn.initializers.zeros
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box

@@ -9,6 +9,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import to_json
 from gspmd_lm.hardware import target
+from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder
 from tests.quick import QUICK
@@ -67,7 +68,10 @@ def test_a_decode_step_on_a_tpu_has_a_time(report_of):
     assert "not compared" in found.prediction.error
 
 
-@pytest.mark.parametrize(("kv_heads", "most"), [(2, 0.62 if jax.__version_info__ < (0, 11) else 0.47), (8, 0.3)])
+@pytest.mark.parametrize(
+    ("kv_heads", "most"),
+    [(2, 0.62 if jax.__version_info__ < (0, 11) else 0.47), pytest.param(8, 0.3, marks=pytest.mark.slow)],
+)
 def test_a_decode_step_on_a_gpu_does_not_copy_the_cache(report_of, kv_heads, most):
     """It lies in memory as the program reads it. jax 0.10 still copies keys, or values, of grouped heads once."""
     sizes = {"compute_dtype": "bfloat16", "matmul_precision": "default", "context": 8192, "head_dim": 64}
@@ -78,3 +82,9 @@ def test_a_decode_step_on_a_gpu_does_not_copy_the_cache(report_of, kv_heads, mos
     )
     memory = report_of("single", "decode", "h100:1", config).memory
     assert memory.temporaries_bytes < most * memory.cache_bytes
+
+
+@pytest.mark.parametrize(("kv_heads", "moved"), [(1, False), (2, True), (8, False)])
+def test_on_a_gpu_the_cache_of_grouped_heads_alone_lies_in_another_order(kv_heads, moved):
+    model = dataclasses.replace(CONFIG.model, kv_heads=kv_heads)
+    assert bool(programs._in_memory("gpu", model)) == moved

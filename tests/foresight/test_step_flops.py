@@ -20,6 +20,7 @@ from gspmd_lm.foresight.bounds import keys_seen, step_flops
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
+from tests.courses import trace_gradients
 
 NEAR = RelativePositions(ranges=8, distance=12)
 BERT = {
@@ -101,7 +102,7 @@ def found(config):
 )
 def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, built, name):
     config = small(**{"layers": 2} | SETTINGS[name])
-    traced = equations.model_flops(equations.live(built(config, "single").trace_train().jaxpr.jaxpr))
+    traced = equations.model_flops(equations.live(trace_gradients(built(config, "single")).jaxpr.jaxpr))
     model, data = config.model, config.data
     unseen_keys = data.seq * model.layers - keys_seen(model, data.seq) if model.mask == "causal" else 0
     unseen = 6 * data.batch * data.seq * model.heads * (model.head_dim + model.v_head_dim) * unseen_keys

@@ -20,6 +20,7 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
 from gspmd_lm.train import state
 from gspmd_lm.train.step import build_step
+from tests.courses import trace_gradients
 
 B, T, D, L, N, K, H, F = 8, 8192, 4096, 32, 32, 8, 128, 14336
 FSDP = {
@@ -84,7 +85,7 @@ EXPERTS = {**ROW, "experts": 4, "experts_per_token": 2, "balance": "batch"}
 def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, built, changes, remat):
     """Forward, again, and backward."""
     config, rules = small(**changes), {"mesh": {"data": 1}, "remat": remat, "unroll": 1}
-    compiled = built(config, rules_file.from_dict(rules, "one")).lower_train().compile()
+    compiled = trace_gradients(built(config, rules_file.from_dict(rules, "one"))).lower().compile()
     module = hlo.parse(compiled.as_text())
     ran: dict[tuple, float] = collections.Counter()
     once: dict[tuple, float] = collections.Counter()

@@ -9,7 +9,7 @@ from gspmd_lm.config import AttentionTemperature, LatentAttention, LinearAttenti
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
-from tests.courses import agree
+from tests.courses import agree, trace_gradients
 
 B, T, L, K, H = 8, 32, 2, 4, 4
 TENSOR = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
@@ -79,7 +79,7 @@ def latent_rules():
 
 def test_of_latent_attention_the_vectors_are_gathered_that_keys_are_made_from(settings, built):
     """16 and 2 numbers for each token, not 6 + 4 for each of its heads; and their gradients are a reduce-scatter."""
-    found = count(built(settings(**LATENT), latent_rules()).lower_train().compile().as_text())
+    found = count(trace_gradients(built(settings(**LATENT), latent_rules())).lower().compile().as_text())
     sent = {}
     for c in found:
         if "attention" in c.op_name and "keys" in c.op_name and c.dtype == "f32":
@@ -108,7 +108,7 @@ def test_gradients_of_weights_are_summed_over_tokens_at_once(settings, built):
     """A reduce-scatter over both axes for each matrix, and no all-reduce of one."""
     rules = rules_of("gather", {"fsdp": 2, "context": 4}, {"batch": "fsdp"}, weights={"embed": ["fsdp", "context"]})
     config = settings(packing="stream", positions="learned", dropout=0.0, **TWO_KINDS)
-    found = count(built(config, rules).lower_train().compile().as_text())
+    found = count(trace_gradients(built(config, rules)).lower().compile().as_text())
     assert not [c for c in found if c.kind == "all-reduce" and c.elements > 64 * 32]
     assert {c.group_size for c in found if c.kind == "reduce-scatter" and "optimizer.layers" in c.op_name} == {8}
 

@@ -17,7 +17,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.operands import matmul_operands
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
-from tests.courses import agree
+from tests.courses import agree, trace_gradients
 
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8")
@@ -56,8 +56,8 @@ def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, 
 
     The gradient of an expert's matrix does too. A row finds the scales of its expert in products with zeros and ones.
     """
-    made = products(built(eight(small, dtype, **more), "single").trace_train().jaxpr.jaxpr)
-    usual = products(built(small(optimizer=UNCLIPPED, **more), "single").trace_train().jaxpr.jaxpr)
+    made = products(trace_gradients(built(eight(small, dtype, **more), "single")).jaxpr.jaxpr)
+    usual = products(trace_gradients(built(small(optimizer=UNCLIPPED, **more), "single")).jaxpr.jaxpr)
     weights = WEIGHTS + 3 if "latent_attention" in more else WEIGHTS
     wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(weights))
     wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * weights
@@ -70,7 +70,7 @@ def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, 
 
 def test_adapters_stay_in_the_compute_dtype_and_frozen_weights_have_no_gradient(small, built):
     lora = Lora(rank=2, targets=("wq", "w_down"))
-    made = products(built(eight(small, "int8", lora=lora), "single").trace_train().jaxpr.jaxpr)
+    made = products(trace_gradients(built(eight(small, "int8", lora=lora), "single")).jaxpr.jaxpr)
     assert made[INT8, INT8] == 2 * WEIGHTS
 
 
@@ -83,7 +83,7 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
     config = eight(small, dtype)
     alone = course(config, "single", STEPS, unroll=1)
     exact = 1e-5 if (layout, dtype) == ("fsdp8", "int8") else ONE_ROUNDED
-    agree(course(config, layout), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
+    agree(course(config, layout, 2), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
 
 
 OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
@@ -117,7 +117,7 @@ def test_a_layout_changes_nothing_of_experts_and_of_latent_attention(layout, dty
 @pytest.mark.parametrize("layout", ["single", "dp8"])
 def test_microbatches_have_operands_of_8_bits(layout, small, built):
     """Of one device, and of replicas of the weights."""
-    made = products(built(eight(small, "int8"), layout, microbatches=4).trace_train().jaxpr.jaxpr)
+    made = products(trace_gradients(built(eight(small, "int8"), layout, microbatches=4)).jaxpr.jaxpr)
     assert made[INT8, INT8] == 3 * WEIGHTS
 
 
@@ -133,7 +133,7 @@ def test_microbatches_change_nothing_between_layouts(layout, dtype, small, cours
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
     """Twice each: forward and backward. The other weights are gathered as before."""
     config = eight(small, "int8")
-    model, found = config.model, count(course(config, "fsdp8").program.as_text())
+    model, found = config.model, count(course(config, "fsdp8", 2).program.as_text())
     gathered = Counter()
     for one in found:
         if one.kind == "all-gather":
@@ -231,7 +231,7 @@ def test_what_dots_keeps_is_as_wide_as_activations(dtype, small, built):
     for name in (None, dtype):
         config = eight(small, name, compute_dtype="bfloat16", matmul_precision="default", dropout=0.1)
         step = built(config, rules_file.from_dict({"mesh": {"data": 1}, "remat": "dots"}, "here.yaml"))
-        program = step.trace_train().jaxpr.jaxpr
+        program = trace_gradients(step).jaxpr.jaxpr
         kept[name] = sum(products(program).values()), stacked_bytes(program, config.model.layers)
     assert kept[dtype][0] == kept[None][0]
     assert kept[dtype][1] < 1.1 * kept[None][1]

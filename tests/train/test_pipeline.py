@@ -144,16 +144,16 @@ def test_nor_do_repeats_with_ring_attention_in_microbatches_of_microbatches(smal
     Dropout knows the number of a layer.
     """
     config = small(layers=8, dropout=0.1, optimizer=UNCLIPPED)
-    alone = course(config, "single", 1, unroll=1)
+    alone = course(config, "single", unroll=1)
     monkeypatch.setattr(pipeline, "BUBBLES", math.nan)
-    agree(course(config, REPEATED, 1), alone)
+    agree(course(config, REPEATED), alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "repeats", "remat", "gather"), PRODUCT)
 def test_nor_does_any_pair_of_what_layers_and_layouts_can_be(model, layout, repeats, remat, gather, small, course):
     config = model_of(model, layout, repeats, small)
-    agree(course(config, rules_of(layout, repeats, remat, gather), 1), course(config, "single", 1, unroll=1))
+    agree(course(config, rules_of(layout, repeats, remat, gather)), course(config, "single", unroll=1))
 
 
 def test_cases_have_every_layout_and_policy_with_and_without_repeats():
@@ -169,7 +169,7 @@ def turns_of_two(small, course):
 
 
 def test_nor_does_the_schedule(turns_of_two, small, course):
-    agree(turns_of_two, course(small(**EIGHT), "single", 1, unroll=1))
+    agree(turns_of_two, course(small(**EIGHT), "single", unroll=1))
 
 
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
@@ -197,7 +197,7 @@ def test_stages_send_rows_and_their_gradients(turns_of_two, read):
 def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, course, built, read):
     config, layers, inputs = small(**EIGHT), rules_of(FIRST), rules_of(FIRST, **INPUTS)
     # Four microbatches begin in each stage, so that rows wait in other places than those in which they began.
-    agree(course(config, rules_of(FIRST, microbatches=8, **INPUTS), 1), course(config, "single", 1, unroll=1))
+    agree(course(config, rules_of(FIRST, microbatches=8, **INPUTS)), course(config, "single", unroll=1))
     rows = B // 4 // 2 * T // 2 * D * 4  # of a microbatch on a device, in bytes
     assert read(built(config, layers)).saved_bytes - read(built(config, inputs)).saved_bytes == 5 * (4 - 1) * rows
 
@@ -207,7 +207,7 @@ def test_stages_that_keep_their_inputs_alone_give_the_same_gradients(small, cour
 def test_nor_does_what_is_kept_of_any_model(pipeline, model, layout, remat, interleave, small, course):
     rules = rules_of(layout, remat=remat, **pipeline)
     config = model_of(model, layout, pipeline.get("repeats", 1), small)
-    agree(course(config, rules, 1, interleave=interleave), course(config, "single", 1, unroll=1))
+    agree(course(config, rules, interleave=interleave), course(config, "single", unroll=1))
 
 
 @pytest.mark.parametrize(

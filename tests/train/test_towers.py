@@ -67,7 +67,7 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 )
 def test_rows_that_read_an_image_change_nothing_under_a_layout(layout, kind, interleave, small, course):
     config = small(optimizer=UNCLIPPED, **kind)
-    found, alone = course(config, layout, interleave=interleave), course(config, "single", unroll=1)
+    found, alone = course(config, layout, 1, interleave=interleave), course(config, "single", unroll=1)
     agree(found, alone, rtol=1e-6, atol=0, unseen=(".bk",))
     frozen = {name for name in found.before if name in kind["frozen"]}
     assert ("vision" in found.gradients) == (not frozen)

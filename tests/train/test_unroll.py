@@ -13,7 +13,7 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def three(small, course):
     """A function that trains a model of three layers under changed rules."""
-    return lambda rules="single", **changes: course(small(layers=LAYERS), rules, **changes)
+    return lambda rules="single", **changes: course(small(layers=LAYERS), rules, 2, **changes)
 
 
 def layer_loops(course):
@@ -52,7 +52,7 @@ def test_one_cpu_device_has_no_loop_by_default(three, small, built):
 
 def test_one_cpu_device_transposes_little(small, course):
     """Matmuls sum over axes in the order in which these are stored, and attention transposes no weights of its own."""
-    program = course(small(layers=LAYERS, embed=64, mlp=128), "single").program
+    program = course(small(layers=LAYERS, embed=64, mlp=128), "single", 2).program
     assert moved_bytes(program.as_text())["transposed"] <= 2_752_512
 
 
