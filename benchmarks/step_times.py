@@ -142,6 +142,7 @@ class Row:
     pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of stages, over `stage`
     sequence_parallel: bool = True  # where there is tensor parallelism
     optimizer_over: str = ""
+    first_moment: str = "float32"  # the dtype of Adam's first moment, where it is kept as it was
     tflops_per_device: float | None = None
     tokens_per_s_per_device: float | None = None
     sequences_per_s: float | None = None
@@ -190,6 +191,7 @@ class Row:
                 **self.more,
             },
             "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
+            "optimizer": {"mu_dtype": self.first_moment},
             "train": {"steps": 1000},
         }  # fmt: skip
         return configs.from_dict(raw, self.name)
