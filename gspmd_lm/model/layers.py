@@ -8,6 +8,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.scipy.special import erf
 
 from gspmd_lm import config
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
@@ -30,7 +31,7 @@ def gelu(x: jax.Array) -> jax.Array:
     @recomputed
     def computed(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        return (0.5 * wide * (1 + jax.lax.erf(math.sqrt(0.5) * wide))).astype(x.dtype)
+        return (0.5 * wide * (1 + erf(math.sqrt(0.5) * wide))).astype(x.dtype)
 
     return computed(x)
 
