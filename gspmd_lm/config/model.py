@@ -326,8 +326,8 @@ class ModelConfig:
 
     @property
     def one_text(self) -> bool:
-        """Whether a row is one image, one sound or its text, or one text with its class, and padding behind it."""
-        return bool(self.frames or self.patches or (self.classes and self.classes_of == "text"))
+        """Whether each row is one image, or one sound or its text, with padding behind it."""
+        return bool(self.frames or self.patches)
 
     @property
     def of_encoder(self) -> "ModelConfig | None":

@@ -146,8 +146,9 @@ def test_rows_of_a_tile_that_lie_apart_in_the_memory_of_a_gpu_take_longer():
 
 
 def test_arithmetic_of_a_gpus_fusion_may_take_longer_than_its_bytes():
-    def price_of(count):
-        lines = "\n".join(f"  %x.{n + 1} = bf16[4096,4096] multiply(%x.{n}, %x.{n})" for n in range(count))
+    def price_of(count, opcode="multiply"):
+        operands = ("%x.{n}, %x.{n}" if opcode == "multiply" else "%x.{n}").format
+        lines = "\n".join(f"  %x.{n + 1} = bf16[4096,4096] {opcode}({operands(n=n)})" for n in range(count))
         text = f"""HloModule test
 
 %inner (p: bf16[4096,4096]) -> bf16[4096,4096] {{
@@ -165,6 +166,7 @@ ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {{
     assert price_of(5) == price_of(6) == pytest.approx(2 * 2 * 4096**2 / op_time.hbm_bytes_per_s(H100))
     per_s = gpu_fusions.OPERATIONS_PER_CYCLE * H100.gpu.core_count * H100.clock_hz
     assert price_of(79) == pytest.approx(80 * 4096**2 / per_s)
+    assert price_of(79, "erf") == pytest.approx((79 * gpu_fusions.ERF_OPERATIONS + 1) * 4096**2 / per_s)
 
 
 def test_a_gpu_is_slow_to_transpose_numbers_of_8_bits():

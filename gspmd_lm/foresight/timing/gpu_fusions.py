@@ -18,8 +18,11 @@ ARITHMETIC = {
     "tanh", "xor",
 }  # fmt: skip
 # Operations of a fusion that a core does in a cycle of the boost clock, of the 128 of any kind that it can begin:
-# fusions with the 65 of an exact GELU did 84 to 96 on one H100, in BERT, DeBERTa, SAM and Swin.
+# fusions with the 65 of a GELU by the complement of erf did 84 to 96 on one H100, in BERT, DeBERTa, SAM and Swin.
 OPERATIONS_PER_CYCLE = 90
+# Those of one erf: at that rate, forward fusions of GELU in BERT, Whisper and SAM took as long as 37 to 39 operations
+# for each number, of which 6 are others.
+ERF_OPERATIONS = 31
 # A fusion of Triton that sums along rows is slow if a tile has ROWS_APART rows or more that lie apart in memory. Each
 # number then takes so much longer. Measured on one H100, in T5 and Swin: their scores have one bias for all rows of the
 # batch.
@@ -48,7 +51,11 @@ def _operations(fusion: Instruction) -> int:
     """Those of a fusion's arithmetic. Of what it slices, it computes no more than what it sums or gives."""
     summed = (one.operands[0] for one in fusion.inside if one.opcode == "reduce")
     most = max(array.elements for one in (fusion, *summed) for array in one.shape.arrays)
-    return sum(min(most, one.shape.arrays[0].elements) for one in fusion.inside if one.opcode in ARITHMETIC)
+    return sum(
+        min(most, one.shape.arrays[0].elements) * (ERF_OPERATIONS if one.opcode == "erf" else 1)
+        for one in fusion.inside
+        if one.opcode in ARITHMETIC
+    )
 
 
 def _transposes_narrow(instruction: Instruction) -> bool:

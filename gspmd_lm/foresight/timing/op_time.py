@@ -43,8 +43,9 @@ WIDE_STORE_SLOWDOWN = 1.9
 MISJUDGED = 8
 # What a kernel of a GPU takes besides its bytes: 1.7 us for the shortest, and 0.7 us to the next one in the mean.
 LAUNCH_S = {"tpu": 0.0, "gpu": 2.4e-6}
-# A GPU is idle for so long where the host reads whether a loop goes on, of which the compiler does not know the trip
-# count: 38 to 64 us in two models with loops over packed documents, of which 5 us are those of steps without any.
+# A GPU is idle for so long where the host reads whether a loop goes on, because the compiler does not know its trip
+# count. Steps of BERT and Whisper on one H100 had 144, 384 and 576 such readings, for loops over documents. They took
+# longer than their kernels by 50, 38 and 64 us for each. Steps without any took 0.3% longer, which is 5 us of that.
 HOST_DECISION_S = 46e-6
 # On-chip memory of a TPU is about 22 times as fast as HBM. Source: scaling-book, chapter on rooflines.
 ON_CHIP_SPEED = 22

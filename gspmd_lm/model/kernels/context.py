@@ -154,10 +154,14 @@ def _to_memory(
     XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
     heads_RN, kernel = attention.of_heads(cfg, None), attention_kernel()
-    segments = batch["segment_ids"], batch["memory_segment_ids"]
-    lacks = [attention.unsupported(kernel, cfg, seq=of.shape[1], segments=True) for of in segments]
-    if kernel == "xla" or any(lacks) or split("q", "seq").num_shards > 1:
-        queries, keys = (Tokens(jnp.arange(of.shape[1])[None], of, None) for of in segments)
+    segments = batch.get("segment_ids"), batch.get("memory_segment_ids")
+    lengths = q_BTNH.shape[1], k_BSKH.shape[1]
+    # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
+    lacks = [attention.unsupported(kernel, cfg, seq=length, segments=True) for length in lengths]
+    unknown = any(of is None for of in segments)
+    if kernel == "xla" or any(lacks) or unknown or split("q", "seq").num_shards > 1:
+        at = (jnp.arange(length)[None] for length in lengths)
+        queries, keys = (Tokens(*one, None) for one in zip(at, segments, strict=True))
         return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
     local = functools.partial(attention.fused, kernel=kernel, cfg=cfg, one_text=one_text, interpret=interpret)
     specs = [spec.replace("kv_heads", attention.keys_axis()) for spec in (attention.K, attention.V)]

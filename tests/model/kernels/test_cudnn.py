@@ -16,7 +16,9 @@ from jax.interpreters import mlir
 from test_context import arrays, both, placement, settings
 
 from benchmarks import on_device
+from gspmd_lm import config
 from gspmd_lm.errors import InputError
+from gspmd_lm.model.attention import in_chunks
 from gspmd_lm.model.kernels import attention, blocks, context, documents
 from gspmd_lm.sharding.annotate import placed_by
 
@@ -270,6 +272,36 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
     assert not got[0][0, rows[0] == 2].any()
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_text"),
+    [
+        ({"encoder": config.Encoder(layers=1), "frames": config.Frames(bands=8)}, True),
+        ({"patches": config.Patches(image=4, size=2), "vocab": 0, "context": 5, "classes": 3, "mask": "full"}, True),
+        ({"classes": 3, "mask": "full"}, False),
+        ({}, False),
+    ],
+)
+def test_models_of_sounds_and_images_have_rows_of_one_text(changes, one_text):
+    assert settings(8, **changes).one_text == one_text
+
+
+def test_a_prompt_in_chunks_has_more_documents_than_one_call_takes(calls):
+    """Its chunks are documents, of which each call takes two of a row."""
+    (q, k, v), _, _ = arrays(1, 24, 8)
+    rows = jnp.ones((1, 24), jnp.int32)
+    cfg = settings(8, compute_dtype="bfloat16", attention_chunk=4)
+    batch = in_chunks({"segment_ids": rows, "positions": jnp.arange(24)[None]}, 4) | {"slot": jnp.int32(0)}
+
+    def found(kernel):
+        with placed_by(placement("gather", kernel, 1)):
+            return context.attend(q, k, v, batch, cfg)
+
+    with jax.default_matmul_precision("highest"):
+        want, got = (jax.jit(found, static_argnums=0)(kernel) for kernel in ("xla", "cudnn"))
+    assert {*calls} == {("fwd", "PADDING_CAUSAL", None)}
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @pytest.mark.parametrize("memory", [False, True])
