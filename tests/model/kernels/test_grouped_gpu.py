@@ -28,8 +28,10 @@ def test_grouped_products_of_triton_compile_whatever_their_last_tiles_hold(rows,
 
     def programs(function, *arrays):
         """The grid of the kernel, which is lowered for GPUs."""
-        traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays))
-        traced.lower(lowering_platforms=("cuda",))
+        device = jax.sharding.AbstractDevice(kind, None, "gpu")  # from jax 0.12 on, Triton asks for one
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)):
+            traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays))
+            traced.lower(lowering_platforms=("cuda",))
         (kernel,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "pallas_call")
         return kernel.params["grid_mapping"].grid
 
