@@ -22,6 +22,7 @@ K = "k: batch kv_seq kv_heads head_dim"
 V = "v: batch kv_seq kv_heads head_dim"
 OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
+KEY_SEGMENTS = "k: batch kv_seq"  # of keys that are other tokens than the queries
 HEAD = "q: whole heads"
 UNSEEN = -1e38  # what is added to the score of a key that a query does not see
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
@@ -76,10 +77,17 @@ def attend(
         tokens, heads_RN = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT), of_heads(cfg, own_RN)
         shards = split("q", "batch").num_shards
         return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
-    local = functools.partial(fused, kernel=kernel, cfg=cfg, one_text=one_text)
+    heads_RN = of_heads(cfg, own_RN)
+    return fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments, kernel=kernel, cfg=cfg, one_text=one_text)
+
+
+def fused_per_device(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, *segments: jax.Array, **options: Any
+) -> jax.Array:  # fmt: skip
+    """Attention by a fused kernel, whose heads and rows devices share. `segments` and `options`: see `fused`."""
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
-    inputs = Q, *keys, HEAD, *[SEGMENTS for _ in segments]
-    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, of_heads(cfg, own_RN), *segments)
+    inputs = Q, *keys, HEAD, *(SEGMENTS, KEY_SEGMENTS)[: len(segments)]
+    return per_device(functools.partial(fused, **options), inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments)
 
 
 def fused(
@@ -98,12 +106,12 @@ def fused(
         made = splash.kernel(
             q_BTNH, k_BSKH.shape[1], cfg, residual_checkpoint_name="attention_out", interpret=interpret
         )
-        of_keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
-        segments = None if segments_BT is None or of_keys_BS is None else (segments_BT, of_keys_BS)
-        out_BTNH = splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
-        if segments_BT is None or key_segments_BS is None:
+        segments = [x for x in (segments_BT, key_segments_BS) if x is not None]
+        both = (segments[0], segments[-1]) if segments else None
+        out_BTNH = splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, both)
+        if len(segments) < 2:
             return out_BTNH
-        has_key_BT = (segments_BT[:, :, None] == key_segments_BS[:, None]).any(-1)
+        has_key_BT = (segments[0][:, :, None] == segments[1][:, None]).any(-1)
         return jnp.where(has_key_BT[..., None, None], out_BTNH, 0)
     from gspmd_lm.model.kernels import cudnn, documents
 

@@ -27,7 +27,6 @@ from gspmd_lm.sharding.permutes import permuted
 # Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"
 TOKENS = "q: batch seq"
-MEMORY_SEGMENTS = "k: batch kv_seq"
 ALIKE = ("tokens", "block_input", "q", "k", "v", "attention_out")
 
 
@@ -158,15 +157,13 @@ def _to_memory(
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
     # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
     lacks = [attention.unsupported(kernel, cfg, seq=length, segments=True) for length in lengths]
-    unknown = any(of is None for of in segments)
-    if kernel == "xla" or any(lacks) or unknown or split("q", "seq").num_shards > 1:
+    known = [of for of in segments if of is not None]
+    if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:
         at = (jnp.arange(length)[None] for length in lengths)
         queries, keys = (Tokens(*one, None) for one in zip(at, segments, strict=True))
         return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
-    local = functools.partial(attention.fused, kernel=kernel, cfg=cfg, one_text=one_text, interpret=interpret)
-    specs = [spec.replace("kv_heads", attention.keys_axis()) for spec in (attention.K, attention.V)]
-    inputs = attention.Q, *specs, HEAD, attention.SEGMENTS, MEMORY_SEGMENTS
-    return per_device(local, inputs, OUT)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments)
+    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "one_text": one_text, "interpret": interpret}
+    return attention.fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *known, **how)
 
 
 def _of_query_heads(

@@ -43,8 +43,7 @@ class Documents(NamedTuple):
     place_BT: jax.Array
     begins: jax.Array
     total: jax.Array | None  # None: there are no more than one call has room for
-    numbers_BT: jax.Array  # that of each token's document in its row
-    numbers_BS: jax.Array | None  # those of keys that are other tokens than the queries
+    numbers: tuple[jax.Array, jax.Array] | None  # segments of queries and of keys, where these are other tokens
 
 
 def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_text: bool = False) -> Documents:
@@ -59,7 +58,8 @@ def runs(segments_BT: jax.Array, key_segments_BS: jax.Array | None = None, one_t
     size = _at_once(B, T) + 1 + (0 if one_text else B * T)
     begins = jnp.nonzero(change_BT.ravel(), size=size, fill_value=B * T)[0].astype(jnp.int32)
     place_BT, total = _counted(B, T) - begins[of_BT], None if one_text else of_BT[-1, -1] + 1
-    return Documents(of_BT, place_BT, begins, total, segments_BT, key_segments_BS)
+    numbers = None if key_segments_BS is None else (segments_BT, key_segments_BS)
+    return Documents(of_BT, place_BT, begins, total, numbers)
 
 
 def shared(segments_BT: jax.Array, key_segments_BS: jax.Array) -> CallRanges:
@@ -89,8 +89,7 @@ def each(packed: Documents | CallRanges, add: Callable[[Any, CallRanges], Any], 
     def part(first: jax.Array | int, mine_BT: jax.Array | None) -> CallRanges:
         begins = jax.lax.dynamic_slice_in_dim(packed.begins, first, at_once + 1)
         ranges = Ranges(mine_BT, packed.of_BT - first, packed.place_BT, begins, jnp.diff(begins))
-        keys = packed.numbers_BS
-        return CallRanges(ranges, ranges) if keys is None else _with_keys(ranges, packed.numbers_BT, keys)
+        return CallRanges(ranges, ranges) if packed.numbers is None else _with_keys(ranges, *packed.numbers)
 
     if total is None:
         return add(results, part(0, None))
