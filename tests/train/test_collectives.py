@@ -8,6 +8,7 @@ from benchmarks.collectives import count
 from gspmd_lm.model import loss
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat, Row
+from tests.courses import trace_gradients
 
 SHIPPED = ["dp8", "zero1_8", "fsdp8", "tp8", "dp2_tp4"]
 # foresight/test_attribution.py has all collectives of fsdp2_tp4. Those that fill any number of devices have on eight
@@ -19,13 +20,13 @@ RESHARDING = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 @pytest.fixture(scope="module")
 def moved(text):
-    """A function that gives the collectives of a compiled train step."""
+    """A function that gives the collectives of a step, without its update, as it is compiled."""
     return lambda *given, **changes: count(text(*given, **changes))
 
 
 @pytest.fixture(scope="module")
 def text(small, built):
-    """A function that gives the text of a compiled train step. Each is compiled only once."""
+    """A function that gives the text of a compiled step without its update. Each is compiled only once."""
     texts = {}
 
     def compiled(rules, microbatches=1, remat=None, **model):
@@ -33,7 +34,7 @@ def text(small, built):
         step = built(config, rules, microbatches=microbatches, **({"remat": Remat(remat)} if remat else {}))
         key = config, repr(step.rules.facts()), loss.CHUNK_TOKENS
         if key not in texts:
-            texts[key] = step.lower_train().compile().as_text()
+            texts[key] = trace_gradients(step).lower().compile().as_text()
         return texts[key]
 
     return compiled

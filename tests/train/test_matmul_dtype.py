@@ -133,7 +133,7 @@ def test_microbatches_change_nothing_between_layouts(layout, dtype, small, cours
 def test_what_is_gathered_of_the_weights_of_blocks_has_8_bits(small, course):
     """Twice each: forward and backward. The other weights are gathered as before."""
     config = eight(small, "int8")
-    model, found = config.model, count(course(config, "fsdp8", 2).program.as_text())
+    model, found = config.model, count(course(config, "fsdp8").program.as_text())
     gathered = Counter()
     for one in found:
         if one.kind == "all-gather":

@@ -128,11 +128,11 @@ def model_of(name, layout, repeats, small):
 @pytest.fixture(scope="module")
 def first(small, course):
     """The course of the first layout, without repeats."""
-    return course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST), 2)
+    return course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST))
 
 
 def test_a_pipeline_changes_nothing(first, small, course):
-    agree(first, course(model_of(MIXED, FIRST, 1, small), "single", 2, unroll=1))
+    agree(first, course(model_of(MIXED, FIRST, 1, small), "single", unroll=1))
 
 
 REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
@@ -165,7 +165,7 @@ def test_cases_have_every_layout_and_policy_with_and_without_repeats():
 @pytest.fixture(scope="module")
 def turns_of_two(small, course):
     """A course whose stages compute one microbatch forward and another one backward in each turn."""
-    return course(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE), 1)
+    return course(small(**EIGHT), rules_of(FIRST, mesh=FOUR, microbatches=8, **ONE_BY_ONE))
 
 
 def test_nor_does_the_schedule(turns_of_two, small, course):
@@ -174,7 +174,7 @@ def test_nor_does_the_schedule(turns_of_two, small, course):
 
 def test_memory_does_not_grow_with_the_microbatches(turns_of_two, small, built):
     half, rules = small(**EIGHT, data={"batch": B // 2}), rules_of(FIRST, mesh=FOUR, **ONE_BY_ONE)
-    fewer, more = built(half, rules).lower_train().compile(), turns_of_two.program
+    fewer, more = courses.trace_gradients(built(half, rules)).lower().compile(), turns_of_two.program
     less_bytes, more_bytes = (program.memory_analysis().temp_size_in_bytes for program in (fewer, more))
     rows = B // 8 * T // 2 * D * 4  # of a microbatch on a device, in bytes
     assert (
@@ -241,7 +241,7 @@ def test_each_stage_has_the_gradient_of_its_own_slot():
 
 @pytest.mark.slow
 def test_weights_that_are_gathered_once_give_the_same_gradients(first, small, course):
-    once = course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST, gather="step"), 2)
+    once = course(model_of(MIXED, FIRST, 1, small), rules_of(FIRST, gather="step"))
     agree(first, once)
     within = [
         one.groups
