@@ -1,6 +1,7 @@
 """The section `model` of a config: what one stack of blocks computes, and what stands before and after it."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -276,7 +277,7 @@ class ModelConfig:
         """The hidden width of one expert."""
         return self.expert_mlp or self.mlp
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The layers in order. The first ones may be dense, sparse or beside a convolution; the last may share keys."""
         ends: dict[StackName, int] = {
