@@ -203,7 +203,7 @@ def test_a_task_generates_what_its_own_functions_choose_under_every_layout(rever
     ends = dataclasses.replace(model.TASK, generation=model.TASK.generation._replace(end=end))
     shorter = gspmd_lm.load_task(workdir, ends, layout(model.TASK, "none")).generate({"source": source}, model.LENGTH)
     assert shorter == [row[: row.index(end)] if end in row else row for row in wanted.tolist()]
-    drawn = [loaded.generate({"source": source}, 4, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
+    drawn = [loaded.generate({"source": source}, model.LENGTH, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
