@@ -9,6 +9,7 @@ from gspmd_lm import cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain, known_errors, report
 from gspmd_lm.hardware import chips, target
+from gspmd_lm.sharding import rules_file
 from tests.quick import QUICK_FLAGS
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64", *QUICK_FLAGS]
@@ -67,10 +68,11 @@ def test_a_prediction_for_a_chip_that_is_not_here(run, tmp_path):
 
 
 def test_compare_ranks(run, tmp_path):
-    path = tmp_path / "out.json"
-    code, out, _ = run("compare", "fsdp8", "tp8", "--target=cpu:8", *SMALL, f"--json={path}")
-    assert code == 0 and "fsdp8" in out and "tp8" in out
-    assert [one["rules"].rsplit("/")[-1] for one in json.loads(path.read_text())] == ["fsdp8.yaml", "tp8.yaml"]
+    path, same = tmp_path / "out.json", tmp_path / "same.yaml"
+    same.write_text(rules_file.load("fsdp8").text)  # test_api.py compares two programs
+    code, out, _ = run("compare", "fsdp8", str(same), "--target=cpu:8", *SMALL, f"--json={path}")
+    assert code == 0 and "fsdp8" in out and "same" in out
+    assert [one["rules"].rsplit("/")[-1] for one in json.loads(path.read_text())] == ["fsdp8.yaml", "same.yaml"]
 
 
 @pytest.mark.parametrize(
