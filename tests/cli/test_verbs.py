@@ -145,7 +145,7 @@ def test_scores_of_a_text_and_of_continuations(verb, workdir, tmp_path):
     (tmp_path / "my texts" / "a.jsonl").write_text('{"text": "01234"}\n{"text": "56789"}')
     (tmp_path / "my texts" / "b.md").write_text("x" * 70_000)
     (tmp_path / "my texts" / "c.bin").write_text("x")
-    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", *ALONE)
+    code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'my texts'}", "--batch=32", *ALONE)
     assert code == 0 and "over 70,012 tokens, 70,012 bytes" in out and "skipped, unknown ending: " in out, out
     (tmp_path / "README").write_text("01234")
     code, out, _ = verb("eval", f"--workdir={workdir}", f"--text={tmp_path / 'README'}", *ALONE)
