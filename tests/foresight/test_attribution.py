@@ -136,25 +136,15 @@ def test_what_is_outside_the_layers(moved):
     assert {rows for one in scale for rows in one.rules} == {"rules.batch", "rules.residual.seq"}
 
 
-def test_new_weights_are_gathered_from_where_the_optimizer_has_them(moved):
-    found = [one for one in moved("zero1_8") if one.kind == "all-gather" and one.phase == "optimizer"]
-    assert {"layers.attention.wq", "layers.mlp.w_down", "embedding", "final_norm.scale"} <= {one.op for one in found}
-    assert {one.rules for one in found} == {("optimizer.embed",)}
-
-
-def test_loops_in_loops_are_multiplied(moved):
-    found = moved("dp2_tp4", microbatches=4)
-    summed = of(found, "layers.mlp.w_down", "all-reduce", "forward")
-    assert summed.times_per_step == 4 * L and summed.bytes_per_device_per_step == L * B // 2 * T * D * 4 * 2 * 3 // 4
-
-
-def test_a_move_that_nobody_asked_for_names_the_rows_around_it(moved):
-    loaded = rules_file.load("tp8")
+def test_a_move_that_nobody_asked_for_names_the_rows_around_it_and_loops_in_loops_are_multiplied(moved):
+    loaded = rules_file.load("dp2_tp4")
     rows = [Row("here", "rules", "attention_out", axis, names) for axis, names in (("seq", ("tensor",)), ("heads", ()))]
-    found = moved(dataclasses.replace(loaded, rows=(*loaded.rows, *rows)))
+    found = moved(dataclasses.replace(loaded, rows=(*loaded.rows, *rows)), microbatches=4)
     moves = [one for one in found if one.kind == "all-to-all" and one.in_loop]
     assert moves and all(one.phase in ("forward", "backward") for one in moves)
     assert any("rules.attention_out.seq" in one.rules for one in moves)
+    summed = of(found, "layers.mlp.w_down", "all-reduce", "forward")
+    assert summed.times_per_step == 4 * L and summed.bytes_per_device_per_step == L * B // 2 * T * D * 4 * 2 * 3 // 4
 
 
 @pytest.mark.parametrize("target", ["v5e:2x4", pytest.param("h100:8", marks=pytest.mark.slow)])

@@ -268,7 +268,7 @@ def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys
 @pytest.mark.parametrize(
     ("rules", "changes", "model"),
     [
-        ("zero1_8", {}, {"positions": "learned", "norm_bias": True, "mlp_bias": True, "qkv_bias": True}),
+        # test_said_once.py has a step of zero1_8 with biases and positions that are learned.
         pytest.param("fsdp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
         pytest.param("dp8", {"microbatches": 2}, {}, marks=pytest.mark.slow),
         pytest.param("dp2_tp4", {}, {"block": "parallel"}, marks=pytest.mark.slow),

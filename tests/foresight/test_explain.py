@@ -9,6 +9,7 @@ from gspmd_lm import cli
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain, known_errors, report
 from gspmd_lm.hardware import chips, target
+from gspmd_lm.sharding import rules_file
 from tests.quick import QUICK_FLAGS
 
 SMALL = ["--set=model.layers=2", "--set=model.embed=64", "--set=model.mlp=128", "--set=data.seq=64", *QUICK_FLAGS]
@@ -67,10 +68,11 @@ def test_a_prediction_for_a_chip_that_is_not_here(run, tmp_path):
 
 
 def test_compare_ranks(run, tmp_path):
-    path = tmp_path / "out.json"
-    code, out, _ = run("compare", "fsdp8", "tp8", "--target=cpu:8", *SMALL, f"--json={path}")
-    assert code == 0 and "fsdp8" in out and "tp8" in out
-    assert [one["rules"].rsplit("/")[-1] for one in json.loads(path.read_text())] == ["fsdp8.yaml", "tp8.yaml"]
+    path, same = tmp_path / "out.json", tmp_path / "same.yaml"
+    same.write_text(rules_file.load("fsdp8").text)  # test_api.py compares two programs
+    code, out, _ = run("compare", "fsdp8", str(same), "--target=cpu:8", *SMALL, f"--json={path}")
+    assert code == 0 and "fsdp8" in out and "same" in out
+    assert [one["rules"].rsplit("/")[-1] for one in json.loads(path.read_text())] == ["fsdp8.yaml", "same.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -115,18 +117,18 @@ def test_a_run_says_what_it_will_cost_and_one_that_cannot_fit_does_not_start(run
     """test_memory.py has memory of just the bytes that a program needs."""
     data = "--set=data.source=random:64", "--set=data.held_out=0.0"
 
-    def started_on(usable_bytes, workdir):
+    found = []
+    for workdir, usable_bytes in (("large", 10**9), ("small", 10**6)):  # both programs name this line, and are one
         small = dataclasses.replace(chips.CHIPS["h100"], usable_hbm_bytes=usable_bytes)
-        monkeypatch.setattr(target, "from_devices", lambda devices: target.Target("h100:8", "gpu", small, (1, 8)))
-        return run("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / workdir}")
-
-    code, out, errors = started_on(10**9, "large")
+        monkeypatch.setattr(target, "from_devices", lambda _, chip=small: target.Target("h100:8", "gpu", chip, (1, 8)))
+        found.append(run("--rules=fsdp8", *SMALL, *data, "--steps=1", f"--workdir={tmp_path / workdir}"))
+    (code, out, errors), refused = found
     assert code == 0, errors
     before, _, _ = out.partition("step 1/1")
     said = before[before.index("train step: ") :].splitlines()[1:]
     assert all(len(line) <= 80 for line in said)
     assert "peak memory " in " ".join(said) and "sent per step " in " ".join(said)
-    code, out, errors = started_on(10**6, "small")
+    code, out, errors = refused
     assert code == 2 and "step 1/1" not in out and not (tmp_path / "small" / "metrics.jsonl").exists()
     assert "the layout does not fit, and nothing was started" in errors and "Memory per device" in errors
 

@@ -126,9 +126,10 @@ def test_every_array_of_every_family_is_known(small, family):
         assert forward.multiplied == wanted and set(forward.looked_up) == set(found.looked_up)
 
 
-# By default the two families with most primitives; plan/test_sent.py reads a step of each kind of encoder, and layers
-# with soft caps, windows or biases are of the primitives that test_other_primitives.py has.
-@pytest.mark.parametrize("family", families(*HELD_BY_OTHERS, "gemma", "neox", *ENCODERS))
+# By default the family with most primitives that no other test reads; the test of a mixture reads one, plan/test_sent.py
+# a step of each kind of encoder, and layers with soft caps, windows or biases are of the primitives that
+# test_other_primitives.py has.
+@pytest.mark.parametrize("family", families(*HELD_BY_OTHERS, "gemma", "neox", "qwen2_moe", *ENCODERS))
 def test_a_step_of_every_family_is_read(small, built, read, family):
     config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load("fsdp2_tp4")
     if config.model.kv_heads % rules.mesh["tensor"]:
@@ -191,6 +192,19 @@ def check_unnamed_rows(find, config, rules, keys=None):
             stays |= (one.kind, one.mesh_axes, one.phase, one.elements) in counts
             assert key in one.rules or stays, (key, one)
     return moved
+
+
+def test_new_weights_are_gathered_from_where_the_optimizer_has_them(small, compiled):
+    """And the floor is close to what is sent: also of biases and of positions that are learned."""
+    biased = {name: True for name in ("norm_bias", "mlp_bias", "qkv_bias")}
+    config = small(embed=64, mlp=256, positions="learned", **biased)
+    moved, temporary_bytes, reading_of = compiled(config, rules_file.load("zero1_8"))
+    found = [one for one in moved if one.kind == "all-gather" and one.phase == "optimizer"]
+    assert {"layers.attention.wq", "layers.mlp.w_down", "embedding", "final_norm.scale"} <= {one.op for one in found}
+    assert {one.rules for one in found} == {("optimizer.embed",)}
+    reading, sent = reading_of(), sum(one.bytes_per_device_per_step for one in moved)
+    assert reading.communication_bytes <= sent <= 1.05 * reading.communication_bytes
+    assert 0 < reading.saved_bytes < temporary_bytes and reading.unknown == {} and not reading.estimated_because
 
 
 def split_queries():

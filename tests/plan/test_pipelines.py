@@ -108,7 +108,7 @@ def test_all_turns_keep_what_the_backward_pass_needs(estimated):
 
 @pytest.fixture(scope="module")
 def config(small):
-    return small(compute_dtype="bfloat16", kv_heads=4, layers=4, data={"batch": 16})
+    return small(compute_dtype="bfloat16", kv_heads=4, layers=4, data={"batch": 4})
 
 
 @pytest.fixture(scope="module")

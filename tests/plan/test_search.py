@@ -17,7 +17,7 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, state, step
 
 SMALL = ("model.layers=4", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.head_dim=128",
-         "model.mlp=4096", "model.vocab=32000", "data.batch=8", "data.seq=1024", "model.context=1024")  # fmt: skip
+         "model.mlp=4096", "model.vocab=32000", "data.batch=4", "data.seq=1024", "model.context=1024")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
