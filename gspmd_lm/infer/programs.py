@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from gspmd_lm import config as configs
@@ -139,14 +140,14 @@ class Forward(ShardedProgram):
 
 
 def _blocks(params: Any, stack: configs.Stack) -> Any:
-    """The weights of each layer of a stack, in stacks of one."""
+    """The weights of each layer of a stack, in stacks of one: views on the host, for which no program is compiled."""
     kinds, blocks = len(stack.kinds), {}
     for i in range(stack.layers):
         if i >= stack.scanned:
-            block = jax.tree.map(lambda x: x[None], params[f"layer_{stack.first + i}"])
+            block = jax.tree.map(lambda x: np.asarray(x)[None], params[f"layer_{stack.first + i}"])
         else:
             alike = params[stack.name] if kinds == 1 else params[stack.name][f"block_{i % kinds}"]
-            block = jax.tree.map(lambda x, at=i // kinds: x[at : at + 1], alike)
+            block = jax.tree.map(lambda x, at=i // kinds: np.asarray(x)[at : at + 1], alike)
         blocks[f"block_{i}"] = block
     return blocks if stack.layers > 1 else blocks["block_0"]
 
@@ -188,7 +189,7 @@ class GenerationPrograms(Forward):
         stacks = self.config.model.stacks
         layers = {stack.name: _blocks(params, stack) for stack in stacks}
         shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)
-        placed = jax.device_put(layers, {name: shards[name] for name in layers})
+        placed = jax.device_put(layers, {name: shards[name] for name in layers}, may_alias=False)
         rest = {name: array for name, array in params.items() if name not in layers and not name.startswith("layer_")}
         return rest | placed
 

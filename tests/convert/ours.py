@@ -5,7 +5,6 @@ import json
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm.convert import export, pretrained, safetensors
@@ -44,7 +43,7 @@ def shardings(opened, placed):
 
 def compiled(model, params, batch, placed=None, gradients=False):
     """Logits [B, T, V] of a batch of references.py, and with `gradients` the mean loss and its gradients."""
-    batch = {name: jnp.asarray(array) for name, array in batch.items()} | {"row": jnp.arange(len(batch["tokens"]))}
+    batch = {**batch, "row": np.arange(len(batch["tokens"]))}
 
     def forward(params, batch):
         x_BTD, table, bias = decode(model, params, batch)

@@ -231,9 +231,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Sparse layers, layers that share keys with one of each kind before them, and tokens without embeddings for layers.
     # transformers gives the token of padding no gradient.
     "gemma3n": ("gemma3n_text", _LLAMA | {
-        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6, "num_hidden_layers": 8, "pad_token_id": 1,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2,
-        "num_kv_shared_layers": 3, "activation_sparsity_pattern": [0.8] * 3 + [0.0] * 5, "altup_num_inputs": 3,
+        "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 6, "num_hidden_layers": 5, "pad_token_id": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.8] * 2 + [0.0] * 3, "altup_num_inputs": 3,
         "laurel_rank": 6, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 80,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

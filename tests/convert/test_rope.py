@@ -1,7 +1,6 @@
 """The frequencies of rotary positions against those of transformers, for each kind of scaling and length of a row."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,17 +44,19 @@ def test_frequencies_and_attention_factor(scaling, length):
 
 def test_a_row_longer_than_the_original_context_is_scaled():
     """longrope and dynamic depend on the length of a row, which all rows of a batch share or each has for itself."""
+    frequencies = jax.jit(layers.rope_frequencies, static_argnums=(0, 1))
+    of_each = jax.jit(layers.rope_frequencies, static_argnums=0)
     for scaling in ({"rope_type": "dynamic", "factor": 4.0}, SCALINGS[8]):
         model = model_of(LLAMA31 | {"rope_scaling": scaling, "max_position_embeddings": 2048})
-        short, at, long = (np.asarray(layers.rope_frequencies(model, length)) for length in (7, 2048, 2049))
+        short, at, long = (np.asarray(frequencies(model, length)) for length in (7, 2048, 2049))
         np.testing.assert_array_equal(short, at)
         assert (long <= short).all() and (long[1:] < short[1:]).all()
-        each = layers.rope_frequencies(model, jnp.array([[7], [2048], [2049]]))
+        each = of_each(model, np.array([[7], [2048], [2049]]))
         np.testing.assert_allclose(each, [short, at, long], rtol=1e-6)
 
 
 def test_queries_and_keys_are_multiplied_by_the_attention_factor():
     model = model_of(LLAMA31 | {"rope_scaling": SCALINGS[7]})
-    x_BTNH = jax.random.normal(jax.random.key(0), (1, 3, 2, 128))
-    turned = layers.rope(x_BTNH, jnp.arange(3)[None], model, 3)
+    x_BTNH = np.random.default_rng(0).standard_normal((1, 3, 2, 128), np.float32)
+    turned = jax.jit(layers.rope, static_argnums=(2, 3))(x_BTNH, np.arange(3)[None], model, 3)
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), 1.25 * np.linalg.norm(x_BTNH, axis=-1), rtol=1e-5)

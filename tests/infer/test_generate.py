@@ -3,7 +3,6 @@
 import copy
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +21,8 @@ DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.02, seed=5)
 VARIANTS = {
     "rope": dict(kv_heads=2, qk_norm=True, attention_softcap=5.0, logit_softcap=3.0),
     "alibi": dict(positions="alibi", block="parallel", embedding_norm=True),
-    "learned": dict(positions="learned", position_offset=2, norm="layernorm", norm_bias=True, mlp_kind="plain"),
+    "learned": dict(layers=1, positions="learned", position_offset=2, norm="layernorm", norm_bias=True,
+                    mlp_kind="plain"),
     "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0,
                     rope_scaling=RopeScaling(kind="longrope", original_context=12, short_factors=(1.0, 2.0),
                                              long_factors=(4.0, 7.0))),
@@ -83,6 +83,11 @@ def alone(made, model):
     return made(f"one device {model}", model, "single")
 
 
+def planned(cfg, rules, prompts, **options):
+    options = {"new_tokens": NEW, "batch": 8, "tokenizer": Bytes()} | options
+    return generate.programs_for(cfg, rules, jax.devices()[: rules.devices], "cpu", prompts, **options)
+
+
 def tokens(results):
     return [result.tokens for result in results]
 
@@ -105,13 +110,13 @@ def test_cached_equals_uncached(variant, speaking, generator, prompts, weights):
     tokens_BT = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in enumerate(texts):
         tokens_BT[row, : len(text)] = text
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
 
     @jax.jit
     def whole(params):
         with jax.default_matmul_precision("highest"):
-            batch = {"tokens": tokens_BT, "positions": positions_BT, "row": jnp.arange(len(texts)),
-                     "length": jnp.array([len(text) - 1 for text in texts])}  # fmt: skip
+            batch = {"tokens": tokens_BT, "positions": positions_BT, "row": np.arange(len(texts)),
+                     "length": np.array([len(text) - 1 for text in texts])}  # fmt: skip
             return logits(*decode(cfg.model, params, batch), cfg.model)
 
     logits_BTV = np.asarray(whole(weights(cfg.model)))
@@ -157,9 +162,9 @@ def test_text_depends_on_seed_and_number_not_on_the_batch(made, prompts):
     assert drawn != tokens(three.results(same, sampling=Sampling(1.3, 40, 0.95, 0.02, seed=6), **options))
 
 
-def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_gathers_only_logits(made):
-    one = made("decode_tp8", *LAYOUTS["decode_tp8"])
-    built, compiled = one.programs, one.decode
+def test_a_tensor_parallel_decode_step_reduces_twice_per_layer_and_gathers_only_logits(speaking, filled, prompts):
+    built, _ = planned(speaking(), filled("decode_tp8"), prompts, batch=3)
+    compiled = built.trace_decode().lower().compile()
     found = count(compiled.as_text())
     cfg, rows = built.config.model, built.sizes.rows
     in_layers = [c for c in found if c.in_loop]
@@ -211,7 +216,7 @@ def test_stop_strings_and_end_tokens(made, prompts):
 
 def test_logits_that_are_not_numbers_are_no_text(made, prompts):
     broken = copy.copy(alone(made, {}))
-    broken.params = jax.tree.map(lambda x: x * jnp.nan, broken.params)
+    broken.params = jax.tree.map(lambda x: np.asarray(x) * np.float32(np.nan), broken.params)
     with pytest.raises(RunFailed, match=r"prompt 3: small gives logits that are not numbers\n  fix "):
         broken.results(prompts[2:], new_tokens=NEW, first_number=2)
     with pytest.raises(RunFailed, match="logits that are not numbers"):
@@ -230,11 +235,6 @@ def test_figures(made, prompts):
     model, sizes = one.programs.config.model, one.programs.sizes
     assert sizes == programs.Sizes(2, 7, 7 + NEW - 1)
     assert f"cache {2 * model.layers * 2 * 16 * 8 * 4 * 4:,} bytes per device" in str(figures)
-
-
-def planned(cfg, rules, prompts, **options):
-    options = {"new_tokens": NEW, "batch": 8, "tokenizer": Bytes()} | options
-    return generate.programs_for(cfg, rules, jax.devices()[: rules.devices], "cpu", prompts, **options)
 
 
 def test_what_does_not_fit_is_an_error_before_anything_is_allocated(speaking, small, filled, prompts):

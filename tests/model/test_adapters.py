@@ -86,10 +86,10 @@ def test_training_begins_at_the_base_model(small):
     jax.tree.map(np.testing.assert_array_equal, merged, lora.weights(params))
     for path, x in flatten_dict(lora.adapters(params)).items():
         if path[-1].endswith("_b"):
-            assert not np.any(x)
+            assert not np.asarray(x).any()
         else:  # what it makes of its input is as large
             read = {"wo": 32, "w_down": 64}.get(path[-1].removesuffix("_a"), 32)
-            assert float(jnp.std(x)) == pytest.approx(read**-0.5, rel=0.25), path
+            assert np.asarray(x).std() == pytest.approx(read**-0.5, rel=0.25), path
 
 
 def test_adapters_of_bfloat16_weights_are_float32(small):
@@ -104,7 +104,7 @@ def test_adapters_of_bfloat16_weights_are_float32(small):
 def test_a_frozen_weight_has_no_gradient(small):
     """Not even where somebody asks for it: nothing is computed for it."""
     cfg = model(small, targets=("wq",), layers=1)
-    found = flatten_dict(jax.jit(jax.grad(lambda params: loss(params, cfg)))(drawn(cfg)))
+    found = flatten_dict(jax.device_get(jax.jit(jax.grad(lambda params: loss(params, cfg)))(drawn(cfg))))
     for path in ("layers.attention.wq", "layers.attention.wo", "layers.mlp.w_down", "unembedding"):
         assert not np.any(found[tuple(path.split("."))]), path
     assert np.any(found["layers", "attention", "wq_a"]) and np.any(found["layers", "attention", "wq_b"])

@@ -60,14 +60,13 @@ def test_grouped_products(rows, kernel, monkeypatch):
     for row, e in enumerate(expert):
         y[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
         dw[e] += np.outer(x[row], dy[row])
-    args = [jnp.asarray(each) for each in (x, w, dy, sizes)]
 
     @jax.jit
     def found(x, w, dy, sizes):
         return grouped(x, w, sizes), grouped(dy, w, sizes, transposed=True), outer(x, dy, sizes)
 
     with jax.default_matmul_precision("highest"):
-        for got, want in zip(found(*args), (y, dx, dw), strict=True):
+        for got, want in zip(found(x, w, dy, sizes), (y, dx, dw), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
@@ -164,11 +163,11 @@ def test_what_a_kernel_of_a_gpu_multiplies(kind, rows, operands, multiplied, tra
     monkeypatch.setattr(
         grouped_gpu, "product", lambda x, w, *args: seen.append((x.dtype, w.dtype)) or product(x, w, *args)
     )
-    x = jnp.zeros((2 * rows, 64), operands[0])
-    x = x if operands[0] == WIDE else quantised.Quantised(x, jnp.ones(len(x)), (-1,), WIDE)
-    w = jnp.zeros((2, 128, 64) if transposed else (2, 64, 128), operands[1])
-    w = quantised.Quantised(w, jnp.ones((2, 128)), (-2,), WIDE)
-    y = jax.eval_shape(functools.partial(grouped, transposed=transposed), x, w, jnp.full(2, rows, jnp.int32))
+    x = np.zeros((2 * rows, 64), operands[0])
+    x = x if operands[0] == WIDE else quantised.Quantised(x, np.ones(len(x), np.float32), (-1,), WIDE)
+    w = np.zeros((2, 128, 64) if transposed else (2, 64, 128), operands[1])
+    w = quantised.Quantised(w, np.ones((2, 128), np.float32), (-2,), WIDE)
+    y = jax.eval_shape(functools.partial(grouped, transposed=transposed), x, w, np.full(2, rows, np.int32))
     assert seen == [multiplied] and (y.shape, y.dtype) == ((2 * rows, 128), WIDE)
 
 
@@ -257,13 +256,20 @@ def test_an_outer_product_reads_its_rows_for_each_tile_of_its_result():
 def test_the_tile_is_that_of_the_devices(monkeypatch):
     """What is traced for a chip has the tile that is priced for it."""
     gmm, seen = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm"), []
-    monkeypatch.setattr(gmm, "gmm", lambda *args, **_: seen.append(args[4]) or jnp.zeros((1024, 2048)))
+    monkeypatch.setattr(gmm, "gmm", lambda *args, **_: seen.append(args[4]) or np.zeros((1024, 2048)))
     monkeypatch.setattr(gmm, "tgmm", lambda *args, **_: seen.append(args[4]))
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v6 lite")
-    x, w, dy = jnp.zeros((1024, 4096)), jnp.zeros((2, 4096, 2048)), jnp.zeros((1024, 2048))
-    kernels._megablox(x, w, jnp.array([512, 512]), transposed=False)
-    kernels._megablox_outer(x, dy, jnp.array([512, 512]))
+    x, w, dy = (np.zeros(shape, np.float32) for shape in ((1024, 4096), (2, 4096, 2048), (1024, 2048)))
+    jax.eval_shape(functools.partial(kernels._megablox, transposed=False), x, w, np.array([512, 512]))
+    jax.eval_shape(kernels._megablox_outer, x, dy, np.array([512, 512]))
     assert seen == [(256, 4096, 512), (256, 512, 1024)]
+
+
+def drawn(module, x_BTD):
+    """Random weights and biases of a layer, drawn on the host."""
+    made = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, method=alone))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda w: rng.normal(0, 0.5, w.shape).astype("f4"), nn.unbox(made)["params"])
 
 
 def scored(p, x_BTD, cfg):
@@ -273,7 +279,7 @@ def scored(p, x_BTD, cfg):
 
 def shares(p, x_BTD, cfg):
     """[B, T, E]: 0 for an expert that is not chosen, 1 for one that is and drops the token, 2 for one that computes."""
-    choice = np.array(scored(p, x_BTD, cfg) + p.get("balance_bias", 0))
+    choice = np.asarray(jax.jit(scored, static_argnums=2)(p, x_BTD, cfg)) + p.get("balance_bias", 0)
     share, capacity = np.zeros(choice.shape), np.ceil(cfg.capacity_factor * choice.shape[1] * 3 / 8) or np.inf
     for b in range(len(choice)):
         counts = np.zeros(cfg.experts)
@@ -313,18 +319,19 @@ def reference(p, x_BTD, cfg, share):
 def test_values_and_gradients(small, variant):
     cfg = small(**SIZES, **VARIANTS[variant]).model
     module, rng = Experts(cfg), np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 16, cfg.embed)), jnp.float32)
-    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(1), x))["params"]
-    params = jax.tree.map(lambda w: w + 0.1 * rng.normal(size=w.shape).astype("f4"), params)  # biases, too
-    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-    ours = jax.jit(lambda p, x: jax.vjp(lambda p, x: module.apply({"params": p}, x, method=alone)[0], p, x)[1](dy))
+    x, dy = rng.normal(size=(2, 2, 16, cfg.embed)).astype("f4")
+    params = drawn(module, x)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(function, params, x, dy):
+        y, pull = jax.vjp(function, params, x)
+        return y, pull(dy)
+
     with jax.default_matmul_precision("highest"):
-        y, _ = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)
         share = shares(params, x, cfg)
         assert cfg.capacity_factor == 0 or (share == 1).any()
-        dense = jax.jit(functools.partial(jax.vjp, lambda p, x: reference(p, x, cfg, share)))
-        want, back = dense(params, x)
-        got, wanted = ours(params, x), jax.jit(back)(dy)
+        y, got = with_gradients(lambda p, x: module.apply({"params": p}, x, method=alone)[0], params, x, dy)
+        want, wanted = with_gradients(lambda p, x: reference(p, x, cfg, share), params, x, dy)
     np.testing.assert_allclose(y, want, atol=2e-5, rtol=2e-5)
     wanted[0].pop("balance_bias", None)
     for path, one in jax.tree_util.tree_leaves_with_path(wanted):
@@ -337,32 +344,41 @@ def test_values_and_gradients(small, variant):
 def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
     """A router so sure of one expert that the scores of the other two chosen ones are exactly 0."""
     cfg = small(**SIZES).model
-    module, x = Experts(cfg), jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, cfg.embed)), jnp.float32)
-    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(1), x))["params"]
-    params = params | {"router": 1e4 * params["router"]}
-    assert (jnp.sort(jax.nn.softmax(x @ params["router"]))[..., -2] == 0).any()
+    module, x = Experts(cfg), np.random.default_rng(0).normal(size=(1, 4, cfg.embed)).astype("f4")
+    params = drawn(module, x)
+    params["router"] *= np.float32(1e4)
+    logits = x @ params["router"]
+    assert (np.sort(np.exp(logits - logits.max(-1, keepdims=True)))[..., -2] == 0).any()
     found = jax.jit(jax.grad(lambda p: module.apply({"params": p}, x, method=alone)[0].sum()))(params)
-    assert all(np.isfinite(dw).all() for dw in jax.tree.leaves(found)) and np.any(found["w_down"])
+    assert all(np.isfinite(dw).all() for dw in jax.tree.leaves(found)) and np.asarray(found["w_down"]).any()
 
 
 def test_penalties_and_loads(small):
     """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
     cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model
     module, x = Experts(cfg), np.eye(cfg.embed, dtype=np.float32)[np.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
-    params = nn.unbox(jax.jit(functools.partial(module.init, method=alone))(jax.random.key(0), x))["params"]
-    params = params | {"router": 9 * np.eye(cfg.embed, 4, dtype=np.float32)}
+    params = drawn(module, x) | {"router": 9 * np.eye(cfg.embed, 4, dtype=np.float32)}
     p = float(np.exp(9) / (np.exp(9) + 3))
     log_z = float(np.log(np.exp(9) + 3))
-    row = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
+
+    def routed(module, params):
+        return jax.jit(lambda params: module.apply({"params": params}, x, method=alone)[1])(params)
+
+    row = routed(module, params)
     np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
     np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
-    with_bias = Experts(dataclasses.replace(cfg, balance="bias_row")), params | {"balance_bias": jnp.zeros(4)}
-    both = jax.jit(functools.partial(with_bias[0].apply, method=alone))({"params": with_bias[1]}, x)[1]
+    with_bias = params | {"balance_bias": np.zeros(4, np.float32)}
+    both = routed(Experts(dataclasses.replace(cfg, balance="bias_row")), with_bias)
     np.testing.assert_array_equal(both.penalty_B, row.penalty_B)
-    module = Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0))
-    both = jax.jit(functools.partial(module.apply, method=alone))({"params": params}, x)[1]
+    both = routed(Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0)), params)
     share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)
     np.testing.assert_allclose(both.penalty_B, [0.5 * 4 * (share * [5 / 8, 1 / 8, 1 / 8, 1 / 8]).sum()] * 2, rtol=1e-5)
+
+
+def moved_by_loads(frozen, cfg):
+    """The biases of three layers with two experts each, after a step."""
+    loads = np.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]], np.float32)
+    return jax.jit(lambda frozen, loads: balanced(frozen, loads, cfg))(frozen, loads)
 
 
 def test_the_bias_moves_against_the_load(small):
@@ -371,15 +387,16 @@ def test_the_bias_moves_against_the_load(small):
     cfg = small(experts=2, experts_per_token=1, balance="bias", balance_rate=0.25, **kinds).model
     params = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
     assert set(params) >= {"dense_layers", "layers", "layer_3"} and "block_1" in params["layers"]
-    zeros = {"mlp": {"balance_bias": jnp.zeros((1, 2))}}
-    frozen = {"layers": {"block_0": zeros, "block_1": zeros}, "layer_3": {"mlp": {"balance_bias": jnp.zeros(2)}}}
-    moved = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
+    zeros = {"mlp": {"balance_bias": np.zeros((1, 2), np.float32)}}
+    frozen = {"layers": {"block_0": zeros, "block_1": zeros}}
+    frozen["layer_3"] = {"mlp": {"balance_bias": np.zeros(2, np.float32)}}
+    moved = moved_by_loads(frozen, cfg)
     np.testing.assert_array_equal(moved["layers"]["block_0"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
     np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[0, 0]])
     np.testing.assert_array_equal(moved["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
     cfg = dataclasses.replace(cfg, frozen=("layers",))
-    still = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
-    assert not jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, still["layers"]))
+    still = moved_by_loads(frozen, cfg)
+    assert not any(np.asarray(bias).any() for bias in jax.tree.leaves(still["layers"]))
     np.testing.assert_array_equal(still["layer_3"]["mlp"]["balance_bias"], [0.25, -0.25])
 
 
@@ -390,8 +407,7 @@ def test_the_bias_of_every_second_layer_moves(small):
     flat = flatten_dict(nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0)))))
     paths = {path for path in flat if path[-1] == "balance_bias"}
     assert {path[:-2] for path in paths} == {("layers", "block_1"), ("layers", "block_3"), ("layer_5",)}
-    frozen = unflatten_dict({path: jnp.zeros(flat[path].shape) for path in paths})
-    moved = balanced(frozen, jnp.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]]), cfg)
+    moved = moved_by_loads(unflatten_dict({path: np.zeros(flat[path].shape, np.float32) for path in paths}), cfg)
     np.testing.assert_array_equal(moved["layers"]["block_1"]["mlp"]["balance_bias"], [[-0.25, 0.25]])
     np.testing.assert_array_equal(moved["layers"]["block_3"]["mlp"]["balance_bias"], [[0, 0]])
     np.testing.assert_array_equal(moved["layer_5"]["mlp"]["balance_bias"], [0.25, -0.25])

@@ -56,7 +56,7 @@ def as_published(w, x_TD, cfg):
 def test_results_and_gradients_are_those_of_the_equations(small):
     cfg, T = settings(small), 7
     module, rng = latent_attention.LatentAttention(cfg), np.random.default_rng(0)
-    batch = {"positions": jnp.arange(T)[None]}
+    batch = {"positions": np.arange(T)[None]}
 
     def ours(params, x_TD):
         def of_gathered(module, x_BTD):
@@ -73,12 +73,13 @@ def test_results_and_gradients_are_those_of_the_equations(small):
         return [(out, pull(weigh)) for out, pull in pulled], small
 
     with placed_by(None):
-        x_TD = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
+        x_TD = rng.normal(size=(T, cfg.embed)).astype(np.float32)
         made = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))["layers"]["attention"]
-        params = jax.tree.map(lambda x: jnp.asarray(1 + rng.normal(size=x.shape[1:]) * 0.3, x.dtype), made)
-        weigh = jnp.asarray(rng.normal(size=(T, cfg.embed)), jnp.float32)
+        params = jax.tree.map(lambda x: (1 + rng.normal(size=x.shape[1:]) * 0.3).astype(x.dtype), made)
+        weigh = rng.normal(size=(T, cfg.embed)).astype(np.float32)
         with jax.default_matmul_precision("highest"):
-            ((found, gradients), (wanted, wanted_gradients)), small_ones = both(params, x_TD, weigh)
+            (ours_and_theirs, small_ones) = jax.device_get(both(params, x_TD, weigh))
+    (found, gradients), (wanted, wanted_gradients) = ours_and_theirs
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(*small_ones, rtol=1e-5, atol=1e-4)
     assert {*gradients[0]} == {"wq_down", "q_norm", "wq_up", "wkv_down", "wk_rope", "kv_norm", "wk_up", "wv_up", "wo"}
@@ -102,9 +103,9 @@ def test_a_new_token_reads_the_vectors_in_the_cache(kind, small):
     """Token by token with a cache, the hidden states are those of whole rows, with padding before some."""
     cfg = settings(small, **KINDS[kind])
     params = weights(cfg)
-    tokens = jax.random.randint(jax.random.key(1), (3, 14), 0, cfg.vocab)
+    tokens = np.random.default_rng(1).integers(0, cfg.vocab, (3, 14), np.int32)
     with jax.default_matmul_precision("highest"):
-        found, wanted = both_ways(cfg, params, tokens, jnp.array([0, 2, 6]), 8)
+        found, wanted = both_ways(cfg, params, tokens, np.array([0, 2, 6], np.int32), 8)
     np.testing.assert_allclose(found, wanted, atol=5e-5)
     assert np.abs(wanted[0, 1:] - wanted[0, :-1]).max() > 0.1
 
@@ -121,13 +122,13 @@ def test_values_narrower_than_keys(form, small):
 
     cfg = dataclasses.replace(settings(small), compute_dtype="bfloat16" if form == "bfloat16" else "float32")
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 9, 4, size)), cfg.compute_dtype) for size in (6, 6, 5))
-    found = attend(q, k, v, None, cfg)
-    scores = jnp.einsum("btnh,bsnh->bnts", *(x.astype(jnp.float32) for x in (q, k))) / np.sqrt(6)
-    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((9, 9), bool)), scores, -jnp.inf))
-    wanted = jnp.einsum("bnts,bsnh->btnh", weights, v.astype(jnp.float32))
+    q, k, v = (rng.normal(size=(2, 9, 4, size)).astype(cfg.compute_dtype) for size in (6, 6, 5))
+    found = np.asarray(jax.jit(lambda *qkv: attend(*qkv, None, cfg))(q, k, v), np.float32)
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    weights = np.exp(np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(6)) * np.tril(np.ones((9, 9)))
+    wanted = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
     assert found.shape == (2, 9, 4, 5)
-    np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=0.03 if form == "bfloat16" else 1e-5)
+    np.testing.assert_allclose(found, wanted, atol=0.03 if form == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize(

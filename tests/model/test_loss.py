@@ -42,7 +42,6 @@ def _logits(cfg, x, table, bias):
     return logits[..., : cfg.vocab]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def plain(cfg, x, table, bias, targets):
     logits, counted = _logits(cfg, x, table, bias), targets >= 0
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
@@ -71,17 +70,22 @@ def test_sums_and_gradients_are_those_of_the_formula(options, with_bias, chunked
     x, table, bias, targets = arrays(cfg)
     bias = bias if with_bias else None
     assert loss.chunk_count(B, T) == chunks
-    got = jax.jit(lambda *given: chunked(cfg, *given))(x, table, bias, targets)
-    want = plain(cfg, x, table, bias, targets)
-    assert 0 < want[2] < (targets >= 0).sum() < B * T
-    np.testing.assert_allclose(jnp.stack(got[:3]), jnp.stack(want).astype(jnp.float32), rtol=1e-5)
     inputs = (x, table, bias) if with_bias else (x, table)
 
     def of(function):
-        half = lambda *a: 0.5 * function(cfg, *a, *(() if with_bias else (None,)), targets)[0]  # noqa: E731
-        return jax.jit(jax.grad(half, range(len(inputs))))
+        def half(*inputs):
+            sums = function(cfg, *inputs, *(() if with_bias else (None,)), targets)[:3]
+            return 0.5 * sums[0], sums
 
-    for got, want in zip(of(chunked)(*inputs), of(plain)(*inputs), strict=True):
+        gradients, sums = jax.jit(jax.grad(half, range(len(inputs)), has_aux=True))(*inputs)
+        return np.array(sums), gradients
+
+    alone = jax.jit(lambda *given: chunked(cfg, *given)[:3])(x, table, bias, targets)
+    (sums, gradients), (wanted_sums, wanted) = of(chunked), of(plain)
+    assert 0 < wanted_sums[2] < (np.asarray(targets) >= 0).sum() < B * T
+    np.testing.assert_allclose(np.array(alone), wanted_sums, rtol=1e-5)
+    np.testing.assert_allclose(sums, wanted_sums, rtol=1e-5)
+    for got, want in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
@@ -101,10 +105,11 @@ def test_chunks_are_equal_and_no_longer_than_they_may_be(chunk_tokens, rows, len
 def test_rows_of_padding_are_never_predicted(small):
     cfg = small(vocab=61, padded_vocab=64).model
     x, table, _, targets = arrays(cfg)
-    loud = table.at[61:].set(100.0)  # would win every comparison
-    found, wanted = (chunked(cfg, x, one, None, targets)[:3] for one in (loud, table))
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    gradient = jax.grad(lambda t: chunked(cfg, x, t, None, targets).loss)(loud)
+    loud = np.array(table)
+    loud[61:] = 100.0  # would win every comparison
+    sums = jax.jit(lambda table: chunked(cfg, x, table, None, targets)[:3])
+    np.testing.assert_allclose(np.array(sums(loud)), np.array(sums(table)), rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda table: chunked(cfg, x, table, None, targets).loss))(loud)
     assert np.all(np.asarray(gradient)[61:] == 0)
 
 

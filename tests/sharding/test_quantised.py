@@ -29,6 +29,11 @@ def rounded(x, axis, dtype, bits=1):
     return values.astype(np.float64) / inverse, 1 / inverse
 
 
+def quantised(x, dtype):
+    """The rows of a matrix in 8 bits, on the host."""
+    return jax.device_get(jax.jit(lambda x: quantise(x, "AB", "B", dtype))(x))
+
+
 def plain_product(x_MK, w_KN, dy_MN, dtypes):
     """A product and both of its gradients, of operands that are rounded and then multiplied in float64."""
     forward, backward = dtypes
@@ -63,7 +68,7 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(dtype):
 def test_operands_of_8_bits_are_close_to_those_they_are_made_of(dtype):
     """Another product than that of the operands themselves, but by no more than their rounding."""
     x, (small, _) = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32), DTYPES[dtype]
-    found = quantise(x, "AB", "B", small)
+    found = quantised(x, small)
     assert found.values.dtype == small and found.scale.shape == (64,)
     error = np.linalg.norm(found.values.astype(np.float32) * found.scale[:, None] - x) / np.linalg.norm(x)
     assert 0.003 < error < {"int8": 0.02, "fp8": 0.04}[dtype]
@@ -71,16 +76,17 @@ def test_operands_of_8_bits_are_close_to_those_they_are_made_of(dtype):
 
 @pytest.mark.parametrize(("dtype", "top"), [(jnp.int8, 127), (jnp.float8_e4m3fn, 448), (jnp.float8_e5m2, 57344)])
 def test_the_largest_value_becomes_the_largest_number(dtype, top):
-    found = quantise(np.array([[top, 1.0]], np.float32), "AB", "B", dtype)
-    assert found.scale == 1 and found.values.astype(jnp.float32).tolist() == [[top, 1]]
+    found = quantised(np.array([[top, 1.0]], np.float32), dtype)
+    assert found.scale == 1 and found.values.astype(np.float32).tolist() == [[top, 1]]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(dtype, bad):
     x = np.array([[1.0, bad, 2.0], [0.0, 0.0, 0.0], [1.0, -127.0, 3.0]], np.float32)
-    found = quantise(x, "AB", "B", DTYPES[dtype][0])
-    product = found.values.astype(jnp.float32).sum(1) * found.scale
+    found = quantised(x, DTYPES[dtype][0])
+    with np.errstate(invalid="ignore"):
+        product = found.values.astype(np.float32).sum(1) * found.scale
     assert not np.isfinite(product[0]) and product[1] == 0
     np.testing.assert_allclose(product[2], -123, rtol=0.05)
 
@@ -130,7 +136,7 @@ def test_a_weight_that_rests_in_8_bits_is_multiplied_as_the_numbers_that_it_stan
         return {name: at_rest(w, tuple(range(-w.ndim, first_output(axes_of(name)) - w.ndim)), DTYPES[dtype][0])
                 for name, w in arrays.items()}  # fmt: skip
 
-    small = rounded_at_rest(arrays)
+    small = jax.device_get(rounded_at_rest(arrays))
     exact = {name: np.asarray(one.values, np.float32) * np.expand_dims(one.scale, one.over)
              for name, one in small.items()}  # fmt: skip
 

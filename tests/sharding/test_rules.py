@@ -54,7 +54,7 @@ def resolved(read, shapes_once):  # noqa: F811
     return resolved
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG, scope="module")
 def test_wrong_file(name, resolved):
     case = WRONG[name]
     with pytest.raises(InputError) as error:
@@ -348,7 +348,8 @@ def problems_of(case, resolved):
     return {}
 
 
-@pytest.mark.parametrize("name", sorted(set(WRONG) - {"everything at once"}))
+# Beside the test above of the same name, so that traces of its config are at hand.
+@pytest.mark.parametrize("name", [name for name in WRONG if name != "everything at once"], scope="module")
 def test_a_printed_flag_mends_the_problem_that_it_stands_under_and_makes_no_other(name, resolved):
     before = problems_of(WRONG[name], resolved)
     for message, fix in before.items():

@@ -1,10 +1,10 @@
 """Scores of labels from the sums of several batches, against their definitions over all rows at once."""
 
+import functools
 import itertools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
@@ -62,7 +62,7 @@ def test_scores_that_are_not_defined_are_0():
     assert alike == {"eval_accuracy": 1.0, "eval_f1": 0.0, "eval_matthews": 0.0}
     none = class_scores(progress.added([sums(logits, np.full(3, -1, np.int32))]))
     assert none == {"eval_accuracy": 0.0, "eval_f1": 0.0, "eval_matthews": 0.0}
-    numbers = number_sums(jnp.ones(3), jnp.arange(3.0), jnp.ones(3, bool))
+    numbers = jax.jit(number_sums)(np.ones(3), np.arange(3.0), np.ones(3, bool))
     assert number_scores(progress.added([numbers])) == {"eval_pearson": 0.0}
 
 
@@ -72,7 +72,7 @@ def test_the_correlation_is_that_of_all_rows_at_once():
     predicted = (2 + 0.5 * labels + draw.normal(size=100)).astype(np.float32)
     counted = np.ones(100, bool)
     padded = _batches(predicted, labels, counted, padding=(np.nan, 0, False))
-    totals = progress.added(number_sums(*map(jnp.asarray, one)) for one in padded)
+    totals = progress.added(jax.jit(number_sums)(*one) for one in padded)
     assert totals["labels"] == 100
     assert number_scores(totals)["eval_pearson"] == pytest.approx(np.corrcoef(predicted, labels)[0, 1], abs=1e-6)
 
@@ -81,9 +81,10 @@ def test_scores_of_several_classes_are_those_of_all_rows_at_once(monkeypatch):
     draw = np.random.default_rng(0)
     logits, true = draw.normal(size=(100, 3)).astype(np.float32), draw.integers(0, 2, (100, 3))
     model, labels = ModelConfig(**SIZES, classes=3, mask="full"), (true @ [1, 2, 4]).astype(np.int32)
-    monkeypatch.setattr(objectives, "classify", lambda model, params, batch, key: jnp.asarray(batch["logits"]))
+    monkeypatch.setattr(objectives, "classify", lambda model, params, batch, key: batch["logits"])
     batches = _batches(logits, labels, padding=(3, -1))
-    found = progress.added(SEVERAL.evaluate(model, None, {"logits": x, "labels": y}) for x, y in batches)
+    evaluate = jax.jit(functools.partial(SEVERAL.evaluate, model, None))
+    found = progress.added(evaluate({"logits": x, "labels": y}) for x, y in batches)
     of_true, said = np.where(true, 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(logits))), logits > 0
     precision, recall = true[said].mean(), said[true == 1].mean()
     wanted = {"eval_loss": -np.log(of_true).mean(), "eval_accuracy": (said == true).mean(),

@@ -11,13 +11,15 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import optimizer, state
+from tests.courses import begun
 
 NAMES = ["adamw", "adafactor", "lion", "muon"]
 
 
 def updated(rule, gradients, params):
     """The first updates of a rule."""
-    return jax.jit(lambda g, p: rule.transform.update(g, rule.transform.init(p), p)[0])(gradients, params)
+    update, begun = rule.transform.update, rule.transform.init
+    return jax.device_get(jax.jit(lambda g, p: update(g, begun(p), p)[0])(gradients, params))
 
 
 def drawn(abstract, seed=0):
@@ -130,10 +132,23 @@ def test_muon_makes_each_layers_matrix_orthogonal(small):
     assert np.asarray(updates["embedding"]).std() > 0
 
 
-# test_promise.py is about adamw
-@pytest.mark.parametrize(
-    "name", ["adafactor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "lion"))]
-)
+def test_layouts_agree_on_the_updates_of_adafactor(small, built):
+    """Its factors are sums over axes that a layout splits."""
+    config = small(kv_heads=4, optimizer={"name": "adafactor"})
+
+    def first_updates(layout):
+        made = built(config, layout)
+        before, homes = begun(made), made.state_shardings
+        gradients = jax.device_put(drawn(made.arrays.params), homes.params)
+        update = jax.jit(made.arrays.transform.update, out_shardings=(homes.params, homes.optimizer))
+        return jax.device_get(update(gradients, before.optimizer, before.params))
+
+    one, many = first_updates("single"), first_updates("fsdp2_tp4")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), many, one)
+
+
+@pytest.mark.slow  # test_promise.py is about adamw
+@pytest.mark.parametrize("name", ["adafactor", "muon", "lion"])
 def test_layouts_agree_for_every_rule(name, small, course):
     config = small(kv_heads=4, optimizer={"name": name})
     one, many = (course(config, layout, steps=4, unroll=1).losses for layout in ("single", "fsdp2_tp4"))

@@ -1,5 +1,6 @@
 """Attention kernels against each other, on one device. Splash runs in Pallas's interpreter."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -22,18 +23,19 @@ def settings(**changes):
 
 PLAIN = settings()
 RELATIVE = config.RelativePositions(ranges=16, distance=24)
-SINKS = jnp.array([[0.5, -1.0, 2.0, 1.0]])
+SINKS = np.array([[0.5, -1.0, 2.0, 1.0]], np.float32)
+attend = jax.jit(attention.attend, static_argnames="cfg")
 
 
 @pytest.fixture(scope="module")
 def qkv():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return tuple(jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys, (N, K, K), strict=True))
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((B, T, heads, H), np.float32) for heads in (N, K, K))
 
 
 @pytest.fixture(scope="module")
 def segments():
-    return jnp.where(jnp.arange(T) < jnp.array([[40], [100]]), 1, 2)
+    return np.where(np.arange(T) < [[40], [100]], 1, 2)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,7 +62,7 @@ def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     ],
 )
 def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
-    weigh = jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+    weigh = np.cos(np.arange(B * T * N * H, dtype=np.float32)).reshape(B, T, N, H)
 
     def of(function):
         total = lambda *arguments: (function(*arguments) * weigh).sum()  # noqa: E731
@@ -70,18 +72,17 @@ def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     want = of(lambda *qkv: attention.attend(*qkv[:3], segments, cfg, own_RN=qkv[3]))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
-    assert got[3].any() == cfg.attention_sinks
+    assert np.asarray(got[3]).any() == cfg.attention_sinks
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"positions": "alibi"}, {"attention_sinks": True}])
 def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes):
     rounded, exact = (
-        jax.jit(attention.attend, static_argnames="cfg")(
-            *qkv, segments, cfg=settings(attention_scores_dtype=dtype, **changes),
-            own_RN=SINKS if "attention_sinks" in changes else None)
+        attend(*qkv, segments, cfg=settings(attention_scores_dtype=dtype, **changes),
+               own_RN=SINKS if "attention_sinks" in changes else None)
         for dtype in ("bfloat16", "float32")
     )  # fmt: skip
-    assert 0 < jnp.abs(rounded - exact).max() < 0.1  # scores of up to 4 have steps of 2^-6
+    assert 0 < np.abs(np.asarray(rounded) - np.asarray(exact)).max() < 0.1  # scores of up to 4 have steps of 2^-6
     assert rounded.dtype == exact.dtype
 
 
@@ -94,8 +95,8 @@ def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, hlo_dtype):
 
 
 def test_a_large_softcap_is_none(qkv, segments):
-    want = attention.attend(*qkv, segments, PLAIN)
-    np.testing.assert_allclose(attention.attend(*qkv, segments, settings(attention_softcap=1e4)), want, atol=1e-4)
+    want = attend(*qkv, segments, cfg=PLAIN)
+    np.testing.assert_allclose(attend(*qkv, segments, cfg=settings(attention_softcap=1e4)), want, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +179,19 @@ def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
     row, column = np.divmod(np.arange(side**2), side)
     apart = [place[:, None] - place + side - 1 for place in (row, column)]
     bias = sum(np.einsum("BTNH,TSH->BNTS", q, table[at]) for table, at in zip((height, width), apart, strict=True))
-    weights = jax.nn.softmax(np.einsum("BTNH,BSNH->BNTS", q, k) * 8**-0.5 + bias, axis=-1)
-    want = np.einsum("BNTS,BSNH->BTNH", weights, v)
-    height, width = jnp.asarray(height), jnp.asarray(width)
-    got = jax.jit(lambda *qkv: windows.attend_in_windows(*qkv, cfg, None, vectors_RH=(height, width)))(q, k, v)
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    q, k = windows.with_places(q, k, (height, width), jnp.arange(side)[None], 8**-0.5)
-    cfg = settings(**{name: getattr(cfg, name) for name in ("heads", "kv_heads", "head_dim", "mask", "context")},
-                   query_scale=8**-0.5)  # fmt: skip
-    got = attention.fused(q, k, jnp.asarray(v), SINKS, kernel="splash", cfg=cfg, interpret=True)
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    weights = np.exp(np.einsum("BTNH,BSNH->BNTS", q, k) * 8**-0.5 + bias)
+    want = np.einsum("BNTS,BSNH->BTNH", weights / weights.sum(-1, keepdims=True), v)
+    in_one = settings(**{name: getattr(cfg, name) for name in ("heads", "kv_heads", "head_dim", "mask", "context")},
+                      query_scale=8**-0.5)  # fmt: skip
+
+    @jax.jit
+    def both(q, k, v, *vectors):
+        plain = windows.attend_in_windows(q, k, v, cfg, None, vectors_RH=vectors)
+        q, k = windows.with_places(q, k, vectors, jnp.arange(side)[None], 8**-0.5)
+        return plain, attention.fused(q, k, v, SINKS, kernel="splash", cfg=in_one, interpret=True)
+
+    for got in both(q, k, v, height, width):
+        np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,8 @@ def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, ite
 
 @pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
 def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, changes):
-    _, back = jax.vjp(lambda *qkv: attention.attend(*qkv, segments, settings(**changes)), *qkv)
+    attend = functools.partial(attention.attend, segments_BT=segments, cfg=settings(**changes))
+    _, back = jax.eval_shape(functools.partial(jax.vjp, attend), *qkv)
     kept = [leaf for leaf in jax.tree.leaves(back) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert sorted(leaf.size for leaf in kept) == sorted(x.size for x in qkv)
 
@@ -236,24 +241,25 @@ def test_attention_with_vectors_of_distances_adds_what_they_give_to_each_product
     relative = config.RelativeVectors(ranges=16, distance=24)
     cfg = settings(mask="full", kv_heads=N, positions="none", qkv_bias=True, relative_vectors=relative)
     (q, k, v), places = qkv, np.arange(T)[None]
-    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-    own_RN = jax.random.normal(jax.random.key(1), (2 * 16 * H, N))
+    k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
+    own_RN = np.random.default_rng(1).standard_normal((2 * 16 * H, N), np.float32)
     products_BNTS = np.einsum("BTNH,BSNH->BNTS", q, k)
-    scores_BNTS = H**-0.5 * (products_BNTS + distances.by_distance(q, k, own_RN, places, places, relative))
+    by_distance = jax.jit(lambda *given: distances.by_distance(*given, places, places, relative))
+    scores_BNTS = H**-0.5 * (products_BNTS + by_distance(q, k, own_RN))
     weights_BNTS = np.exp(scores_BNTS) * (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])[:, None]
     weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)
     want = np.einsum("BNTS,BSNH->BTNH", weights_BNTS, v)
     for dtype, atol in (("float32", 2e-5), ("bfloat16", 6e-2)):
         given = (x.astype(dtype) for x in (q, k, v))
-        found = jax.jit(attention.attend, static_argnames="cfg")(*given, segments, cfg=cfg, own_RN=own_RN.astype(dtype))
+        found = np.asarray(attend(*given, segments, cfg=cfg, own_RN=own_RN.astype(dtype)))
         assert found.dtype == dtype
         np.testing.assert_allclose(found.astype("float32"), want, atol=atol)
 
 
 def test_scores_with_what_is_added_have_the_derivatives_of_autodiff(qkv):
-    (q, k, _), keys = qkv, jax.random.split(jax.random.key(3))
-    k = jnp.repeat(k, N // K, axis=2)
-    added, weigh = (jax.random.normal(key, (len(q), N, T, T)) for key in keys)
+    (q, k, _), rng = qkv, np.random.default_rng(3)
+    k = np.repeat(k, N // K, axis=2)
+    added, weigh = (rng.standard_normal((len(q), N, T, T), np.float32) for _ in range(2))
 
     def plain(q, k, added):
         return 0.3 * (jnp.einsum("BTNH,BSNH->BNTS", q, k) + added)
@@ -261,17 +267,22 @@ def test_scores_with_what_is_added_have_the_derivatives_of_autodiff(qkv):
     def hand_written(q, k, added):
         return attention.with_added(0.3, jnp.dtype("float32"), q, k, added)
 
-    def with_gradients(scores):
-        found, back = jax.vjp(scores, q, k, added)
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(scores, *given):
+        found, back = jax.vjp(scores, *given)
         return found, *back(weigh)
 
-    for one, other in zip(with_gradients(hand_written), with_gradients(plain), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
+    pairs = zip(*(with_gradients(scores, q, k, added) for scores in (hand_written, plain)), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
 def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     """Of 16 ranges, 8 are of keys after the query, and 4 of each side hold one distance."""
-    cfg, bias_RN = settings(mask="full", relative_positions=RELATIVE), jax.random.normal(jax.random.key(1), (16, N))
+    cfg, bias_RN = (
+        settings(mask="full", relative_positions=RELATIVE),
+        np.random.default_rng(1).standard_normal((16, N), np.float32),
+    )
     ahead = np.array([-200, -24, -23, -8, -4, -3, -1, 0, 1, 3, 4, 8, 23, 24, 200])
     wanted = [7, 7, 7, 5, 4, 3, 1, 0, 9, 11, 12, 13, 15, 15, 15]
     ranges = jax.jit(distances.ranges, static_argnums=1)
@@ -282,13 +293,13 @@ def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     )
     q, k, v = qkv
     places = np.arange(T)
-    bias_NTS = np.moveaxis(np.asarray(bias_RN)[ranges(places[None] - places[:, None], cfg)], -1, 0)
+    bias_NTS = np.moveaxis(bias_RN[ranges(places[None] - places[:, None], cfg)], -1, 0)
     scores_BNTS = np.einsum("BTNH,BSNH->BNTS", q, np.repeat(k, N // K, axis=2)) * H**-0.5 + bias_NTS
     seen_BTS = np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None]
     weights_BNTS = np.where(seen_BTS[:, None], np.exp(scores_BNTS), 0)
     weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)
     want = np.einsum("BNTS,BSNH->BTNH", weights_BNTS, np.repeat(v, N // K, axis=2))
-    got = jax.jit(attention.attend, static_argnames="cfg")(q, k, v, segments, cfg=cfg, own_RN=bias_RN)
+    got = attend(q, k, v, segments, cfg=cfg, own_RN=bias_RN)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
@@ -303,7 +314,9 @@ def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
 def test_no_mask_as_large_as_the_scores_is_kept_before_a_loop_on_gpus(qkv, segments, changes, dtype, monkeypatch):
     """The results and gradients are those of other platforms, where XLA does better with the mask as it is."""
     cfg, (q, *kv) = settings(**changes), (x.astype(dtype) for x in qkv)
-    table = jax.random.normal(jax.random.key(1), (RELATIVE.ranges, N)) if "relative_positions" in changes else None
+    table = None
+    if "relative_positions" in changes:
+        table = np.random.default_rng(1).standard_normal((RELATIVE.ranges, N), np.float32)
 
     def loss(q):
         def layer(x, _):
@@ -316,12 +329,10 @@ def test_no_mask_as_large_as_the_scores_is_kept_before_a_loop_on_gpus(qkv, segme
         traced = jax.jit(jax.grad(loss)).trace(q)
         before = (out.aval for eqn in traced.jaxpr.eqns if eqn.primitive.name != "scan" for out in eqn.outvars)
         made = [aval.size for aval in before if aval.shape[-2:] == (T, T)]
-        return max(made) / (B * N * T * T), traced.lower().compile()(q).astype(jnp.float32)
+        return max(made) / (B * N * T * T), np.asarray(traced.lower().compile()(q), np.float32)
 
     share, wanted = kept()
     monkeypatch.setattr(attention, "platform", lambda: "gpu")
     share_on_gpu, found = kept()
     assert share == 1 and share_on_gpu < 1
-    np.testing.assert_allclose(
-        found, wanted, atol=1e-6 if dtype == jnp.float32 else 3e-2 * float(jnp.abs(wanted).max())
-    )
+    np.testing.assert_allclose(found, wanted, atol=1e-6 if dtype == jnp.float32 else 3e-2 * np.abs(wanted).max())

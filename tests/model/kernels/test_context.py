@@ -37,7 +37,7 @@ def arrays(B, T, H):
         "segment_ids": np.where(places < cut, 1, 2).astype(np.int32),
         "positions": np.where(places < cut, places, places - cut),
     }
-    return jax.device_put(((q, k, v), weigh, batch))  # jax.random would compile a program for each
+    return jax.device_put(((q, k, v), weigh, batch))  # XLA would fold what a program reads of the host
 
 
 def settings(H, **changes):
@@ -103,26 +103,25 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
 
 
 def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
-    """Twice the length takes twice the memory, and with gathered keys and XLA's scores four times.
+    """Twice the length takes twice the memory. With gathered keys, it holds the scores of all pairs of tokens.
 
     In a loop over layers, a compiler may make once what all layers share, such as masks.
     """
     taken = {}
-    for form in ("ring", "gather"):
-        for T in (2048, 4096):
-            qkv, weigh, batch = arrays(1, T, 8)
-            place = placement(form)
+    for form, T in (("ring", 2048), ("ring", 4096), ("gather", 4096)):
+        qkv, weigh, batch = arrays(1, T, 8)
+        place = placement(form)
 
-            def loss(qkv, layers, batch, place=place, weigh=weigh):
-                with placed_by(place):
-                    batch, (q, k, v) = context.zigzag_sharded(batch), qkv
-                    layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
-                    return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
+        def loss(qkv, layers, batch, place=place, weigh=weigh):
+            with placed_by(place):
+                batch, (q, k, v) = context.zigzag_sharded(batch), qkv
+                layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
+                return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
 
-            one = jax.jit(jax.grad(loss)).lower(qkv, jnp.ones(3), batch).compile()
-            taken[form, T] = one.memory_analysis().temp_size_in_bytes
+        one = jax.jit(jax.grad(loss)).lower(qkv, np.ones(3, np.float32), batch).compile()
+        taken[form, T] = one.memory_analysis().temp_size_in_bytes
     assert taken["ring", 4096] < 2.1 * taken["ring", 2048]
-    assert taken["gather", 4096] > 3.5 * taken["gather", 2048]
+    assert taken["gather", 4096] > 4 * N * 2048 * 4096 > taken["ring", 4096]
 
 
 NEAR = config.RelativePositions(ranges=8, distance=12)
@@ -139,9 +138,10 @@ VECTORS = {"relative_vectors": config.RelativeVectors(ranges=8, distance=12), "k
 def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
     """Under vectors, heads have the queries and the keys of 8 ranges, of 8 numbers each."""
     (q, k, v), weigh, batch = arrays(2, 32, 8)
-    cfg, own_RN = settings(8, mask="full", **changes), jax.random.normal(jax.random.key(7), (ranges, N))
-    k, v = (jnp.repeat(x, cfg.kv_heads // K, axis=2) * (1 + jnp.arange(cfg.kv_heads)[:, None]) for x in (k, v))
+    cfg, own_RN = settings(8, mask="full", **changes), np.random.default_rng(7).standard_normal((ranges, N), np.float32)
+    scales_K1 = np.arange(1, cfg.kv_heads + 1, dtype=np.float32)[:, None]
+    k, v = (np.repeat(x, cfg.kv_heads // K, axis=2) * scales_K1 for x in (k, v))
     want, (got, at) = both(cfg, placement(form), (q, k, v), weigh, batch, own_RN if ranges else None)
     np.testing.assert_array_equal(at[0], np.arange(32))  # nothing is sharded in zigzag
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())

@@ -9,12 +9,13 @@ from gspmd_lm import config
 from gspmd_lm.model.kernels import distances
 
 H = 3
+range_numbers = jax.jit(distances.range_numbers, static_argnums=1)
 
 
 def of_pairs(q_BTNH, k_BSNH, heads_RN, ahead_TS, relative, d_BNTS):
     """What a gather of the vectors of each pair gives, and the gradients, in float64."""
     queries_RNH, keys_RNH = np.moveaxis(heads_RN.reshape(2, relative.ranges, H, -1), 2, 3)
-    of_TS = np.asarray(distances.range_numbers(ahead_TS, relative))
+    of_TS = np.asarray(range_numbers(ahead_TS, relative))
     scores = np.einsum("BTNH,TSNH->BNTS", q_BTNH, keys_RNH[of_TS])
     scores += np.einsum("BSNH,TSNH->BNTS", k_BSNH, queries_RNH[of_TS])
     dq = np.einsum("BNTS,TSNH->BTNH", d_BNTS, keys_RNH[of_TS])
@@ -28,10 +29,9 @@ def of_pairs(q_BTNH, k_BSNH, heads_RN, ahead_TS, relative, d_BNTS):
 def test_half_of_the_ranges_of_a_side_hold_one_distance():
     """Of 16 ranges, 4 on each side hold one distance. The last distance with a range before the last one is 19."""
     ahead = np.array([-30, -19, -12, -8, -5, -4, -1, 0, 1, 4, 5, 8, 12, 19, 30])
-    numbers = jax.jit(distances.range_numbers, static_argnums=1)
-    found = numbers(ahead, config.RelativeVectors(ranges=16, distance=20))
+    found = range_numbers(ahead, config.RelativeVectors(ranges=16, distance=20))
     np.testing.assert_array_equal(found, [0, 1, 1, 2, 3, 4, 7, 8, 9, 12, 13, 14, 15, 15, 15])
-    of_each = numbers(ahead, config.RelativeVectors(ranges=16, distance=8))
+    of_each = range_numbers(ahead, config.RelativeVectors(ranges=16, distance=8))
     np.testing.assert_array_equal(of_each, np.clip(ahead + 8, 0, 15))
 
 
@@ -63,9 +63,8 @@ def test_rows_of_each_shard_of_a_batch_have_vectors_of_their_own():
     relative, rng = config.RelativeVectors(ranges=8, distance=10), np.random.default_rng(0)
     q, k = rng.normal(size=(2, 4, 6, 2, H)).astype("f4")
     heads_RN, places = rng.normal(size=(2 * 8 * H, 2)).astype("f4"), np.arange(6)[None]
-    once, twice = (
-        distances.by_distance(q, k, heads_RN, np.repeat(places, n, axis=0), places, relative) for n in (1, 2)
-    )
+    by_distance = jax.jit(distances.by_distance, static_argnums=5)
+    once, twice = (by_distance(q, k, heads_RN, np.repeat(places, n, axis=0), places, relative) for n in (1, 2))
     np.testing.assert_allclose(once, twice, rtol=0, atol=1e-5)
 
 
