@@ -49,7 +49,8 @@ def test_an_example_has_the_losses_of_one_device(name, split):
     np.testing.assert_allclose(losses(model, split), losses(model, "none"), rtol=0, atol=1e-5)
 
 
-def test_explain_and_plan_take_the_vision_transformer(monkeypatch, lines_of_python):
+@pytest.mark.slow  # test_other_models.py and test_your_own_model.py have reports on tasks by default
+def test_explain_takes_the_vision_transformer(monkeypatch, lines_of_python):
     monkeypatch.setattr(compile, "_run_compiler", compiled_here)
     vit = importlib.import_module("vit")
     report = gspmd_lm.explain(vit.TASK, layout(vit.TASK, "tensor"), "cpu:8")
@@ -57,7 +58,11 @@ def test_explain_and_plan_take_the_vision_transformer(monkeypatch, lines_of_pyth
     assert 1 <= report.above_floor < 1.05
     assert {row for one in report.collectives for row in one.rules} == {"rules.batch", "rules.mlp", "weights.embed"}
     assert {one.source.split(":")[0] for one in report.memory.largest} == {"examples/vit.py"}
-    plan = gspmd_lm.plan(vit.TASK, "cpu:8")
+
+
+def test_plan_takes_the_vision_transformer(monkeypatch):
+    monkeypatch.setattr(compile, "_run_compiler", compiled_here)
+    plan = gspmd_lm.plan(importlib.import_module("vit").TASK, "cpu:8")
     assert plan.searched > 50 and {row.axis for row in plan.rules.rows} >= {"batch"}
 
 

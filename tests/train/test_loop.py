@@ -78,7 +78,8 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
 @pytest.mark.parametrize(
     ("layouts", "model"),
     [
-        (("tp8", "fsdp2"), {}),
+        # By default, a model of one's own goes on under other rules in test_your_own_model.py.
+        pytest.param(("tp8", "fsdp2"), {}, marks=pytest.mark.slow),
         pytest.param(("fsdp8", "tp8", "dp2_tp4"), {}, marks=pytest.mark.slow),
         pytest.param(("pp2_fsdp2_tp2", "fsdp8", "pp2_fsdp2_tp2"), {"layers": 2}, marks=pytest.mark.slow),
         *(
