@@ -136,8 +136,10 @@ class Part:
 
     @property
     def reduced_last(self) -> tuple[str, ...]:
-        """The mesh axes over which gradients are summed once, after the last microbatch."""
-        return self.step_rules.replicas if self.step_rules.microbatches > 1 else ()
+        """The mesh axes over which gradients are summed once, after the last microbatch or the last turn."""
+        step = self.step_rules
+        in_turns = self.of_stages or (step.pipeline and step.pipeline.schedule == "1f1b" and step.stages)
+        return step.replicas if step.microbatches > 1 or in_turns else ()
 
     @property
     def stack(self) -> str:

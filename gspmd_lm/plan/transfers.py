@@ -91,21 +91,31 @@ class Transfers(abc.ABC):
         self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
         self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
         self.add_model()
-        if part.of_stages or forward_alone:
-            return
         step, pipeline = part.step_rules, part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
+        if part.of_stages and step.microbatches == 1:  # of several microbatches, everything is summed below
+            self.add_sums_of_turns(reduced_last)
+        if part.of_stages or forward_alone:
+            return
         by_all = {*step.stages} if pipeline and pipeline.schedule == "1f1b" else set()  # stages with gradients of it
         for weight in self.weights.values():
             if not weight.trained:
                 continue
-            if by_all and part.has(weight.path):
-                float32_bytes = weight.elements * FLOAT32_BYTES
-                self.add(self.volume(float32_bytes, weight.gradient, weight.gradient, by_all), 1, "gradients")
             gradient_bytes = weight.elements * FLOAT32_BYTES
-            self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, reduced_last), 1, "gradients")
+            if part.has(weight.path) or step.microbatches > 1:
+                last = reduced_last | by_all
+                self.add(self.volume(gradient_bytes, weight.gradient, weight.gradient, last), 1, "gradients")
             # The update runs in the sharding of the optimizer's state; its result goes to that of stored weights.
             self.add(self.volume(weight.elements * weight.itemsize, weight.gradient, weight.storage), 1, "weights")
+
+    def add_sums_of_turns(self, replicas: set[str]) -> None:
+        """Adds the sums over replicas of the gradients that a stage has added up in its turns."""
+        pipeline = self.part.step_rules.pipeline
+        for weight in self.weights.values():
+            if weight.trained and self.part.has(weight.path):
+                itemsize = FLOAT32_BYTES if pipeline and pipeline.schedule == "1f1b" else weight.itemsize
+                gradient_bytes = weight.elements * itemsize
+                self.add_once(self.volume(gradient_bytes, weight.gradient, weight.gradient, replicas), "gradients", 1)
 
     def has_gradient(self, node: Node | None) -> bool:
         """Whether an array depends on anything that is trained."""

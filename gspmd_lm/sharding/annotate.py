@@ -21,6 +21,7 @@ from gspmd_lm.sharding.names import Vocabulary, is_unnamed, named
 from gspmd_lm.sharding.op_names import scope
 
 CONSTRAINT = "constraint"  # how the name of an array begins that a model places without naming it
+REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Stages(NamedTuple):
     repeats: int  # how often a microbatch goes through all stages
     gather: str  # when weights are gathered: step or turn
     keep: str  # of which the backward pass finds the inputs: layers or stage
+    replicas: tuple[str, ...]  # the mesh axes along which the weights of a stage are whole
 
 
 class Spec(NamedTuple):

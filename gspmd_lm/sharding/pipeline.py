@@ -25,7 +25,8 @@ from einops import rearrange
 from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_device, placed_by, placement, remat, split
 from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import gathered_once, tokens_of
+from gspmd_lm.sharding.partial_sums import TOKENS as INPUT
+from gspmd_lm.sharding.partial_sums import Replicas, Sum, copied, gathered_once, replicas_of, tokens_of
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
 
@@ -57,8 +58,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         return one.computed(part, weights, x_BTD, of_rows)
     place = placement()
     assert place.stages
-    over, M, R, gather, _ = place.stages
-    once = gather == "step"
+    over, M, R, gather, *_ = place.stages
+    once, replicas = gather == "step", _replicas()
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
     outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
     sizes = {"r": place.over(outer).num_shards, "S": S, "J": M // S}
@@ -75,13 +76,35 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         is_matrix = len(box.axes) > 2
         return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, w, over) if once and is_matrix else w)
 
-    weights = jax.tree.map(of_stages, weights, is_leaf=is_box)
-    of_rows = jax.tree.map(lambda x: by_stage(x).reshape(M, -1, *x.shape[1:]), of_rows)
+    def of_replicas(box: Box) -> Box:
+        """The weight, once for each replica. The gradients of all turns are added up before replicas are summed."""
+        spec = Spec(box.path, box.axes, "weights")
+        return box.replace(value=copied(_sum(replicas, box.path), spec._replace(table="optimizer"), spec, box.value))
+
+    if replicas.split.over:
+        weights = jax.tree.map(of_replicas, weights, is_leaf=is_box)
+    weights = replicas.each(lambda weights: jax.tree.map(of_stages, weights, is_leaf=is_box))(weights)
+    of_rows = jax.tree.map(lambda x: replicas.apart(by_stage(x).reshape(M, -1, *x.shape[1:]), "M"), of_rows)
     run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
-    x, sums, rows = run(weights, by_stage(x_BTD), of_rows)
+    x, sums, rows = replicas.each(run)(weights, replicas.apart(by_stage(x_BTD), "S J"), of_rows)
+    x, rows = replicas.together(x, "S J"), jax.tree.map(lambda x: replicas.together(x, "R S M k"), rows)
+    sums = jax.tree.map(lambda x: x.sum(0), sums) if replicas.split.over else sums
     rows = jax.tree.map(lambda x: rearrange(x, "R S (s J) k (r b) -> (R S k) (r s b J)", **{**sizes, "s": S}), rows)
     sums = jax.tree.map(lambda x: rearrange(x.sum(2), "R S k ... -> (R S k) ..."), sums)
     return rearrange(x, "S J (r b) ... -> (r S b J) ...", **sizes), sums, rows
+
+
+def _replicas() -> Replicas:
+    """The replicas of the weights of a stage, each of which has its own rows."""
+    place = placement()
+    assert place.stages
+    batch = tuple(name for name in split(RESIDUAL.array, "batch").over if name not in place.stages.split.over)
+    return replicas_of(place, place.stages.replicas, batch)
+
+
+def _sum(replicas: Replicas, path: str) -> Sum:
+    """The sum of the gradients of a weight over its replicas."""
+    return Sum(replicas.split, (f"{INPUT}.batch",), (path,))
 
 
 def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: Any) -> tuple[jax.Array, Any, Any]:
@@ -89,7 +112,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
     """
-    over, M, R, gather, keep = stages
+    over, M, R, gather, keep, _ = stages
     S, J = over.num_shards, M // over.num_shards
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -260,8 +283,7 @@ def one_forward_one_backward(
     """
     place = placement()
     assert place.stages
-    over, M, S = place.stages.split, place.stages.microbatches, place.stages.split.num_shards
-    stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
+    over, S, replicas = place.stages.split, place.stages.split.num_shards, _replicas()
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
     def is_cut(leaf: Named) -> bool:
@@ -273,17 +295,45 @@ def one_forward_one_backward(
         return each(functools.partial(placement().constrain, spec=Spec(leaf.path, leaf.axes, "weights")))(w_S)
 
     def together(leaf: Named, dw_S: jax.Array, w: jax.Array) -> jax.Array:
-        if not is_cut(leaf):
-            with scope("of", leaf.path):
-                dw_S = place.total(dw_S, over, Spec(leaf.path, leaf.axes, "optimizer"))
+        """The gradient of a weight from those of the stages, [S, ...] or [R, S, ...] where there are replicas."""
+        names = (*replicas.split.over, *(() if is_cut(leaf) else over.over))
+        if names:
+            addends, spec = dw_S.reshape(-1, *w.shape), Spec(leaf.path, leaf.axes, "optimizer")
+            dw_S = _sum(replicas_of(place, names, ()), leaf.path).made(addends, spec)
         return dw_S.reshape(w.shape).astype(w.dtype)
 
     def of_leaves(function: Callable[..., jax.Array], named: Any, *trees: Any) -> Any:
         return jax.tree.map(function, named, *trees, is_leaf=lambda leaf: isinstance(leaf, Named))
 
-    @each
+    with placed_by(place.of_a_stage):
+        trained, frozen = (of_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
+        pieces = jax.tree.map(lambda x: replicas.apart(x, "M"), batch)
+        added_up = functools.partial(_one_by_one, loss, place.stages, trained, frozen)
+        zero = jnp.zeros((replicas.split.num_shards,) if replicas.split.over else ())
+        gradients, total = replicas.each(added_up)(pieces, zero)
+    total = jax.tree.map(lambda x: x.sum(0), total) if replicas.split.over else total
+    return of_leaves(together, named[0], gradients, weights[0]), total
+
+
+def _one_by_one(
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]],
+    stages: Stages,
+    trained: Any,
+    frozen: Any,
+    pieces: Any,
+    zero: jax.Array,
+) -> tuple[Any, Any]:
+    """The gradients of each stage, [S, ...], and the sums of what else `loss` gives.
+
+    trained, frozen: the weights of each stage, [S, ...]. pieces: a tree of [M, ...]. zero: of this replica, so that
+    what stages hold at first is split over the replicas as what they hold later.
+    """
+    over, M, S = stages.split, stages.microbatches, stages.split.num_shards
+    stage_S, depth = jnp.arange(S), 2 * S - 3  # stage 0 is given nothing, and stage 1 waits 2 S - 4 turns
+
+    @functools.partial(jax.vmap, spmd_axis_name=over.over)
     def computed(trained: Any, given: Any, frozen: Any, number: jax.Array, microbatch: jax.Array):
-        own = jax.tree.map(lambda x: x[jnp.clip(microbatch, 0, M - 1)], batch)
+        own = jax.tree.map(lambda x: x[jnp.clip(microbatch, 0, M - 1)], pieces)
         with OneStage(number, S, given).alone() as stage:
             of_loss, more = loss(trained, frozen, own)
         return (stage.passed, of_loss), more
@@ -315,13 +365,11 @@ def one_forward_one_backward(
         gradients, total = jax.tree.map(jnp.add, (gradients, total), (of_weights, of_stages(ends_S, more)))
         return (passed, back, held, gradients, total), None
 
-    with placed_by(place.of_a_stage):
-        trained, frozen = (of_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
-        (passed, _), more = jax.eval_shape(computed, trained, None, frozen, stage_S, stage_S)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (passed, passed, more))
-        held = jax.tree.map(lambda x: jnp.zeros((S, depth, *x.shape[1:]), x.dtype), passed)
-        held = placed_of_stages(over, held[0]), *held[1:]
-        sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
-        begun = *zeros[:2], held, sums, zeros[2]
-        (*_, gradients, total), _ = jax.lax.scan(turn, begun, jnp.arange(M + 2 * (S - 1)))
-    return of_leaves(together, named[0], gradients, weights[0]), jax.tree.map(lambda x: x.sum(0), total)
+    (passed, _), more = jax.eval_shape(computed, trained, None, frozen, stage_S, stage_S)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (passed, passed, more))
+    held = jax.tree.map(lambda x: jnp.zeros((S, depth, *x.shape[1:]), x.dtype) + zero.astype(x.dtype), passed)
+    held = placed_of_stages(over, held[0]), *held[1:]
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
+    begun = *zeros[:2], held, sums, zeros[2]
+    (*_, gradients, total), _ = jax.lax.scan(turn, begun, jnp.arange(M + 2 * (S - 1)))
+    return gradients, jax.tree.map(lambda x: x.sum(0), total)

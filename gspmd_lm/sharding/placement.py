@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
-from gspmd_lm.sharding.annotate import Placement, Settings, Spec, Split, Stages, placed_by
+from gspmd_lm.sharding.annotate import REPLICAS, Placement, Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
+from gspmd_lm.sharding.permutes import shard_of_sum
 from gspmd_lm.sharding.remat_policy import policy
 from gspmd_lm.sharding.rules import Problem, Rules, check
 
@@ -96,11 +95,19 @@ class MeshPlacement(Placement):
     @property
     def stages(self) -> Stages | None:
         over, one = self.rules.stages, self.rules.pipeline
-        return Stages(self.over(over), one.microbatches, one.repeats, one.gather, one.keep) if one and over else None
+        if not one or not over:
+            return None
+        return Stages(self.over(over), one.microbatches, one.repeats, one.gather, one.keep, self.rules.replicas)
 
     @property
     def of_a_stage(self) -> "MeshPlacement":
-        return dataclasses.replace(self, rules=self.rules.of_a_stage, mapped=1)
+        return dataclasses.replace(self.of_a_replica, rules=self.of_a_replica.rules.of_a_stage, mapped=1)
+
+    @property
+    def of_a_replica(self) -> "MeshPlacement":
+        """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
+        replicas = REPLICAS if self.rules.replicas else self.replicas
+        return dataclasses.replace(self, rules=self.rules.of_a_replica, replicas=replicas)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         with scope(spec.table, spec.array):
@@ -152,7 +159,7 @@ class MeshPlacement(Placement):
         def local(x: jax.Array) -> jax.Array:
             x = x[0]
             for dimension, names in scatter:
-                x = _scattered(x, names, dimension, self.platform)
+                x = shard_of_sum(x, names, dimension, self.platform)
             return jax.lax.psum(x, summed) if summed else x
 
         out = [
@@ -297,38 +304,6 @@ class Recorder(Placement):
     def unmapped(self) -> list[Spec]:
         """The constraints that gather an array whole, since no row maps any of their axes."""
         return [one for one in self.constraints if not any(self.rules.row("rules", one.array, x) for x in one.axes)]
-
-
-def _scattered(x: jax.Array, names: Sequence[str], dimension: int, platform: str) -> jax.Array:
-    """The sum of `x` over mesh axes, of which each device keeps its shard of `dimension`. It runs inside of one device.
-
-    TPU programs reduce the whole array, which is twice the traffic, where a shard does not end with a tile, such as 128
-    columns or 8 rows of bfloat16 (v5e and v5p, libtpu 0.0.42.1). The shards are then made blocks of rows, one behind
-    the other in memory. Any dimension but the last may be that of the rows; fewer than 8 of them stay as they are.
-    Where the last dimension fills no tiles, such as heads of 64, programs make another one that of the columns.
-
-    TPU programs may also reduce the whole array where a dimension of size 1 comes first, as in a batch of one row: on
-    v5e and v6e always, on v5p for small arrays. Such a dimension is left out.
-    """
-    if platform == "tpu" and dimension and x.shape[0] == 1:
-        return _scattered(x[0], names, dimension - 1, platform)[None]
-    num_shards, last = jax.lax.axis_size(tuple(names)), dimension == x.ndim - 1
-    size = x.shape[dimension] // num_shards
-    may_be_columns = last or x.shape[-1] % 128
-    aligned = size * x.dtype.itemsize % (512 if may_be_columns else 32) == 0 or (not last and size % 8)
-    if platform != "tpu" or x.ndim == 1 or aligned:
-        return jax.lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
-    if last:
-        return jnp.swapaxes(_blocks(jnp.swapaxes(x, -2, -1), names, dimension - 1, num_shards), -2, -1)
-    return _blocks(x, names, dimension, num_shards)
-
-
-def _blocks(x: jax.Array, names: Sequence[str], dimension: int, num_shards: int) -> jax.Array:
-    """The shard of the sum that a device keeps, summed as one of several blocks of an array."""
-    before, size, after = x.shape[:dimension], x.shape[dimension] // num_shards, x.shape[dimension + 1 :]
-    apart = x.reshape(*before, num_shards, size, math.prod(after))
-    apart = with_layout_constraint(jnp.moveaxis(apart, dimension, 0), Layout(tuple(range(apart.ndim))))
-    return jax.lax.psum_scatter(apart, names, scatter_dimension=0).reshape(*before, size, *after)
 
 
 def mark(x: jax.Array, spec: Spec) -> jax.Array:

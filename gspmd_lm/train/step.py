@@ -18,6 +18,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Spec, Split
 from gspmd_lm.sharding.op_names import LOSS, scope
+from gspmd_lm.sharding.partial_sums import replicas_of
 from gspmd_lm.sharding.pipeline import one_forward_one_backward
 from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
@@ -26,7 +27,6 @@ from gspmd_lm.train import decoder
 from gspmd_lm.train.state import State, attention_pass, settled
 
 Batch = dict[str, jax.Array]
-REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,6 @@ class Step(TaskProgram):
     @property
     def compiled_for(self) -> tuple[str, ...]:
         return self.rules.compiled_for
-
-    @functools.cached_property
-    def of_a_replica(self) -> MeshPlacement:
-        """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
-        return MeshPlacement(self.rules.of_a_replica, self.mesh, REPLICAS if self.rules.replicas else "")
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -150,7 +145,7 @@ class Step(TaskProgram):
     def _gradients(self, state: State, frozen: Any, trained: Any, batch: Batch, count: jax.Array) -> tuple[Any, Any]:
         """The sums with the new state, and the gradients of loss / count with respect to the trained parameters.
 
-        Sums and gradients are accumulated in float32 over the rules' microbatches. Where devices hold replicas of all
+        Sums and gradients are accumulated in float32 over the rules' microbatches. Where devices hold replicas of
         weights, each replica adds up the gradients of its own rows. Replicas are summed once, after the last
         microbatch.
         """
@@ -177,19 +172,18 @@ class Step(TaskProgram):
             gradients, sums = differentiate(batch)
             return sums, self._constrain(gradients)
 
+        array, axes, _ = next(iter(self.task.specs().values()))
         names = self.rules.replicas
-        replicas = Split(names, self.rules.num_shards(names))
-        # A dimension of one replica would keep compilers from reduce-scattering.
-        mapped = functools.partial(jax.vmap, axis_name=REPLICAS, spmd_axis_name=names)
-        each = mapped if names else lambda function: function
-        lead = (replicas.num_shards,) if names else ()
+        replicas = replicas_of(self.placement, names, self.rules.split("rules", array, axes[0]))
+        each, lead = replicas.each, (replicas.split.num_shards,) if names else ()
 
         def cut(name: str, x: jax.Array) -> jax.Array:
             """[M, R, rows, ...], without R where there are no replicas."""
-            x = self._cut(name, x, microbatches, self.placement)
-            return x.reshape(microbatches, *lead, -1, *x.shape[2:])
+            x = replicas.apart(self._cut(name, x, microbatches, self.placement), "M")
+            return jnp.swapaxes(x, 0, 1) if names else x
 
-        one, constrain = each(functools.partial(differentiate, placement=self.of_a_replica)), each(self._constrain)
+        differentiate = functools.partial(differentiate, placement=self.placement.of_a_replica)
+        one, constrain = each(differentiate), each(self._constrain)
 
         def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:
             gradients, sums = one(microbatch)
@@ -205,7 +199,7 @@ class Step(TaskProgram):
         (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)
         if names:
             gradients = jax.tree.map(
-                lambda named, g: self._summed(g, replicas, named),
+                lambda named, g: self._summed(g, replicas.split, named),
                 self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
             )  # fmt: skip
             sums = jax.tree.map(lambda x: x.sum(0), sums)

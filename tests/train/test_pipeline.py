@@ -53,12 +53,16 @@ LAYOUTS = {
         "mesh": {"data": 2, "stage": 2, "tensor": 2}, "rules": {"batch": ["data", "stage"], **TENSOR},
         "optimizer": {"embed": "data"}, "pipeline": {"microbatches": 2}, "microbatches": 2,
     },
+    "replicas within and outside of the stages": {
+        "mesh": {"data": 2, "stage": 2, "fsdp": 2}, "rules": {"batch": ["fsdp", "stage", "data"]},
+        "weights": {"embed": "fsdp"}, "pipeline": {"microbatches": 4}, "microbatches": 2,
+    },
     "a batch that stages do not split": {
         "mesh": {"data": 2, "stage": 2, "tensor": 2}, "rules": {"batch": "data", **TENSOR},
         "pipeline": {"microbatches": 4},
     },
 }  # fmt: skip
-FIRST, RING = list(LAYOUTS)[:2]
+FIRST, RING, *_, REPLICAS, _ = LAYOUTS
 MIXED = "pattern, dropout and a tied table"
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
 MODELS = {
@@ -100,6 +104,8 @@ KEPT = [  # in ways that keep less: model, layout, remat, parts of a device's ro
     (ONE_BY_ONE, "adapters", RING, "block", 1),
     (ONE_BY_ONE, "plain", "data outside of the stages, zero1", "none", 2),
     (ONE_BY_ONE, "classes", "four stages", "dots", 1),
+    (ONE_BY_ONE, MIXED, REPLICAS, "block", 1),
+    (INPUTS, "experts in a pattern", REPLICAS, "block", 1),
     (INPUTS, MIXED, RING, "none", 1),
     (INPUTS, "experts in a pattern", "experts", "block", 1),
     (INPUTS | {"repeats": 2}, "plain", FIRST, "dots", 2),
@@ -133,6 +139,34 @@ def first(small, course):
 
 def test_a_pipeline_changes_nothing(first, small, course):
     agree(first, course(model_of(MIXED, FIRST, 1, small), "single", unroll=1))
+
+
+def once_for(config, stages, fsdp, replicas):
+    """The bytes that a device sends over `data` if it sums the gradient of each weight of its stage once."""
+    arrays = state.arrays(config)
+    of_layers = sum(like.size for leaf, like in pairs(arrays.named_params, arrays.params) if "layers" in leaf.axes)
+    return 2 * (replicas - 1) / replicas * 4 * of_layers / stages / fsdp
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{}, ONE_BY_ONE, *(pytest.param(one, marks=pytest.mark.slow) for one in (INPUTS, {"gather": "step"}))],
+    ids=str,
+)  # fmt: skip
+def test_replicas_are_summed_once_however_many_the_turns(pipeline, small, built, read):
+    config = small(layers=4)
+    for microbatches in (2, 8):
+        reading = read(built(config, rules_of(REPLICAS, microbatches=microbatches, **pipeline), microbatches=1))
+        assert reading.bytes_by_axes["data"] == once_for(config, 2, 2, 2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_a_compiled_step_sums_replicas_once(schedule, small, built):
+    config = small(layers=4)
+    rules = rules_of(REPLICAS, mesh="data=4,fsdp=1", microbatches=8, schedule=schedule)
+    program = courses.trace_gradients(built(config, rules, microbatches=1)).lower().compile()
+    sums = [one for one in count(program.as_text()) if one.kind == "all-reduce" and one.elements > 1]
+    assert not any(one.in_loop for one in sums)
+    assert ring_bytes(one for one in sums if one.group_size == 4) == once_for(config, 2, 1, 4)
 
 
 REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
