@@ -38,7 +38,7 @@ from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.space import Space, describe
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import state
+from gspmd_lm.train import choices
 
 SLOWEST = 2.0  # a layout that takes so many times the fastest is no candidate for a rank
 OF_MEMORY = 0.95  # the share of the limit that a ranked layout may need by estimate: all but a few then compile
@@ -196,7 +196,7 @@ def stages(name: str | None, again: bool) -> None:
     if name is None:
         for row in step_times.rows(step_times.PIPELINES):
             where, config = targets.parse(row.target), row.config()
-            rules = state.settled(config, row.rules().fill(where.devices), where.processor)
+            rules = choices.settled(config, row.rules().fill(where.devices), where.processor)
             estimate = Estimator(config, where).estimate(rules)
             print(f"{row.name}: published {row.step_time_s:.2f} s, estimated {estimate.step_time_s:.2f} s, "
                   f"{estimate.peak_bytes / 1e9:.0f} GB")  # fmt: skip

@@ -20,6 +20,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def either(words: Iterable[Any]) -> str:
+    """The words as a choice: '1, 2 or 4'."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def is_whole_number(value: Any, least: int) -> bool:
     """Whether a value is a whole number of at least `least`: an int of Python or of numpy."""
     return isinstance(value, Integral) and int(value) >= least

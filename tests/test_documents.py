@@ -9,6 +9,7 @@ import yaml
 from gspmd_lm import config as configs
 from gspmd_lm import errors
 from gspmd_lm.hardware import chips, target
+from gspmd_lm.model import supported
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
@@ -49,6 +50,20 @@ def test_shipped_rules():
 def test_every_key_is_explained():
     for key in rules_file.SECTIONS:
         assert re.search(rf"^### .*`{key}`", RULES, re.M), key
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "keys"),
+    [
+        ("rules_reference", "### `pipeline`", {*supported.BEYOND_ONE_STREAM, "vision"}),
+        ("rules_reference", "### `interleave`", {*supported.BEYOND_ONE_STREAM}),
+        ("context", "## Which one to take", {*supported.NOT_IN_A_RING}),
+    ],
+)
+def test_settings_that_a_layout_refuses(page, heading, keys):
+    section = (ROOT / f"docs/{page}.md").read_text().partition(f"{heading}\n")[2]
+    (refused,) = re.findall(r"Refused are (.*?)\.\n", section.partition("\n##")[0], re.DOTALL)
+    assert {*re.findall(r"`model\.(\w+)", refused)} == keys
 
 
 def test_no_example_of_a_message_is_missed():

@@ -29,7 +29,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
-from gspmd_lm.train import decoder, state
+from gspmd_lm.train import choices, decoder, state
 
 NO_RULES = dataclasses.replace(rules_file.from_dict({}, ""), problems=())  # of a step that brings its own mesh
 NOT_ON_CPU = "simulated devices have no speed of their own; explain predicts one for a --target such as v5p:2x2x2"
@@ -84,7 +84,7 @@ def _check_request(layouts: Sequence[Rules], phase: str, export: Path | None) ->
 def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
     """The rules with the attention kernel that the compiled program will have."""
     if phase == "train":
-        return state.settled(task, rules, target.processor)
+        return choices.settled(task, rules, target.processor)
     return settled(rules, task.config, target.processor, _asked(task.config, phase)) if task.config else rules
 
 
@@ -142,6 +142,7 @@ def report(
     attention = ""
     if config and phase != "decode":
         attention = kernel_choice(rules, config, target.processor, _asked(config, phase))
+    gather = choices.gather_choice(task, rules, target.processor) if phase == "train" else ""
     report = Report(
         target=target.text,
         chip=target.chip.kinds[0] if target.chip else "",
@@ -151,6 +152,7 @@ def report(
         phase=phase,
         mesh=dict(rules.mesh),
         attention=attention,
+        gather=gather,
         matmuls=narrow,
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,

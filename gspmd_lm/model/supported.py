@@ -1,7 +1,7 @@
 """What a config asks for and kernels or rules do not support, and the choice of the attention kernel."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,9 +12,31 @@ from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.model.operands import check_matmul_dtype
-from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
+from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check, flow
 
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
+
+Asked = Mapping[str, Callable[[ModelConfig], bool]]  # settings of a model, and whether it asks for them
+# What passes of a ring do not support. docs/context.md has the same list.
+NOT_IN_A_RING: Asked = {
+    "sliding_window": lambda model: any(kind.sliding_window for kind in model.layer_kinds),
+    "positions": lambda model: model.positions in ("alibi", "alibi_bf16"),
+    "attention_scores_dtype": lambda model: model.attention_scores_dtype != "float32",
+    "attention_sinks": lambda model: model.attention_sinks,
+    "mask": lambda model: model.mask == "full",
+    **{key: lambda model, key=key: bool(getattr(model, key)) for key in ("relative_positions", "encoder", "vision")},
+}
+# By what a layer is given, or passes on, more than one residual stream of its rows. docs/rules_reference.md has the
+# same list for pipelines and for interleave.
+BEYOND_ONE_STREAM: Asked = {
+    "residual_streams": lambda model: model.residual_streams > 1,
+    "layer_embed": lambda model: model.layer_embed > 0,
+    "shared_kv_layers": lambda model: model.shared_kv_layers > 0,
+    "reads": lambda model: model.reads > 0,
+    "relative_positions": lambda model: bool(model.relative_positions and model.relative_positions.shared),
+    "relative_vectors": lambda model: bool(model.relative_vectors),
+    "windows": lambda model: bool(model.windows),
+}
 
 
 class Pass(NamedTuple):
@@ -198,16 +220,10 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
                   "the work of a causal mask", fix, warning=True)  # fmt: skip
     if form == "ring" and zigzag:
         window = next((kind.sliding_window for kind in model.layer_kinds if kind.sliding_window), 0)
-        lacking = {
-            f"sliding_window: {window}": window,
-            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
-            f"attention_scores_dtype: {model.attention_scores_dtype}": model.attention_scores_dtype != "float32",
-            "attention_sinks: true": model.attention_sinks,
-            "mask: full": model.mask == "full",
-            **{key: getattr(model, key) for key in ("relative_positions", "encoder", "vision")},
-        }
-        for asked in filter(lacking.get, lacking):
-            wrong(f"ring cannot do model.{asked}", "--set rules.context=gather, or ulysses")
+        for key in (key for key, is_asked in NOT_IN_A_RING.items() if is_asked(model)):
+            value = window if key == "sliding_window" else getattr(model, key)
+            said = f": {flow(value)}" if isinstance(value, str | int) else ""
+            wrong(f"ring cannot do model.{key}{said}", "--set rules.context=gather, or ulysses")
     return problems
 
 
@@ -254,8 +270,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if model.balance == "batch":
         wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
               "--set model.balance=row or bias")  # fmt: skip
-    if pipeline.gather == "step":
-        problems += _gather_problems(model, rules, place)
+    if pipeline.gathers_once:
+        problems += gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
     turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
     parts = stages * pipeline.repeats
@@ -289,7 +305,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     return problems
 
 
-def _gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
+def gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
     """The problems of stages that gather their weights once in a step."""
     problems, fix = [], "--set rules.pipeline.gather=turn"
     for key in ("experts", "matmul_dtype"):
@@ -325,12 +341,8 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
 
 
 def _beyond_one_stream(model: ModelConfig) -> list[str]:
-    """The settings by which a layer is given, or passes on, more than one residual stream of its rows."""
-    asked = {"residual_streams": model.residual_streams > 1, "layer_embed": model.layer_embed > 0,
-             "shared_kv_layers": model.shared_kv_layers > 0, "reads": model.reads > 0,
-             "relative_positions": bool(model.relative_positions and model.relative_positions.shared),
-             "relative_vectors": bool(model.relative_vectors), "windows": bool(model.windows)}  # fmt: skip
-    found = {key: getattr(model, key) for key, is_set in asked.items() if is_set}
+    """The settings of BEYOND_ONE_STREAM that a model asks for."""
+    found = {key: getattr(model, key) for key, is_asked in BEYOND_ONE_STREAM.items() if is_asked(model)}
     return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 
 

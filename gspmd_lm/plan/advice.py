@@ -19,7 +19,7 @@ from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import settled
+from gspmd_lm.train.choices import settled
 from gspmd_lm.units import human_bytes
 
 SURE = 0.95  # the share of a chip's memory up to which an estimate is said to fit

@@ -9,6 +9,7 @@ from typing import Any
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.plan.candidate import Candidate, Plan
+from gspmd_lm.units import human_bytes, human_seconds
 
 HOURS, DAYS = 3600, 86400
 SHOWN = 10  # layouts in a table
@@ -104,6 +105,23 @@ class Outcome:
             return f"as fast, {'and it leaves less memory' if other.peak_bytes > best.peak_bytes else 'and no simpler'}"
         within = ", which is within the known error" if any(other is one for one in self.plan.ties) else ""
         return f"{behind:.1%} slower{within}: {differences(_known(best), _known(other), best.step_time_s)}"
+
+    def one_by_one(self) -> str:
+        """What `schedule: 1f1b` gives where the best layout has stages; '' where it has none."""
+        best, plan = self.plan.best, self.plan
+        if best is None or best.rules.pipeline is None or plan.target.chip is None:
+            return ""
+        if best.rules.pipeline.schedule == "1f1b":
+            return "it pays here: no other pipeline that fits is faster"
+        pipelines = [(one, one.rules.pipeline) for one in plan.candidates if one.step_time_s < math.inf]
+        tried = [one for one, pipeline in pipelines if pipeline and pipeline.schedule == "1f1b"]
+        if not tried:
+            return (
+                "not tried, since other pipelines leave memory free, and stages compute their layers once more for it"
+            )
+        fastest = min(tried, key=lambda one: one.step_time_s)
+        costs = [f"{human_seconds(one.step_time_s)} with {human_bytes(one.peak_bytes)}" for one in (fastest, best)]
+        return f"{costs[0]}, against {costs[1]}: it pays only where nothing else fits"
 
     def waits(self) -> str:
         """What the best layout waits for."""

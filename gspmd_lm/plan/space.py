@@ -33,7 +33,8 @@ from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
-from gspmd_lm.train.state import attention_pass, settled
+from gspmd_lm.train.choices import settled
+from gspmd_lm.train.state import attention_pass
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small; the sizes are those of published runs on two hosts. And what
@@ -158,8 +159,8 @@ class Space:
                 fsdp = devices // inner // data
                 if self.task.rows % (stage * data * fsdp * expert):
                     continue
-                # Devices with equal weights take turns for nothing, unless they are in different slices or hosts.
-                if stage > 1 and data not in (1, max(1, self._outer // stage)):
+                # Stages have weights that are split over fsdp or whole, and both only across slices or hosts.
+                if stage > 1 and data not in (1, max(1, self._outer // stage), devices // inner):
                     continue
                 sizes = {"stage": stage, "data": data, "fsdp": fsdp, "context": context, "expert": expert}
                 sizes["tensor"] = tensor
@@ -168,7 +169,7 @@ class Space:
                 for dcn, split, state, form in itertools.product(
                     variants.across(self.target, self._outer, mesh) if stage > 1 else self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
-                    self._states(data, fsdp, context) if stage == 1 else self._of_stages(fsdp),
+                    self._states(data, fsdp, context) if stage == 1 else self._of_stages(data, fsdp),
                     CONTEXTS if context > 1 else ("",),
                 ):
                     rules: dict[str, Any] = {}
@@ -212,11 +213,11 @@ class Space:
         over = ["fsdp", "data"] if fsdp > 1 else "data"
         return [weights, {**weights, "optimizer": {axis: over for axis in finer}}]
 
-    def _of_stages(self, fsdp: int) -> list[dict[str, Any]]:
-        """The table of weights in stages, in each of which they are whole or split over fsdp."""
+    def _of_stages(self, data: int, fsdp: int) -> list[dict[str, Any]]:
+        """The tables in stages, where weights are split over fsdp, or whole, with ZeRO-1 over data or without."""
         return [
-            {"weights": {self.task.names.stages: "stage", **state.get("weights", {})}}
-            for state in self._states(1, fsdp, 1)
+            {**state, "weights": {self.task.names.stages: "stage", **state.get("weights", {})}}
+            for state in self._states(data if fsdp == 1 else 1, fsdp, 1)
         ]
 
     @property
@@ -257,7 +258,7 @@ class Space:
             return self.estimator.estimate(rules)
 
         limit_bytes = self.target.chip.usable_hbm_bytes
-        for pipeline in variants.pipelines(self.task, layout["mesh"], estimate, limit_bytes):
+        for pipeline in variants.pipelines(self.task, layout, estimate, limit_bytes):
             yield {**layout, "pipeline": pipeline}
 
     # What a device computes and keeps

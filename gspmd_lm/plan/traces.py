@@ -124,7 +124,7 @@ class Part:
     def gathers_once(self) -> bool:
         """Whether a stage gathers its matrices once in a step, and sums their gradients once."""
         pipeline = self.step_rules.pipeline
-        return bool(self.of_stages and pipeline and pipeline.gather == "step")
+        return bool(self.of_stages and pipeline and pipeline.gathers_once)
 
     @property
     def gathers_ahead(self) -> bool:

@@ -75,16 +75,17 @@ def across(target: Target, outer: int, mesh: Mapping[str, int]) -> list[dict[str
     return [{name: n for name, n in (("stage", of_stages), ("data", outer // of_stages)) if n > 1}]
 
 
-def pipelines(task: Task, mesh: Mapping[str, int], estimate: Estimates, limit_bytes: float) -> list[Pipeline]:
-    """For each way to gather weights, the pipeline of a mesh that is estimated to be fastest of those that fit.
+def pipelines(task: Task, layout: Mapping[str, Any], estimate: Estimates, limit_bytes: float) -> list[Pipeline]:
+    """For each way to gather weights, the pipeline of a layout that is estimated to be fastest of those that fit.
 
     Microbatches are chosen first, then repeats. Where nothing fits, what needs least memory is chosen. If that is more
     than SHORT of the limit, the fastest pipeline of each way to keep inputs alone is another one.
     """
+    mesh = layout["mesh"]
     stages, shards = mesh["stage"], math.prod(mesh.get(name, 1) for name in ("data", "fsdp", "expert"))
     assert task.config
     model = task.config.model
-    alone = model.experts or model.matmul_dtype or shards == 1
+    alone = model.experts or model.matmul_dtype or not ("fsdp" in mesh or "optimizer" in layout)
 
     def best(choices: Iterable[Pipeline]) -> tuple[Estimate, Pipeline] | None:
         estimated = [(found, one) for one in choices if (found := estimate(one))]
@@ -92,15 +93,17 @@ def pipelines(task: Task, mesh: Mapping[str, int], estimate: Estimates, limit_by
         least = [(found.peak_bytes, n) for n, (found, _) in enumerate(estimated)]
         return estimated[min(fitting or least)[1]] if estimated else None
 
+    turn = {} if alone else {"gather": "turn"}
     microbatches = [times * stages for times in MICROBATCHES if task.rows % (times * stages * shards) == 0]
     repeats = [n for n in REPEATS if layers(task) % (stages * n) == 0]
-    first = best({"microbatches": n} for n in microbatches)
+    first = best({"microbatches": n, **turn} for n in microbatches)
     if first is None:
         return []
     found, chosen = best([first[1], *({**first[1], "repeats": n} for n in repeats if n > 1)]) or first
     more: list[Pipeline] = [] if alone else [{**chosen, "gather": "step"}]
     if found.peak_bytes > SHORT * limit_bytes:
-        kinds = (best({"microbatches": n, **kind} for n in microbatches) for kind in INPUTS_ALONE)
+        of_kinds = ({**kind, **({} if "schedule" in kind else turn)} for kind in INPUTS_ALONE)
+        kinds = (best({"microbatches": n, **kind} for n in microbatches) for kind in of_kinds)
         more += [one[1] for one in kinds if one]
     return [chosen, *more]
 

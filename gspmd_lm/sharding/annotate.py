@@ -6,7 +6,7 @@ A model names arrays and axes and never sees a mesh. Code that traces a step giv
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.sharding.names import Vocabulary, is_unnamed, named
+from gspmd_lm.errors import InputError
+from gspmd_lm.sharding.names import Vocabulary, check_name, is_unnamed, named
 from gspmd_lm.sharding.op_names import scope
 
 CONSTRAINT = "constraint"  # how the name of an array begins that a model places without naming it
@@ -68,7 +68,7 @@ class Stages(NamedTuple):
     split: Split  # of the layers
     microbatches: int
     repeats: int  # how often a microbatch goes through all stages
-    gather: str  # when weights are gathered: step or turn
+    gathers_once: bool  # whether weights are gathered once in a step
     keep: str  # of which the backward pass finds the inputs: layers or stage
     replicas: tuple[str, ...]  # the mesh axes along which the weights of a stage are whole
 
@@ -128,6 +128,11 @@ class Placement:
     @property
     def of_a_stage(self) -> "Placement":
         """The placement for the work of one stage. The others are a batch dimension of this work."""
+        return self
+
+    @property
+    def of_mapped_stages(self) -> "Placement":
+        """The same, where a derivative sees the work of all stages and of all replicas."""
         return self
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
@@ -210,18 +215,10 @@ def parse(text: str, rank: int) -> Spec:
         )
     if not place.is_single:
         known, word = place.vocabulary, f'shard(x, "{text}")'
-        _check_name(word, "activation", array, known.activations)
+        check_name(word, "activation", array, known.activations)
         for axis in axes:
-            _check_name(word, "axis", axis, known.axes)
+            check_name(word, "axis", axis, known.axes)
     return Spec(array, axes)
-
-
-def _check_name(word: str, what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise InputError(
-            f"{word}: the model has no {what} {name}{did_you_mean(name, known)}\n"
-            f"  fix   use one of {', '.join(known)}, or add {name} to the model's vocabulary"
-        )
 
 
 # What a model asks about
@@ -360,7 +357,7 @@ def _answer_constraints() -> None:
         names = named((*axes, *(None,) * (x.ndim - len(axes))))
         for axis in names:
             if not is_unnamed(axis):
-                _check_name(text, "axis", axis, place.vocabulary.axes)
+                check_name(text, "axis", axis, place.vocabulary.axes)
         return place.constrain(x, Spec(",".join((CONSTRAINT, *names)), names))
 
     spmd._with_sharding_constraint_one_fallback = constrained

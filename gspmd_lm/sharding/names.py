@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from gspmd_lm.errors import InputError, did_you_mean
+
 _UNNAMED = "_"  # how the axis of a dimension begins that a model gives no name
 
 
@@ -43,3 +45,12 @@ class Vocabulary:
     def kept(self) -> tuple[str, ...]:
         """The names that `remat: {save: ...}` may list."""
         return tuple(self.activations) if self.remat is None else self.remat
+
+
+def check_name(word: str, what: str, name: str, known: Iterable[str]) -> None:
+    """Raises InputError unless a model knows the name that a word such as `shard` gives."""
+    if name not in known:
+        raise InputError(
+            f"{word}: the model has no {what} {name}{did_you_mean(name, known)}\n"
+            f"  fix   use one of {', '.join(known)}, or add {name} to the model's vocabulary"
+        )

@@ -58,8 +58,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         return one.computed(part, weights, x_BTD, of_rows)
     place = placement()
     assert place.stages
-    over, M, R, gather, *_ = place.stages
-    once, replicas = gather == "step", _replicas()
+    over, M, R, once, *_ = place.stages
+    replicas = _replicas()
     S, batch = over.num_shards, split(RESIDUAL.array, "batch").over
     outer = next((batch[:at] for at, name in enumerate(batch) if name in over.over), batch)
     sizes = {"r": place.over(outer).num_shards, "S": S, "J": M // S}
@@ -85,8 +85,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         weights = jax.tree.map(of_replicas, weights, is_leaf=is_box)
     weights = replicas.each(lambda weights: jax.tree.map(of_stages, weights, is_leaf=is_box))(weights)
     of_rows = jax.tree.map(lambda x: replicas.apart(by_stage(x).reshape(M, -1, *x.shape[1:]), "M"), of_rows)
-    run = _under(place.of_a_stage, functools.partial(_run, part, place.stages))
-    x, sums, rows = replicas.each(run)(weights, replicas.apart(by_stage(x_BTD), "S J"), of_rows)
+    run = _under(place.of_mapped_stages, replicas.each(functools.partial(_run, part, place.stages)))
+    x, sums, rows = run(weights, replicas.apart(by_stage(x_BTD), "S J"), of_rows)
     x, rows = replicas.together(x, "S J"), jax.tree.map(lambda x: replicas.together(x, "R S M k"), rows)
     sums = jax.tree.map(lambda x: x.sum(0), sums) if replicas.split.over else sums
     rows = jax.tree.map(lambda x: rearrange(x, "R S (s J) k (r b) -> (R S k) (r s b J)", **{**sizes, "s": S}), rows)
@@ -112,7 +112,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
     weights: [S, R, k, ...]. of_rows: [M, B, T], on each stage.
     """
-    over, M, R, gather, keep, _ = stages
+    over, M, R, once, keep, _ = stages
     S, J = over.num_shards, M // over.num_shards
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
@@ -136,7 +136,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     policy = remat()
     if keep == "stage":
         computed = jax.checkpoint(computed, prevent_cse=False)
-    elif policy and (R > 1 or gather == "turn"):
+    elif policy and (R > 1 or not once):
         # Else the weights of a round would be kept, for each turn, or those that the first turn gathers, for all turns.
         # Layers keep their inputs, as without this.
         inputs = jax.checkpoint_policies.save_only_these_names("layer_input")

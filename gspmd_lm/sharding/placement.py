@@ -45,7 +45,7 @@ class MeshPlacement(Placement):
     rules: Rules
     mesh: Mesh
     replicas: str = ""  # see `Settings`
-    mapped: int = 0  # dimensions of all arrays that a function does not see: within a stage, that of the stages
+    mapped: int = 0  # dimensions that a derivative sees and the model does not: those of stages and of replicas
 
     is_single = False
 
@@ -97,11 +97,15 @@ class MeshPlacement(Placement):
         over, one = self.rules.stages, self.rules.pipeline
         if not one or not over:
             return None
-        return Stages(self.over(over), one.microbatches, one.repeats, one.gather, one.keep, self.rules.replicas)
+        return Stages(self.over(over), one.microbatches, one.repeats, one.gathers_once, one.keep, self.rules.replicas)
 
     @property
     def of_a_stage(self) -> "MeshPlacement":
         return dataclasses.replace(self.of_a_replica, rules=self.of_a_replica.rules.of_a_stage, mapped=1)
+
+    @property
+    def of_mapped_stages(self) -> "MeshPlacement":
+        return dataclasses.replace(self.of_a_stage, mapped=1 + bool(self.rules.replicas))
 
     @property
     def of_a_replica(self) -> "MeshPlacement":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.errors import InputError, did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.units import human_bytes
 
@@ -89,9 +89,15 @@ class Pipeline:
 
     microbatches: int
     repeats: int = 1
-    gather: str = GATHERS[0]
+    gather: str = ""  # one of GATHERS; "" leaves it to train/choices.py
     keep: str = KEEPS[0]
     schedule: str = SCHEDULES[0]
+    chosen: str = ""  # one of GATHERS, where `gather` is ""
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether stages gather their weights once in a step."""
+        return "step" in (self.gather, self.chosen)
 
     @property
     def keeps_inputs(self) -> bool:
@@ -101,7 +107,7 @@ class Pipeline:
     @property
     def plain(self) -> dict[str, Any]:
         """The keys of the rules file that are not at their defaults, and their values."""
-        usual = dataclasses.asdict(Pipeline(0))
+        usual = dataclasses.asdict(Pipeline(0, chosen=self.chosen))
         return {key: value for key, value in dataclasses.asdict(self).items() if value != usual[key]}
 
 
@@ -169,9 +175,9 @@ class Rules:
         batch = self.vocabulary.rows
         whole = next((row for row in self.rows if (row.table, row.array, row.axis) == ("rules", "", batch)), None)
         others = [row for row in self.rows if row is not whole]
+        elsewhere = {name for row in others for name in row.mesh_axes}
         if whole is None or any(row.axis == batch for row in others):
             return ()
-        elsewhere = {name for row in others for name in row.mesh_axes}
         if elsewhere & {*whole.mesh_axes} and not self.stages:
             return ()
         return tuple(name for name in whole.mesh_axes if self.mesh[name] > 1 and name not in elsewhere)
@@ -387,12 +393,6 @@ def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
     if above:
         return above[-1]
     return f"{path}: {key}: {flow(value)}" + (f" with {' '.join(parts)}" if parts else "")
-
-
-def either(words: Iterable[Any]) -> str:
-    """The words as a choice: '1, 2 or 4'."""
-    *others, last = map(str, words)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def flow(value: Any) -> str:

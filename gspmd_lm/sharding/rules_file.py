@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
-from gspmd_lm.errors import did_you_mean
+from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.hardware.chips import PLATFORMS
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
@@ -24,7 +24,6 @@ from gspmd_lm.sharding.rules import (
     Row,
     Rules,
     ShardingError,
-    either,
     flow,
     place,
 )  # fmt: skip
@@ -243,12 +242,13 @@ class _Reader:
         words = {"gather": (GATHERS, "weights are gathered once in a"), "keep": (KEEPS, "nothing is kept of"),
                  "schedule": (SCHEDULES, "unknown schedule")}  # fmt: skip
         usual = {"microbatches": None, "repeats": 1, **{key: known[0] for key, (known, _) in words.items()}}
-        values = {**usual, **self.mapping("pipeline", value)}
+        values = {**usual, "gather": None, **self.mapping("pipeline", value)}
         # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
             self.known(key, usual, "pipeline: unknown key", f"pipeline.{key}", one)
             and (
-                self.known(one, words[key][0], f"pipeline: {words[key][1]}", f"pipeline.{key}", one)
+                (one is None and key == "gather")
+                or self.known(one, words[key][0], f"pipeline: {words[key][1]}", f"pipeline.{key}", one)
                 if key in words
                 else self.size(one, f"pipeline: {key}", f"pipeline.{key}")
             )
@@ -259,13 +259,13 @@ class _Reader:
         if values["schedule"] == "1f1b":
             offload = raw["remat"].get("offload") if isinstance(raw.get("remat"), dict) else None
             for key, one, only in (
-                *((f"pipeline.{key}", values[key], usual[key]) for key in ("repeats", "gather", "keep")),
+                *((f"pipeline.{key}", values[key] or usual[key], usual[key]) for key in ("repeats", "gather", "keep")),
                 ("microbatches", raw.get("microbatches", 1), 1), ("remat.offload", offload or [], []),
             ):  # fmt: skip
                 if one != only:
                     message = f"pipeline: schedule: 1f1b does not go with {key}={flow(one)}"
                     self.wrong(message, key, one, f"--set rules.{key}={only}, or rules.pipeline.schedule=gpipe")
-        return Pipeline(**values)
+        return Pipeline(**{**values, "gather": values["gather"] or ""})
 
     def unroll(self, value: Any) -> int | Literal["all"] | None:
         good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")

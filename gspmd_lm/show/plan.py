@@ -135,6 +135,7 @@ def _notes(outcome: Outcome) -> list[Note]:
         ("best", f"{best.name}{error or ''}"),
         ("waits for", outcome.waits()),
         ("runner-up", f"{runner.name}: {outcome.why_not(runner)}" if runner else ""),
+        ("1f1b", outcome.one_by_one()),
         ("ties", ties if len(plan.ties) > 1 else ""),
     ]
 

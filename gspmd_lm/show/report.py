@@ -68,7 +68,7 @@ def about(report: Report) -> str:
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
         sizes = f"{parameters}, {human_count(report.tokens)} tokens per step"
     sentence = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
-    choices = ("attention", report.attention), ("matmuls", report.matmuls)
+    choices = ("attention", report.attention), ("gather", report.gather), ("matmuls", report.matmuls)
     return "; ".join([sentence, *(f"{name}: {choice}" for name, choice in choices if choice)])
 
 

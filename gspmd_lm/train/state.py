@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.hardware.chips import Processor
-from gspmd_lm.model import supported
 from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, pipeline_problems
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
@@ -162,12 +160,6 @@ def described(config: Config | Task) -> dict[str, Any]:
 def attention_pass(config: Config) -> Pass:
     """What a train step asks of attention."""
     return Pass(config.data.seq, segments=config.data.packing == "documents")
-
-
-def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
-    """`rules` with the attention kernel of a train step; those of a model of one's own stay as they are."""
-    cfg = decoder.task(config).config
-    return supported.settled(rules, cfg, on, attention_pass(cfg)) if cfg else rules
 
 
 def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:

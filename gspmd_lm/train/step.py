@@ -24,7 +24,8 @@ from gspmd_lm.sharding.placement import MeshPlacement, Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import State, attention_pass, settled
+from gspmd_lm.train.choices import gather_choice, settled
+from gspmd_lm.train.state import State, attention_pass
 
 Batch = dict[str, jax.Array]
 
@@ -36,6 +37,11 @@ class Step(TaskProgram):
     @property
     def asked(self) -> Pass:
         return attention_pass(self.config)
+
+    @property
+    def choices(self) -> list[str]:
+        gather = gather_choice(self.task, self.rules, self.processor)
+        return [*super().choices, *([f"gather: {gather}"] if gather else [])]
 
     @property
     def compiled_for(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from gspmd_lm.foresight import compile
 from gspmd_lm.foresight.compile import CompileRequest
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import state
+from gspmd_lm.train import choices
 from tests.launched import compiled_here
 from tests.quick import QUICK
 
@@ -46,7 +46,7 @@ def request_of():
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
         layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
-        return CompileRequest(config, state.settled(config, layout.fill(found.devices), found.processor), found)
+        return CompileRequest(config, choices.settled(config, layout.fill(found.devices), found.processor), found)
 
     return make
 

@@ -18,7 +18,7 @@ from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.plan import estimate, timed_ops
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Remat
-from gspmd_lm.train import state, step
+from gspmd_lm.train import choices, state, step
 
 V5P = CHIPS["v5p"]
 ROWS, SEQ, D, LAYERS = 8, 512, 1024, 4
@@ -68,7 +68,7 @@ def test_a_plan_prices_products_by_their_operands(monkeypatch):
     where = dataclasses.replace(targets.parse("v5p:2x2x2"), chip=dataclasses.replace(V5P, hbm_bytes_per_s=math.inf))
     rules = dataclasses.replace(rules_file.load("fsdp8").fill(8), remat=Remat("dots"))
     usual_s, found_s = (
-        estimate.Estimator(config, where).estimate(state.settled(config, rules, where.processor)).matmul_s
+        estimate.Estimator(config, where).estimate(choices.settled(config, rules, where.processor)).matmul_s
         for config in (config_of(None), config_of("int8"))
     )
     in_blocks_s = 6 * MATRICES * LAYERS * ROWS * SEQ / 8 / (459e12 * op_time.MATMUL_SHARE["tpu"] / V5P.matmul_slowdown)
@@ -79,7 +79,7 @@ def matmul_s(config, chip):
     """The estimated seconds of matmuls of a step on one device that keeps all activations."""
     where = dataclasses.replace(targets.parse("h100:1"), chip=chip)
     rules = dataclasses.replace(rules_file.load("single").fill(1), remat=Remat("none"))
-    return estimate.Estimator(config, where).estimate(state.settled(config, rules, where.processor)).matmul_s
+    return estimate.Estimator(config, where).estimate(choices.settled(config, rules, where.processor)).matmul_s
 
 
 def test_a_plan_knows_how_weights_of_8_bits_meet_wider_rows_on_hopper(monkeypatch):

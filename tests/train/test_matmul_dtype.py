@@ -16,7 +16,7 @@ from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.operands import matmul_operands
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import state
+from gspmd_lm.train import choices, state
 from tests.courses import agree, trace_gradients
 
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
@@ -174,7 +174,7 @@ def test_compiled_products_are_of_8_bits(target, dtype, types):
     sizes = ["layers=2", "embed=256", "mlp=512", "head_dim=64", "heads=8", "kv_heads=8", "compute_dtype=bfloat16"]
     config = configs.load("tiny", [f"model.{one}" for one in (*sizes, f"matmul_dtype={dtype}")])
     where = targets.parse(target)
-    rules = state.settled(config, rules_file.load("fsdp2_tp4").fill(where.devices), where.processor)
+    rules = choices.settled(config, rules_file.load("fsdp2_tp4").fill(where.devices), where.processor)
     (program,) = programs([CompileRequest(config, rules, where)])
     ran = Counter()
     for one in hlo.parse(program.text).instructions:
@@ -197,10 +197,10 @@ def test_all_hardware_is_asked_before_anything_is_compiled():
             on = dataclasses.replace(targets.parse("cpu:1"), text=name).processor
             on = on._replace(platform="gpu" if name[0] in "ahb" else "tpu", name=name)
             if name in able.split():
-                state.settled(config, rules_file.load("single"), on)
+                choices.settled(config, rules_file.load("single"), on)
             else:
                 with pytest.raises(InputError, match=rf"model.matmul_dtype: {dtype}: .* {name} (.|\n)*fix   --set"):
-                    state.settled(config, rules_file.load("single"), on)
+                    choices.settled(config, rules_file.load("single"), on)
 
 
 def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
