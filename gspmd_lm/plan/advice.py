@@ -156,6 +156,7 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
         changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
         if keep and changed.pipeline:
             changed = dataclasses.replace(changed, pipeline=dataclasses.replace(changed.pipeline, keep="stage"))
+        changed = settled(estimator.traces.task, changed, target.processor)  # stages may gather otherwise
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
             peak_bytes = correction * estimate.peak_bytes

@@ -34,7 +34,7 @@ def settled(config: Config | Task, rules: Rules, on: Processor) -> Rules:
     if not task.config:
         return rules
     rules = supported.settled(rules, task.config, on, state.attention_pass(task.config))
-    if not rules.pipeline or rules.pipeline.gather or rules.pipeline.chosen:
+    if not rules.pipeline or rules.pipeline.gather:
         return rules
     chosen = gather_choice(task, rules, on).partition(",")[0] or TURN
     return dataclasses.replace(rules, pipeline=dataclasses.replace(rules.pipeline, chosen=chosen))

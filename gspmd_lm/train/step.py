@@ -167,7 +167,7 @@ class Step(TaskProgram):
 
         microbatches, pipeline = self.rules.microbatches, self.rules.pipeline
         if pipeline and pipeline.schedule == "1f1b" and self.placement.stages:
-            place = self.placement.of_a_stage
+            place = MeshPlacement(self.rules.of_a_stage, self.mesh)  # of all replicas
             named_frozen, named_trained = self.task.partition(self.arrays.named_params)
             pieces = {name: self._cut(name, x, pipeline.microbatches, place) for name, x in batch.items()}
             with self.traced():

@@ -156,7 +156,8 @@ def test_replicas_are_summed_once_however_many_the_turns(pipeline, small, built,
     config = small(layers=4)
     for microbatches in (2, 8):
         reading = read(built(config, rules_of(REPLICAS, microbatches=microbatches, **pipeline), microbatches=1))
-        assert reading.bytes_by_axes["data"] == once_for(config, 2, 2, 2)
+        sums = (one for one in reading.by_array if (one.mesh_axes, one.kind) == ("data", "all-reduce"))
+        assert sum(one.bytes_per_device_per_step for one in sums) == once_for(config, 2, 2, 2)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
@@ -167,6 +168,16 @@ def test_a_compiled_step_sums_replicas_once(schedule, small, built):
     sums = [one for one in count(program.as_text()) if one.kind == "all-reduce" and one.elements > 1]
     assert not any(one.in_loop for one in sums)
     assert ring_bytes(one for one in sums if one.group_size == 4) == once_for(config, 2, 1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_replicas_share_the_scales_of_gradients_of_8_bits(schedule, small, course):
+    """Each of them adds up partial sums that were scaled alike, as one device that has all their rows."""
+    config = small(layers=4, matmul_dtype="int8", optimizer=UNCLIPPED)
+    split = course(config, rules_of(REPLICAS, mesh="fsdp=1", schedule=schedule, microbatches=4), microbatches=1)
+    whole = course(config, rules_of(REPLICAS, mesh="fsdp=1,data=1", schedule=schedule, microbatches=4), microbatches=1)
+    agree(split, whole, gradients=0.05)
 
 
 REPEATED = rules_of(RING, 2, {"save": ["attention_out"]}, "step")
