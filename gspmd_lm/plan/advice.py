@@ -151,11 +151,16 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
     fitting, key, before = [], "pipeline.microbatches" if rules.pipeline else "microbatches", _microbatches(rules)
     # What the compiler says of this layout corrects the estimates of those that are like it.
     correction = max(1.0, report.memory.peak_bytes / estimator.estimate(rules).peak_bytes)
-    keeps = (False, True) if rules.pipeline and not rules.pipeline.keeps_inputs else (False,)
+    keeps: Sequence[dict[str, str]] = [{}]
+    if rules.pipeline:
+        keeps = [*keeps, *([] if rules.pipeline.keeps_inputs else [{"keep": "stage"}])]
+        # Where the rules leave it open, a layout that holds less may choose to gather once, which holds more again.
+        turns = [{**keep, "gather": "turn"} for keep in keeps] if rules.pipeline.schedule == "gpipe" else []
+        keeps = [*keeps, *turns]
     for remat, times, keep in itertools.product(dict.fromkeys((rules.remat, Remat("block"))), MICROBATCHES, keeps):
         changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
-        if keep and changed.pipeline:
-            changed = dataclasses.replace(changed, pipeline=dataclasses.replace(changed.pipeline, keep="stage"))
+        if changed.pipeline:
+            changed = dataclasses.replace(changed, pipeline=dataclasses.replace(changed.pipeline, **keep))
         changed = settled(estimator.traces.task, changed, target.processor)  # stages may gather otherwise
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
@@ -163,13 +168,16 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
             if peak_bytes <= SURE * target.chip.usable_hbm_bytes:
                 fitting.append((estimate.step_time_s, peak_bytes, changed))
     if not fitting:
-        tried = f"no rules.remat and no rules.{key}{', not even with rules.pipeline.keep=stage,' * (len(keeps) > 1)}"
+        even = ", not even with rules.pipeline.keep=stage," * any("keep" in keep for keep in keeps)
+        tried = f"no rules.remat and no rules.{key}{even}"
         return f"{tried} is estimated to fit under this mesh; plan --target={target.text} looks for another layout"
     _, peak_bytes, changed = min(fitting, key=lambda one: one[:2])
     flags = ["--set rules.remat=block"] if changed.remat != rules.remat else []
     flags += [f"--set rules.{key}={_microbatches(changed)}"] if _microbatches(changed) != before else []
     if changed.pipeline and rules.pipeline and changed.pipeline.keep != rules.pipeline.keep:
         flags.append("--set rules.pipeline.keep=stage")
+    if changed.pipeline and rules.pipeline and changed.pipeline.gather != rules.pipeline.gather:
+        flags.append("--set rules.pipeline.gather=turn")
     return f"{' '.join(flags)}, which is estimated to fit with {human_bytes(round(peak_bytes))}"
 
 

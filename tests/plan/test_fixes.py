@@ -12,6 +12,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.plan import advice
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import choices
 from tests.foresight.sample import LLAMA
 
 GB = 10**9
@@ -48,8 +49,17 @@ def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(l
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
     changed = rules_file.load(file, overrides=["rules.remat=none", *sets]).fill(8)
+    changed = choices.settled(twice, changed, target.processor)
     assert ("rules.pipeline.keep=stage" in sets) == (more == 2.4)
     assert sets and more * estimator.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
+
+
+def test_stages_that_gather_once_may_be_told_to_gather_in_turns(llama, target, traces_of):
+    layout = rules_file.load("pp2_fsdp2_tp2", overrides=["rules.pipeline.gather=step"])
+    peak_bytes = Estimator(llama, target, traces_of(llama)).estimate(layout.fill(8)).peak_bytes
+    (found,) = advice.with_fixes(llama, [report_of(round(1.1 * target.chip.usable_hbm_bytes))], [layout], target)
+    assert peak_bytes < target.chip.usable_hbm_bytes
+    assert "--set rules.pipeline.gather=turn" in found.warnings[1].fix
 
 
 def test_what_no_flag_makes_fit_is_said(llama, target):
