@@ -98,6 +98,7 @@ class Settings:
     remat: Callable[..., Any] | None = None  # the policy of `jax.checkpoint` for a block; None: not computed again
     replicas: str = ""  # the name of the vmapped axis of replicas, of one of which the work is traced
     interleave: int = 1  # parts of a device's rows that a layer computes side by side
+    expert_buffer: float = 2.0  # of what arrives at a device's experts in one round, in mean numbers of rows
     unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
 
 
@@ -243,6 +244,11 @@ def remat() -> Callable[..., Any] | None:
 def interleave() -> int:
     """In how many parts, side by side, a layer computes the rows."""
     return placement().setting("interleave")
+
+
+def expert_buffer() -> float:
+    """The room for what arrives at the experts of a device in one round, in multiples of the mean number of rows."""
+    return placement().setting("expert_buffer")
 
 
 def unroll(turns: int) -> int:

@@ -93,6 +93,8 @@ class PerDevice:
             return self._collective(operation)
         if primitive == "scan":
             return self._scan(operation)
+        if primitive == "while" and operation.name.trip_count == "0":
+            return self._results_that_change_with(operation, operands)
         if primitive == "while":
             self.reader.add_unknown("the trip count of a while loop")
             of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]

@@ -105,8 +105,7 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, bytes_of = 0, collections.Counter[str]()
     for instruction in module.operations:
-        told = instruction.name_in_model.trip_count
-        if instruction.opcode == "while" and instruction.trip_count is None and not told:
+        if instruction.opcode == "while" and instruction.trip_count is None:
             bytes_of[UNKNOWN_TRIP_COUNT] += 1
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
