@@ -163,7 +163,8 @@ def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, n
     # On one device, the sum of 1 for each target token.
     (one, _), _ = computed("single", None, **model)
     rounds = [found.expert_rounds / one.expert_rounds for found in (drawn, sums)]
-    assert 1 <= rounds[0] <= rounds[1] == pytest.approx(-(-rules.mesh["expert"] // rules.expert_buffer))
+    fullest = min(rules.mesh["expert"], 4)  # mean loads: the two experts are on one device, or on one each of eight
+    assert 1 <= rounds[0] <= rounds[1] == pytest.approx(-(-fullest // rules.expert_buffer))
 
 
 def agree(computed, name, model, rules=None, router=1.0):

@@ -85,7 +85,7 @@ def predict(
         communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
         tokens_per_s_per_device=None if tokens_per_device is None else tokens_per_device / step_s if step_s else 0.0,
-        basis=_BASIS[chip.platform] + packed,
+        basis=_BASIS[chip.platform] + packed + ("; experts with even loads, in one round" if module.buffers else ""),
         error=error,
         timeline=_timeline(simulation.iterations),
         unpriced=unpriced,

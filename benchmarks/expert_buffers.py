@@ -1,0 +1,60 @@
+"""Memory and time of mixtures whose tokens travel: compiled, as `plan` estimates them, and how they grow with the axis.
+
+    python -m benchmarks.expert_buffers            compiles each layout that is not in the results
+    python -m benchmarks.expert_buffers show       prints the table
+
+Each device has two rows of 4,096 tokens, whatever the number of devices. Nothing runs: programs are compiled for
+hardware that need not be here.
+"""
+
+import datetime
+import sys
+from typing import Any
+
+from benchmarks import measure
+from gspmd_lm import config as configs
+from gspmd_lm.foresight import explain
+from gspmd_lm.hardware import target as targets
+from gspmd_lm.plan.estimate import Estimator
+from gspmd_lm.sharding import rules_file
+from gspmd_lm.train import state
+
+RESULTS = "expert_buffers.json"
+ROWS = 2  # of each device
+SIZES = ("layers=8", "embed=2048", "heads=16", "kv_heads=16", "mlp=1024", "experts=64", "experts_per_token=4",
+         "context=4096", "balance=row")  # fmt: skip
+# target, devices along `expert`, remat
+LAYOUTS = (
+    ("h100:8", 8, "block"), ("h100:8x8", 64, "block"), ("b200:8", 8, "none"), ("b200:8x8", 64, "none"),
+    ("b200:8x8", 8, "block"), ("v5p:2x2x2", 8, "block"), ("v5p:4x4x4", 64, "block"), ("v5p:4x4x4", 8, "none"),
+    ("tpu7x:2x2x1", 8, "block"), ("tpu7x:2x4x4", 64, "block"),
+)  # fmt: skip
+
+
+def measured(name: str, over: int, remat: str) -> dict[str, Any]:
+    """What is compiled and estimated of one layout: gigabytes of a device, and seconds of a step."""
+    target = targets.parse(name)
+    devices = target.devices
+    sets = [f"model.{size}" for size in SIZES] + [f"data.batch={ROWS * devices}", "data.source=random:32000"]
+    config = configs.load("mixtral_8x7b", sets)
+    whole = {"w_gate.embed": None, "w_up.embed": None, "w_down.embed": None}
+    raw: dict[str, Any] = {
+        "mesh": {"expert": over}, "rules": {"batch": "expert", "expert": "expert"},
+        "weights": {"embed": "expert", **whole}, "remat": remat,
+    }  # fmt: skip
+    if over < devices:
+        raw |= {"mesh": {"fsdp": devices // over, "expert": over}}
+        raw["rules"]["batch"] = ["fsdp", "expert"]
+        raw["weights"] = {"embed": ["fsdp", "expert"], **dict.fromkeys(whole, "fsdp")}
+    rules = rules_file.from_dict(raw, "experts").fill(devices)
+    (report,) = explain.reports(config, [rules], target, print)
+    estimate = Estimator(config, target).estimate(state.settled(config, rules, target.processor))
+    return {
+        "target": name, "expert": over, "remat": remat,
+        "compiled_gb": round(report.memory.peak_bytes / 1e9, 3), "estimated_gb": round(estimate.peak_bytes / 1e9, 3),
+        "state_gb": round((report.memory.weights_bytes + report.memory.optimizer_bytes) / 1e9, 3),
+        "compiled_s": report.prediction and round(report.prediction.step_time_s, 4),
+        "estimated_s": round(estimate.step_time_s, 4),
+        "compiled_sent_gb": round(report.sent_bytes / 1e9, 3), "estimated_sent_gb": round(estimate.sent_bytes / 1e9, 3),
+        "compile_s": round(report.compile_s), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
