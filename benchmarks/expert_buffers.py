@@ -13,10 +13,13 @@ from typing import Any
 
 from benchmarks import measure
 from gspmd_lm import config as configs
+from gspmd_lm.config import Config
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state
 
 RESULTS = "expert_buffers.json"
@@ -31,8 +34,8 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def measured(name: str, over: int, remat: str) -> dict[str, Any]:
-    """What is compiled and estimated of one layout: gigabytes of a device, and seconds of a step."""
+def layout(name: str, over: int, remat: str) -> tuple[Config, Rules, Target]:
+    """The config, the rules and the target of a layout."""
     target = targets.parse(name)
     devices = target.devices
     sets = [f"model.{size}" for size in SIZES] + [f"data.batch={ROWS * devices}", "data.source=random:32000"]
@@ -47,8 +50,14 @@ def measured(name: str, over: int, remat: str) -> dict[str, Any]:
         raw["rules"]["batch"] = ["fsdp", "expert"]
         raw["weights"] = {"embed": ["fsdp", "expert"], **dict.fromkeys(whole, "fsdp")}
     rules = rules_file.from_dict(raw, "experts").fill(devices)
+    return config, state.settled(config, rules, target.processor), target
+
+
+def measured(name: str, over: int, remat: str) -> dict[str, Any]:
+    """What is compiled and estimated of one layout: gigabytes of a device, and seconds of a step."""
+    config, rules, target = layout(name, over, remat)
     (report,) = explain.reports(config, [rules], target, print)
-    estimate = Estimator(config, target).estimate(state.settled(config, rules, target.processor))
+    estimate = Estimator(config, target).estimate(rules)
     return {
         "target": name, "expert": over, "remat": remat,
         "compiled_gb": round(report.memory.peak_bytes / 1e9, 3), "estimated_gb": round(estimate.peak_bytes / 1e9, 3),

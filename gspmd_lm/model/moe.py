@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from gspmd_lm import config
 from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
+from gspmd_lm.model.moe_routing import capacity
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         load_C, penalty_B = self._loads_and_penalties(logits_BTC, scores_BTC, at_BTkC)
-        most = self.capacity(chosen_BTk.shape[1])
+        most = capacity(cfg, chosen_BTk.shape[1])
         if most:
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
@@ -93,11 +93,6 @@ class Experts(nn.Module):
                 shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
             y += shared
         return y, RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B))
-
-    def capacity(self, length: int) -> int:
-        """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
-        cfg = self.cfg
-        return math.ceil(cfg.capacity_factor * length * cfg.experts_per_token / cfg.experts)
 
     def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""

@@ -203,9 +203,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
     rows_MD, routing = per_device(dispatch, [partial, x, x], [rows, each])(x_zBTD, weights_BTk, chosen_BTk)
     rows_MD = checkpoint_name(rows_MD, "dispatched")
     leaves, tree = jax.tree.flatten(used)
-    run = per_device(
-        compute, [rows, each, partial, x, *layout.places(used)], [partial, rows, (layout.batch.over,)]
-    )
+    run = per_device(compute, [rows, each, partial, x, *layout.places(used)], [partial, rows, (layout.batch.over,)])
     x_zBTD = x_zBTD if routing.has_rounds else None
     y, kept, rounds_B = run(rows_MD, routing, x_zBTD, weights_BTk, *leaves)
     names = ("hidden", "low_rank")

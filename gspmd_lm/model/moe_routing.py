@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gspmd_lm.config import ModelConfig
 from gspmd_lm.sharding.annotate import Split
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.permutes import Segments
@@ -127,9 +128,7 @@ class Routing:
             return jax.lax.while_loop(lambda carried: carried[0] < self.rounds[0], body, (jnp.int32(1), added))[1]
 
 
-def route(
-    chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int, buffer: float
-) -> Routing:
+def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int, buffer: float) -> Routing:
     """The routing of the tokens of a device that has `experts` experts. `over` says how all experts are split.
 
     Rows that no expert computes come last: their expert does not exist or, without an all-to-all, is on another device.
@@ -137,8 +136,6 @@ def route(
     rows; 0: any number has room.
     """
     B, T, k = chosen_BTk.shape
-    most = B * T * min(k, experts)  # rows of one device for the experts of another
-    most = min(most, B * experts * min(T, capacity)) if capacity else most
     flat_N, all_ = chosen_BTk.reshape(-1), experts * over.num_shards
     if not all_to_all and over.num_shards > 1:
         flat_N = flat_N - experts * jax.lax.axis_index(over.over)
@@ -146,7 +143,7 @@ def route(
     local = all_ if all_to_all else experts
     order_N = jnp.argsort(flat_N)
     sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
-    rows = most if not all_to_all else len(flat_N)
+    rows = buffer_rows(B, T, k, experts, 1, capacity) if not all_to_all else len(flat_N)
     routing = Routing(k, order_N, jnp.argsort(order_N), rows, sizes, jnp.ones(1, jnp.int32))
     if not all_to_all or over.num_shards == 1:
         return routing
@@ -162,13 +159,12 @@ def route(
         """What concerns the experts of this device, by sender."""
         return jax.lax.dynamic_slice_in_dim(x_sE, device * experts, experts, 1).reshape(-1)
 
-    rows = over.num_shards * most
-    if buffer and (bound := math.ceil(buffer * len(flat_N))) < rows:
+    rows, most = (buffer_rows(B, T, k, experts, over.num_shards, capacity, one) for one in (buffer, 0.0))
+    if rows < most:
         everywhere = jax.sharding.get_abstract_mesh().axis_names  # a loop has as many turns on all devices
         fullest = jax.lax.pmax(totals_re.sum(1).max(), everywhere)
-        rounds = jnp.maximum(-(-fullest // bound), 1).reshape(1)
+        rounds = jnp.maximum(-(-fullest // rows), 1).reshape(1)
         routing = dataclasses.replace(routing, rounds=rounds, has_rounds=True)
-        rows = bound
     return dataclasses.replace(
         routing,
         rows=rows,
@@ -177,6 +173,21 @@ def route(
         sent=Slices(starts_sE[device], targets_sE[device], sizes_sE[device]),
         received=Slices(mine(starts_sE), mine(targets_sE), mine(sizes_sE)),
     )
+
+
+def capacity(model: ModelConfig, length: int) -> int:
+    """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
+    return math.ceil(model.capacity_factor * length * model.experts_per_token / model.experts)
+
+
+def buffer_rows(B: int, T: int, k: int, experts: int, devices: int, capacity: int = 0, buffer: float = 0.0) -> int:
+    """The rows of the buffer of a device that has `experts` experts, for B x T tokens on each of so many devices.
+
+    No more may arrive than each device has for these experts. buffer: see `route`.
+    """
+    most = B * T * min(k, experts)
+    most = devices * (min(most, B * experts * min(T, capacity)) if capacity else most)
+    return min(most, math.ceil(buffer * B * T * k)) if buffer else most
 
 
 def _zeros(rows: int, like_MD: jax.Array) -> jax.Array:

@@ -69,7 +69,8 @@ TRAVEL = {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"
 
 
 @pytest.mark.parametrize(
-    "remat", ["block", {"save": ["dispatched"]}, *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots"))]
+    "remat",
+    ["block", {"save": ["dispatched"]}, *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots"))],
 )
 def test_what_tokens_that_travel_send_is_what_the_trace_says(small, built, sent, monkeypatch, remat):
     """There and back in both passes, once more there where they are not kept, and the gradients of their weights home.
