@@ -44,7 +44,9 @@ class Collective:
 def find(
     module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, graph: DataflowGraph
 ) -> tuple[Collective, ...]:
-    """Every collective that a program is taken to run, the largest traffic first. `rules` are filled for the devices of `network`.
+    """Every collective that a program is taken to run, the largest traffic first.
+
+    `rules` are filled for the devices of `network`.
 
     `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
     """
