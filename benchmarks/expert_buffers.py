@@ -8,6 +8,7 @@ hardware that need not be here.
 """
 
 import datetime
+import json
 import sys
 from typing import Any
 
@@ -22,7 +23,7 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state
 
-RESULTS = "expert_buffers.json"
+RESULTS = "expert_buffers"
 ROWS = 2  # of each device
 SIZES = ("layers=8", "embed=2048", "heads=16", "kv_heads=16", "mlp=1024", "experts=64", "experts_per_token=4",
          "context=4096", "balance=row")  # fmt: skip
@@ -67,3 +68,23 @@ def measured(name: str, over: int, remat: str) -> dict[str, Any]:
         "compiled_sent_gb": round(report.sent_bytes / 1e9, 3), "estimated_sent_gb": round(estimate.sent_bytes / 1e9, 3),
         "compile_s": round(report.compile_s), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints what was compiled beside the estimates."""
+    print("| target | expert | remat | memory, GB | estimated | step, s | estimated | sent, GB | estimated |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        pairs = (row[f"{side}_{name}"] for name in ("gb", "s", "sent_gb") for side in ("compiled", "estimated"))
+        print(f"| {row['target']} | {row['expert']} | {row['remat']} | {' | '.join(map(str, pairs))} |")
+
+
+if __name__ == "__main__":
+    kept = measure.RESULTS / f"{RESULTS}.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    known = [(row["target"], row["expert"], row["remat"]) for row in rows]
+    for one in LAYOUTS if sys.argv[1:] != ["show"] else ():
+        if one not in known:
+            rows.append(measured(*one))
+            measure.write(RESULTS, rows)
+    show(rows)

@@ -27,8 +27,8 @@ from gspmd_lm.sharding.annotate import (
     Spec,
     Split,
     Weight,
-    expert_buffer,
     per_device,
+    placement,
     remat,
     split,
     split_over,
@@ -163,7 +163,7 @@ def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) 
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
     inner = split_over(mlp.over + (() if all_to_all else expert.over))
     # The buffer for a single token of each row, as in generation, is small whatever the token chooses.
-    buffer = expert_buffer() if shape[1] > 1 else 0.0
+    buffer = placement().setting("expert_buffer") if shape[1] > 1 else 0.0
     return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner, buffer)
 
 

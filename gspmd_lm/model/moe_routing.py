@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.sharding.annotate import Split
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.permutes import Segments
+from gspmd_lm.sharding.permutes import Segments, largest_anywhere
 
 ARRAY = "dispatched"  # what is sent, as rules and remat policies call it
 
@@ -161,8 +161,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
 
     rows, most = (buffer_rows(B, T, k, experts, over.num_shards, capacity, one) for one in (buffer, 0.0))
     if rows < most:
-        everywhere = jax.sharding.get_abstract_mesh().axis_names  # a loop has as many turns on all devices
-        fullest = jax.lax.pmax(totals_re.sum(1).max(), everywhere)
+        fullest = largest_anywhere(totals_re.sum(1).max())  # a loop has as many turns on all devices
         rounds = jnp.maximum(-(-fullest // rows), 1).reshape(1)
         routing = dataclasses.replace(routing, rounds=rounds, has_rounds=True)
     return dataclasses.replace(

@@ -1,7 +1,5 @@
 """How much larger than the rows of a device the buffers are where rows arrive at their experts."""
 
-import math
-
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.foresight.graph import GROUPED, DataflowGraph, Node, breadth_first
 from gspmd_lm.model.moe_routing import buffer_rows, capacity
@@ -38,15 +36,13 @@ def buffer_share(rules: Rules, model: ModelConfig, nodes: tuple[Node, ...]) -> f
     tokens = next((node.placed for node in nodes if node.placed and {"batch", "seq"} <= {*node.placed.axes}), None)
     if grouped is None or tokens is None:
         return 1.0
-    token_axes = {name for axis in ("batch", "seq") for name in rules.split("rules", tokens.array, axis)}
+    splits = [rules.split("rules", tokens.array, axis) for axis in ("batch", "seq")]
+    token_axes = {name for names in splits for name in names}
     over = rules.split("rules", "layers.mlp.w_down", "expert")
     shards, experts, k = rules.num_shards(over), grouped.inputs[1].shape[0], model.experts_per_token
     if shards == 1 or not {*over} <= token_axes:
         return 1.0
-    B, T = next(node.shape[:2] for node in nodes if node.placed == tokens)
-    B, T = (
-        B // rules.num_shards(rules.split("rules", tokens.array, "batch")),
-        T // rules.num_shards(rules.split("rules", tokens.array, "seq")),
-    )
+    whole = next(node.shape[:2] for node in nodes if node.placed == tokens)
+    B, T = (size // rules.num_shards(names) for size, names in zip(whole, splits, strict=True))
     buffer = buffer_rows(B, T, k, experts // shards, shards, capacity(model, T), rules.expert_buffer)
     return buffer * rules.num_shards(token_axes) / grouped.shape[0]

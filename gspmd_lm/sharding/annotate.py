@@ -246,11 +246,6 @@ def interleave() -> int:
     return placement().setting("interleave")
 
 
-def expert_buffer() -> float:
-    """The room for what arrives at the experts of a device in one round, in multiples of the mean number of rows."""
-    return placement().setting("expert_buffer")
-
-
 def unroll(turns: int) -> int:
     """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
     short, some = placement().setting("unroll")

@@ -25,6 +25,11 @@ def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
     return jax.lax.ppermute(x, in_mesh, [(counted[source], counted[target]) for source, target in to.items()])
 
 
+def largest_anywhere(x: jax.Array) -> jax.Array:
+    """Within `per_device`, the largest `x` of all devices of the mesh."""
+    return jax.lax.pmax(x, jax.sharding.get_abstract_mesh().axis_names)
+
+
 # The layers of a pipeline
 
 
