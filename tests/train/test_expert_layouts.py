@@ -238,6 +238,17 @@ def test_a_config_that_drops_tokens_is_warned_of(small):
     assert "drops the tokens that an expert gets beyond 1.25 times the mean" in "\n".join(map(str, warnings))
 
 
+def test_a_buffer_is_said_where_tokens_travel_in_rounds(small, built):
+    said = built(small(**SIZES), rules_file.from_dict(ROUNDS[IN_ROUNDS], "here.yaml")).choices
+    assert [line.partition("(")[0] for line in said] == [
+        "experts: tokens travel over expert=4. A device has room for 1 times the mean number of rows "
+    ]
+    assert not built(small(**SIZES), rules_of(FIRST)).choices  # two devices have room for all rows
+    unused = rules_file.from_dict({"mesh": {"data": 1}, "expert_buffer": 3}, "here.yaml")
+    _, (warning,) = state.arrays_and_warnings(small(), unused, "cpu")
+    assert str(warning).startswith("expert_buffer: the model does not use this key")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_bias_is_moved_and_not_trained(small, built, batch_of, microbatches):
