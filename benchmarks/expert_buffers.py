@@ -54,37 +54,53 @@ def layout(name: str, over: int, remat: str) -> tuple[Config, Rules, Target]:
     return config, state.settled(config, rules, target.processor), target
 
 
-def measured(name: str, over: int, remat: str) -> dict[str, Any]:
-    """What is compiled and estimated of one layout: gigabytes of a device, and seconds of a step."""
+def compiled(name: str, over: int, remat: str) -> dict[str, Any]:
+    """What is compiled of one layout: gigabytes of a device, and seconds of a step."""
     config, rules, target = layout(name, over, remat)
     (report,) = explain.reports(config, [rules], target, print)
-    estimate = Estimator(config, target).estimate(rules)
     return {
         "target": name, "expert": over, "remat": remat,
-        "compiled_gb": round(report.memory.peak_bytes / 1e9, 3), "estimated_gb": round(estimate.peak_bytes / 1e9, 3),
         "state_gb": round((report.memory.weights_bytes + report.memory.optimizer_bytes) / 1e9, 3),
+        "compiled_gb": round(report.memory.peak_bytes / 1e9, 3),
         "compiled_s": report.prediction and round(report.prediction.step_time_s, 4),
-        "estimated_s": round(estimate.step_time_s, 4),
-        "compiled_sent_gb": round(report.sent_bytes / 1e9, 3), "estimated_sent_gb": round(estimate.sent_bytes / 1e9, 3),
+        "compiled_sent_gb": round(report.sent_bytes / 1e9, 3),
         "compile_s": round(report.compile_s), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
+def estimated(name: str, over: int, remat: str) -> dict[str, Any]:
+    """What `plan` estimates of one layout, in the same units."""
+    config, rules, target = layout(name, over, remat)
+    found = Estimator(config, target).estimate(rules)
+    return {
+        "estimated_gb": round(found.peak_bytes / 1e9, 3), "estimated_s": round(found.step_time_s, 4),
+        "estimated_sent_gb": round(found.sent_bytes / 1e9, 3),
+    }  # fmt: skip
+
+
+def kept() -> list[dict[str, Any]]:
+    """The rows of the results, each with what is estimated now."""
+    path = measure.RESULTS / f"{RESULTS}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return [row | estimated(row["target"], row["expert"], row["remat"]) for row in rows]
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints what was compiled beside the estimates."""
-    print("| target | expert | remat | memory, GB | estimated | step, s | estimated | sent, GB | estimated |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| target | expert | remat | memory, GB | state | estimated | sent, GB | estimated | s a step | estimated |")
+    print("|" + 10 * "---|")
     for row in rows:
-        pairs = (row[f"{side}_{name}"] for name in ("gb", "s", "sent_gb") for side in ("compiled", "estimated"))
-        print(f"| {row['target']} | {row['expert']} | {row['remat']} | {' | '.join(map(str, pairs))} |")
+        names = ("target", "expert", "remat", "compiled_gb", "state_gb", "estimated_gb", "compiled_sent_gb",
+                 "estimated_sent_gb", "compiled_s", "estimated_s")  # fmt: skip
+        print("| " + " | ".join(str(row[name]) for name in names) + " |")
 
 
 if __name__ == "__main__":
-    kept = measure.RESULTS / f"{RESULTS}.json"
-    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept.exists() else []
+    rows = kept()
     known = [(row["target"], row["expert"], row["remat"]) for row in rows]
     for one in LAYOUTS if sys.argv[1:] != ["show"] else ():
         if one not in known:
-            rows.append(measured(*one))
+            rows.append(compiled(*one) | estimated(*one))
             measure.write(RESULTS, rows)
+    measure.write(RESULTS, rows)
     show(rows)

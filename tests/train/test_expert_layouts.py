@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm.config import LatentAttention, Lora
+from gspmd_lm.foresight import hlo
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import ShardingError
 from gspmd_lm.train import state
@@ -158,7 +159,7 @@ def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, n
     rules = rules_file.from_dict(ROUNDS[name], "here.yaml")
     model = {"shared_mlp": 0, "shared_gate": False, "balance": "row"}
     model |= {"lora": LORA, "weighted_input": True, "mlp_bias": False} if kind != "plain" else {}
-    (drawn, _), _ = agree(computed, name, model, rules)
+    (drawn, _), text = agree(computed, name, model, rules)
     (sums, _), _ = agree(computed, name, model, rules, router=0.0)
     assert np.count_nonzero(sums.load_LC, axis=1).tolist() == [2, 2]
     # On one device, the sum of 1 for each target token.
@@ -166,6 +167,9 @@ def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, n
     rounds = [found.expert_rounds / one.expert_rounds for found in (drawn, sums)]
     fullest = min(rules.mesh["expert"], 4)  # mean loads: the two experts are on one device, or on one each of eight
     assert 1 <= rounds[0] <= rounds[1] == pytest.approx(-(-fullest // rules.expert_buffer))
+    # Predictions take loads as even: one round, and no turn of the loop over the others.
+    inside = [one for one in hlo.parse(text).operations if one.collectives and one.name_in_model.trip_count]
+    assert inside and {one.executions for one in inside} == {0}
 
 
 def agree(computed, name, model, rules=None, router=1.0):
