@@ -236,7 +236,7 @@ def told_of_devices(nodes):
 # other; tokens that go to the devices of their experts; and which kernels and rules a program on a mesh can have.
 APART = tuple(f"gspmd_lm.model.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
 ON_DEVICES = (
-    *APART, *(f"gspmd_lm.model.{name}" for name in ("moe_dispatch", "supported", "program")),
+    *APART, *(f"gspmd_lm.model.{name}" for name in ("moe_dispatch", "moe_routing", "supported", "program")),
 )  # fmt: skip
 
 

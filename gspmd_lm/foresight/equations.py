@@ -9,6 +9,8 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from gspmd_lm.sharding import op_names
+
 GROUPED = "ragged_dot_general"  # a matmul that has a matrix for each group of rows
 LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that solves it
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
@@ -93,7 +95,10 @@ def model_flops(jaxpr: Any) -> float:
 
 
 def _run_jaxprs(equation: Any) -> list[Any]:
-    """The programs that an operation runs. A linear system is solved; its matrix is there for derivatives alone."""
+    """The programs that an operation runs. A linear system is solved; its matrix is there for derivatives alone. A loop
+    may be taken not to run: see `op_names.scope`."""
+    if equation.primitive.name == "while" and op_names.parse(f"{equation.source_info.name_stack}/").trip_count == "0":
+        return []
     if equation.primitive.name == LINEAR_SOLVE:
         return [equation.params["jaxprs"].solve.jaxpr]
     return inner_jaxprs(equation.params)

@@ -28,13 +28,15 @@ GPU_CHUNK_TOKENS = 2048
 class Sums(NamedTuple):
     """Sums over target tokens, float32 scalars. `loss` is cross-entropy and what is added to it.
 
-    The losses of routers are added later, and so are the loads of experts: tokens of each expert, in each layer.
+    The losses of routers are added later, and so are the loads of experts: tokens of each expert, in each layer. So are
+    the rounds that tokens travel in to their experts: a mean over layers, of each target token.
     """
 
     loss: jax.Array
     cross_entropy: jax.Array
     correct: jax.Array
     load_LC: Any = ()
+    expert_rounds: Any = ()
 
 
 def losses(

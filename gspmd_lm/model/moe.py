@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from gspmd_lm import config
 from gspmd_lm.model.layers import Mlp, activated
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
+from gspmd_lm.model.moe_routing import capacity
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
@@ -27,6 +27,7 @@ class RouterOutput(NamedTuple):
 
     load_C: jax.Array  # float32: how many tokens of the batch each expert was chosen for
     penalty_B: jax.Array  # float32: what the router adds to the mean loss of a token of each row
+    rounds_B: jax.Array  # float32: how many rounds the tokens of each row travelled in; 1 where they stay
 
 
 class Experts(nn.Module):
@@ -75,26 +76,23 @@ class Experts(nn.Module):
         weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
         if cfg.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
-        router_output = self._router_output(logits_BTC, scores_BTC, at_BTkC)
-        most = self.capacity(chosen_BTk.shape[1])
+        load_C, penalty_B = self._loads_and_penalties(logits_BTC, scores_BTC, at_BTkC)
+        most = capacity(cfg, chosen_BTk.shape[1])
         if most:
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
         hidden = functools.partial(activated, cfg)
         weights_BTk *= cfg.expert_scale
-        y = mixture_of_experts(x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input)
+        y, rounds_B = mixture_of_experts(
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input
+        )
         if cfg.shared_mlp:
             shared, _ = self.shared(x_BTD)
             if cfg.shared_gate:
                 gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
                 shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
             y += shared
-        return y, router_output
-
-    def capacity(self, length: int) -> int:
-        """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
-        cfg = self.cfg
-        return math.ceil(cfg.capacity_factor * length * cfg.experts_per_token / cfg.experts)
+        return y, RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B))
 
     def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
@@ -114,8 +112,10 @@ class Experts(nn.Module):
             scores_BTC = jnp.where(used[..., None], in_groups, -jnp.inf).reshape(scores_BTC.shape)
         return jax.lax.top_k(scores_BTC, cfg.experts_per_token)[1]
 
-    def _router_output(self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array) -> RouterOutput:
-        """Loads and penalties. Every token of the batch counts, whether it has a target or not."""
+    def _loads_and_penalties(
+        self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `RouterOutput` has of them. Every token of the batch counts, whether it has a target or not."""
         cfg = self.cfg
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
         rows, length = scores_BTC.shape[:2]
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         if cfg.router_z_loss:
             log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
             penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
-        return RouterOutput(load_BC.sum(0), penalty_B)
+        return load_BC.sum(0), penalty_B
 
 
 def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,8 @@ happens:
 
 - `mlp`, or `expert` over axes that do not split tokens: devices compute parts of the same tokens' outputs, which are
   partial sums too.
-- `expert` over axes that split tokens: all-to-alls send tokens to the devices of their experts, and results back.
+- `expert` over axes that split tokens: all-to-alls send tokens to the devices of their experts, and results back, in as
+  many rounds as the buffers of these devices need (moe_routing.py).
 """
 
 import dataclasses
@@ -19,12 +20,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.kernels.grouped import grouped, hot, of_rows, outer
+from gspmd_lm.model.moe_routing import Round, Routing, route
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, per_device, remat, split, split_over, use
+from gspmd_lm.sharding.annotate import (
+    Adapted,
+    Spec,
+    Split,
+    Weight,
+    per_device,
+    placement,
+    remat,
+    split,
+    split_over,
+    use,
+)
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
-from gspmd_lm.sharding.permutes import Segments
 from gspmd_lm.sharding.quantised import Quantised
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
@@ -39,8 +51,9 @@ def mixture_of_experts(
     activated: Callable[..., jax.Array],
     capacity: int = 0,
     weighted_input: bool = False,
-) -> Unreduced:
-    """The weighted sum of what each token's experts compute, [B, T, D].
+) -> tuple[Unreduced, jax.Array]:
+    """The weighted sum of what each token's experts compute, [B, T, D], and for each row of the batch, [B], how many
+    rounds its tokens travelled in: 1 where they stay.
 
     x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
     [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
@@ -50,8 +63,9 @@ def mixture_of_experts(
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
     layout = layout._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
-    y_zBTD: Any = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *(w.array for w in leaves))
-    return unreduced(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum)
+    arrays = [w.array for w in leaves]
+    y_zBTD, rounds_B = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *arrays)
+    return unreduced(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum), rounds_B
 
 
 def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
@@ -80,6 +94,7 @@ class _MoeLayout(NamedTuple):
     mlp: Split
     all_to_all: bool  # tokens are sent to the devices of their experts
     inner: Split  # over devices that compute parts of the same outputs
+    buffer: float  # of a round, in mean loads of a device; 0: any number of rows has room
     activated: Any = None
     capacity: int = 0
     weighted_input: bool = False
@@ -124,6 +139,10 @@ class _MoeLayout(NamedTuple):
                 for w, small in zip(self.weights, used, strict=True)]  # fmt: skip
         return [self.place(one) for both in axes for one in both]
 
+    def routing(self, chosen_BTk: jax.Array, experts: int) -> Routing:
+        """The routing of a device's tokens. The device has `experts` experts."""
+        return route(chosen_BTk, experts, self.expert, self.all_to_all, self.capacity, self.buffer)
+
     def rows(self, weight: Weight) -> Split:
         """The devices whose partial sums of the weight's gradient are added up."""
         axes = set(weight.axes)
@@ -143,86 +162,14 @@ def _moe_layout(weights: tuple[Weight, ...], tree: Any, shape: tuple[int, ...]) 
         mlp = Split()
     all_to_all = bool(expert.over) and {*expert.over} <= tokens
     inner = split_over(mlp.over + (() if all_to_all else expert.over))
-    return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """Which experts compute the rows of a device, and on which devices. A row is a token for one of its experts."""
-
-    k: int = dataclasses.field(metadata={"static": True})  # experts of a token
-    order_N: jax.Array  # the rows, sorted by expert
-    place_N: jax.Array  # where each of them is in that order
-    rows: int = dataclasses.field(metadata={"static": True})  # M: of the buffer of sorted rows where experts compute
-    sizes_E: jax.Array  # the rows of each expert of this device
-    to_experts: Segments | None = None  # the all-to-all of rows; None: they stay on their device
-    from_experts: Segments | None = None  # that of their results
-
-    def dispatch(self, x_nD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[M, D]: rows on the devices of their experts, sorted by expert.
-
-        With weights, a row is multiplied by its own before it is sent.
-        """
-        rows_ND = x_nD[self.order_N // self.k]
-        if weights_BTk is not None:
-            rows_ND = (weights_BTk.reshape(-1, 1)[self.order_N] * rows_ND).astype(rows_ND.dtype)
-        return self.to_experts.exchanged(rows_ND, self.rows, "dispatched") if self.to_experts else rows_ND[: self.rows]
-
-    def combine(self, y_MD: jax.Array, weights_BTk: jax.Array | None = None) -> jax.Array:
-        """[n, D]: for each token, the sum of its rows, weighted or not. It is the transpose of `dispatch`."""
-        y_nkD = self.returned(y_MD).reshape(-1, self.k, y_MD.shape[1]).astype(jnp.float32)
-        if weights_BTk is not None:
-            y_nkD *= weights_BTk.reshape(-1, self.k, 1)
-        return y_nkD.sum(1).astype(y_MD.dtype)
-
-    def returned(self, y_MD: jax.Array) -> jax.Array:
-        """[N, D]: rows back on the devices of their tokens, in the order of tokens."""
-        y_ND = self.from_experts.exchanged(y_MD, len(self.order_N), "dispatched") if self.from_experts else y_MD
-        return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
-
-
-def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, capacity: int) -> Routing:
-    """The routing of the tokens of a device that has `experts` experts. `over` says how all experts are split.
-
-    Rows that no expert computes come last: their expert does not exist or, without an all-to-all, is on another device.
-    With an all-to-all, the buffer has room for as many rows as may arrive, since any number of tokens may choose the
-    experts of one device.
-    """
-    B, T, k = chosen_BTk.shape
-    most = B * T * min(k, experts)  # rows of one device for the experts of another
-    most = min(most, B * experts * min(T, capacity)) if capacity else most
-    flat_N, all_ = chosen_BTk.reshape(-1), experts * over.num_shards
-    if not all_to_all and over.num_shards > 1:
-        flat_N = flat_N - experts * jax.lax.axis_index(over.over)
-        flat_N = jnp.where(flat_N < 0, experts, flat_N)
-    local = all_ if all_to_all else experts
-    order_N = jnp.argsort(flat_N)
-    sizes = (flat_N[:, None] == jnp.arange(local)).sum(0, dtype=jnp.int32)
-    routing = Routing(k, order_N, jnp.argsort(order_N), most if not all_to_all else len(flat_N), sizes)
-    if not all_to_all or over.num_shards == 1:
-        return routing
-    device = jax.lax.axis_index(over.over)
-    sizes_sE = jax.lax.all_gather(sizes, over.over)  # s: the device that sends
-    before_sE = jnp.cumsum(sizes_sE, 0) - sizes_sE  # what earlier devices send to the same expert
-    starts_sE = jnp.cumsum(sizes_sE, 1) - sizes_sE
-    totals_re = sizes_sE.sum(0).reshape(over.num_shards, experts)  # r: the device that receives
-    first_E = (jnp.cumsum(totals_re, 1) - totals_re).reshape(-1)  # where the rows of an expert begin at its device
-    targets_sE = first_E + before_sE
-
-    def mine(x_sE: jax.Array) -> jax.Array:
-        """What concerns the experts of this device, by sender."""
-        return jax.lax.dynamic_slice_in_dim(x_sE, device * experts, experts, 1).reshape(-1)
-
-    to_experts = Segments(over, starts_sE[device], sizes_sE[device], targets_sE[device], mine(sizes_sE))
-    from_experts = Segments(over, mine(targets_sE), mine(sizes_sE), mine(starts_sE), sizes_sE[device])
-    rows, sizes_E = over.num_shards * most, totals_re[device]
-    return dataclasses.replace(routing, rows=rows, sizes_E=sizes_E, to_experts=to_experts, from_experts=from_experts)
+    # The buffer for a single token of each row, as in generation, is small whatever the token chooses.
+    buffer = placement().setting("expert_buffer") if shape[1] > 1 else 0.0
+    return _MoeLayout(weights, tree, down, batch, seq, expert, mlp, all_to_all, inner, buffer)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixture(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> Any:
-    """Partial sums, [shards of `layout.inner`, B, T, D]."""
+def _mixture(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Partial sums, [shards of `layout.inner`, B, T, D], and the rounds of each row, [B]."""
     return _forward(layout, x_zBTD, weights_BTk, chosen_BTk, *arrays)[0]
 
 
@@ -231,81 +178,94 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
     experts = used[0].shape[0] // layout.expert.num_shards
 
     def dispatch(x_zBTD, weights_BTk, chosen_BTk):
-        routing = route(chosen_BTk, experts, layout.expert, layout.all_to_all, layout.capacity)
+        routing = layout.routing(chosen_BTk, experts)
         before = weights_BTk if layout.weighted_input else None
-        return routing.dispatch(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before), routing
+        rows_ND = routing.sorted(x_zBTD.reshape(-1, x_zBTD.shape[-1]), before)
+        return routing.round(0).dispatch(rows_ND), routing
 
-    def compute(rows_MD, routing, weights_BTk, *leaves: jax.Array):
+    def compute(rows_MD, routing, x_zBTD, weights_BTk, *leaves: jax.Array):
         B, T, _ = weights_BTk.shape
-        after, sizes_E = None if layout.weighted_input else weights_BTk, routing.sizes_E
-        (*inward, down), (*b_in, b_down) = layout.holding(jax.tree.unflatten(tree, leaves))
-        in_MF, low_MR = [], []
-        for matrix, b in zip(inward, b_in, strict=True):
-            x_MF, *low = _product(layout, matrix, rows_MD, sizes_E)
-            with scope("of", matrix.weight.path):
-                in_MF.append(x_MF if b is None else x_MF + of_rows(b.array, sizes_E, len(x_MF)))
-            low_MR.append(low)
-        y_MD, *low = _product(layout, down, layout.activated(*in_MF), sizes_E)
-        if b_down is not None:
-            with scope("of", down.weight.path):
-                y_MD += (_first(layout) * of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
-        return routing.combine(y_MD, after).reshape(1, B, T, -1), (in_MF, [*low_MR, low])
+        before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
+        weights = layout.holding(jax.tree.unflatten(tree, leaves))
+        first = routing.round(0)
+        y_MD, *kept = _products(layout, weights, rows_MD, first.sizes_E)
+
+        def add(round_: Round, y_ND, x_zBTD):
+            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(B * T, -1), before))
+            return round_.send_back(_products(layout, weights, rows_MD, round_.sizes_E)[0], y_ND)
+
+        y_ND = routing.other_rounds(add, first.send_back(y_MD), x_zBTD)
+        rounds_B = jnp.broadcast_to(routing.rounds.astype(jnp.float32), (B,))
+        return routing.combine(y_ND, after).reshape(1, B, T, -1), kept, rounds_B
 
     partial, rows, each, x = (layout.inner.over, *_x(layout)), (layout.local, ()), (layout.local,), _x(layout)
     # Two functions, so that the products can be computed again from rows that were kept.
     rows_MD, routing = per_device(dispatch, [partial, x, x], [rows, each])(x_zBTD, weights_BTk, chosen_BTk)
     rows_MD = checkpoint_name(rows_MD, "dispatched")
     leaves, tree = jax.tree.flatten(used)
-    run = per_device(compute, [rows, each, x, *layout.places(used)], [partial, rows])
-    y, kept = run(rows_MD, routing, weights_BTk, *leaves)
+    run = per_device(compute, [rows, each, partial, x, *layout.places(used)], [partial, rows, (layout.batch.over,)])
+    x_zBTD = x_zBTD if routing.has_rounds else None
+    y, kept, rounds_B = run(rows_MD, routing, x_zBTD, weights_BTk, *leaves)
     names = ("hidden", "low_rank")
     kept = [jax.tree.map(functools.partial(checkpoint_name, name=name), x) for name, x in zip(names, kept, strict=True)]
     kept = [rows_MD, *kept]
     # As in matmuls.py: weights are gathered again, unless the block is computed again, which gathers them anyway.
-    return y, (kept, weights_BTk, chosen_BTk, arrays, used if remat() else None)
+    return (y, rounds_B), (kept, x_zBTD, weights_BTk, chosen_BTk, arrays, used if remat() else None)
 
 
-def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
-    kept, weights_BTk, chosen_BTk, arrays, used = saved
+def _products(layout: _MoeLayout, weights: Any, rows_MD: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, Any, Any]:
+    """What experts compute of their rows, [M, D]; what goes into their hidden layers; and what lies between the two
+    matrices of each adapter."""
+    (*inward, down), (*b_in, b_down) = weights
+    in_MF, low_MR = [], []
+    for matrix, b in zip(inward, b_in, strict=True):
+        x_MF, *low = _product(layout, matrix, rows_MD, sizes_E)
+        with scope("of", matrix.weight.path):
+            in_MF.append(x_MF if b is None else x_MF + of_rows(b.array, sizes_E, len(x_MF)))
+        low_MR.append(low)
+    y_MD, *low = _product(layout, down, layout.activated(*in_MF), sizes_E)
+    if b_down is not None:
+        with scope("of", down.weight.path):
+            y_MD += (_first(layout) * of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+    return y_MD, in_MF, [*low_MR, low]
+
+
+def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.Array]):
+    (kept, x_zBTD, weights_BTk, chosen_BTk, arrays, used), (dy, _) = saved, cotangents
     used = used or layout.in_use(arrays)
     leaves, tree = jax.tree.flatten(used)
 
-    def local(dy, weights_BTk, chosen_BTk, kept, *leaves: jax.Array):
-        (rows_MD, in_MF, low_MR), used = kept, jax.tree.unflatten(tree, leaves)
-        routing = route(chosen_BTk, used[0].shape[0], layout.expert, layout.all_to_all, layout.capacity)
+    def local(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves: jax.Array):
+        used, D = jax.tree.unflatten(tree, leaves), dy.shape[-1]
+        weights, routing = layout.holding(used), layout.routing(chosen_BTk, used[0].shape[0])
         before, after = (weights_BTk, None) if layout.weighted_input else (None, weights_BTk)
-        dy_MD = routing.dispatch(dy.reshape(-1, dy.shape[-1]), after)
-        sizes_E, (matrices, (*_, b_down)) = routing.sizes_E, layout.holding(used)
-        hidden_MF, back = jax.vjp(layout.activated, *in_MF)
-        dhidden_MF, *ddown = _derivatives(layout, matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
-        din_MF = back(dhidden_MF)
-        drows, dused = [], []
-        for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
-            d, *dmatrices = _derivatives(layout, matrix, [rows_MD, *low], d_MF, sizes_E)
-            drows.append(d)
-            dused += dmatrices
-        dused += ddown
-        drows_MD = sum(drows[1:], drows[0])
-        # What is weighted, times its weighted gradient: the output, or what experts read.
-        weighted, gradient_ = (rows_MD, drows_MD) if layout.weighted_input else (hidden_MF, dhidden_MF)
-        weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
-        if b_down is not None:
-            if not layout.weighted_input:
-                b_MD = of_rows(b_down.array, sizes_E, len(dy_MD))
-                weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
-            # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
-            dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
-        dx = routing.combine(drows_MD, before).reshape(dy.shape)
-        weighted = routing.returned(weighted_M1).reshape(1, *weights_BTk.shape)
+        first = routing.round(0)
+        dy_MD = first.dispatch(routing.sorted(dy.reshape(-1, D), after))
+        drows_MD, weighted_M1, dused = _derivatives_of_round(layout, weights, kept, dy_MD, first.sizes_E)
+
+        def add(round_: Round, added, given):
+            x_zBTD, dy = given
+            rows_MD = round_.dispatch(routing.sorted(x_zBTD.reshape(-1, D), before))
+            _, *kept = _products(layout, weights, rows_MD, round_.sizes_E)
+            dy_MD = round_.dispatch(routing.sorted(dy.reshape(-1, D), after))
+            of_round = _derivatives_of_round(layout, weights, [rows_MD, *kept], dy_MD, round_.sizes_E)
+            (drows_ND, weighted_N1, dused), (drows_MD, weighted_M1, more) = added, of_round
+            dused = jax.tree.map(jnp.add, dused, more)
+            return round_.send_back(drows_MD, drows_ND), round_.send_back(weighted_M1, weighted_N1), dused
+
+        added = first.send_back(drows_MD), first.send_back(weighted_M1), dused
+        drows_ND, weighted_N1, dused = routing.other_rounds(add, added, (x_zBTD, dy))
+        dx = routing.combine(drows_ND, before).reshape(dy.shape)
+        weighted = routing.in_order_of_tokens(weighted_N1).reshape(1, *weights_BTk.shape)
         return dx, weighted, *(None if w.frozen else d[None] for w, d in zip(layout.weights, dused, strict=True))
 
     rows = [layout.rows(w) for w in layout.weights]
     places = [layout.place(w.axes) for w in layout.weights]
     out = (layout.inner.over, *_x(layout))
-    inputs = [out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
+    inputs = [out, out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
-    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, weights_BTk, chosen_BTk, kept, *leaves)
+    dx, weighted, *dused = per_device(local, inputs, outputs)(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves)
     weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
@@ -320,6 +280,36 @@ def _backward(layout: _MoeLayout, saved: Any, dy: jax.Array):
 
 
 _mixture.defvjp(_forward, _backward)
+
+
+def _derivatives_of_round(
+    layout: _MoeLayout, weights: Any, kept: Any, dy_MD: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, jax.Array, list[Any]]:
+    """The gradients of the rows of `_products`; for each row what is weighted times its weighted gradient, [M, 1]; and
+    the gradients of the weights.
+
+    What is weighted is the output, or what experts read. kept: the rows, and what `_products` gives beside the output.
+    """
+    (rows_MD, in_MF, low_MR), (matrices, (*_, b_down)) = kept, weights
+    hidden_MF, back = jax.vjp(layout.activated, *in_MF)
+    dhidden_MF, *ddown = _derivatives(layout, matrices[-1], [hidden_MF, *low_MR[-1]], dy_MD, sizes_E)
+    din_MF = back(dhidden_MF)
+    drows, dused = [], []
+    for matrix, low, d_MF in zip(matrices[:-1], low_MR, din_MF, strict=False):
+        d, *dmatrices = _derivatives(layout, matrix, [rows_MD, *low], d_MF, sizes_E)
+        drows.append(d)
+        dused += dmatrices
+    dused += ddown
+    drows_MD = sum(drows[1:], drows[0])
+    weighted, gradient_ = (rows_MD, drows_MD) if layout.weighted_input else (hidden_MF, dhidden_MF)
+    weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
+    if b_down is not None:
+        if not layout.weighted_input:
+            b_MD = of_rows(b_down.array, sizes_E, len(dy_MD))
+            weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
+        # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
+        dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
+    return drows_MD, weighted_M1, dused
 
 
 def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax.Array:

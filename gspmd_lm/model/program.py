@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.operands import matmul_operands
-from gspmd_lm.model.supported import Pass, kernel_choice
+from gspmd_lm.model.supported import Pass, expert_rounds, kernel_choice
 from gspmd_lm.model.task import Batch, Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
@@ -62,9 +62,10 @@ class ShardedProgram:
 
     @property
     def choices(self) -> list[str]:
-        """What a run says before it starts: how attention is computed, and products of 8 bits."""
+        """What a run says before it starts: how attention is computed, products of 8 bits, and how tokens travel."""
         operands = matmul_operands(self.config, self.rules, self.processor) if self.config else ""
-        named = ("attention", self.attention), ("matmuls", operands)
+        rounds = expert_rounds(self.config, self.rules) if self.config else ""
+        named = ("attention", self.attention), ("matmuls", operands), ("experts", rounds)
         return [f"{name}: {choice}" for name, choice in named if choice]
 
     @property

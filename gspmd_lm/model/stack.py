@@ -264,10 +264,10 @@ class Stack(nn.Module):
             first = stack.first + layers * number
             some = Layers(stack, layers, parent=None)
             x_BTD, routed = some.apply({"params": {stack.name: weights}}, first, x_BTD, *of_rows)
-            return x_BTD, *(routed or (None, None))
+            return x_BTD, *((routed.load_C, routed[1:]) if routed else (None, None))
 
-        x_BTD, *routed = pipeline.in_stages(part, weights, x_BTD, (of_rows, keys_BT))
-        return x_BTD, RouterOutput(*routed) if routed[0] is not None else None
+        x_BTD, load_LC, routed = pipeline.in_stages(part, weights, x_BTD, (of_rows, keys_BT))
+        return x_BTD, RouterOutput(load_LC, *routed) if routed else None
 
 
 class Layers(nn.Module):

@@ -15,6 +15,7 @@ from gspmd_lm.model.operands import check_matmul_dtype
 from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check, flow
 
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
+_EXPERTS = "layers.mlp.w_down"  # the weight that is split as what experts compute
 
 Asked = Mapping[str, Callable[[ModelConfig], bool]]  # settings of a model, and whether it asks for them
 # What passes of a ring do not support. docs/context.md has the same list.
@@ -350,14 +351,31 @@ def _pipeline_row(rules: Rules) -> str:
     return rules.place("pipeline", rules.pipeline.plain if rules.pipeline else {})
 
 
+def expert_rounds(config: Config, rules: Rules) -> str:
+    """How tokens travel to their experts; '' where they stay on their device, or all of them have room there."""
+    (names, tokens), factor = _expert_axes(rules), rules.expert_buffer
+    if not config.model.experts or not names or not {*names} <= tokens or rules.num_shards(names) <= factor:
+        return ""
+    over = " x ".join(f"{name}={rules.mesh[name]}" for name in names)
+    return (
+        f"tokens travel over {over}. A device has room for {factor:g} times the mean number of rows (expert_buffer). "
+        "If more arrive anywhere, all devices take a further round; expert_rounds in metrics.jsonl counts them"
+    )
+
+
+def _expert_axes(rules: Rules) -> tuple[tuple[str, ...], set[str]]:
+    """The mesh axes that split experts in use, and those that split tokens."""
+    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
+    return rules.split("rules", _EXPERTS, "expert"), tokens
+
+
 def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Problem]:
     """The problems that rules and the mixtures of experts of a config do not fit each other."""
     model, problems = config.model, []
     if not model.experts:
         return []
-    path = "layers.mlp.w_down"
-    names, row = rules.split("rules", path, "expert"), rules.row("rules", path, "expert")
-    tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)}
+    path = _EXPERTS
+    (names, tokens), row = _expert_axes(rules), rules.row("rules", path, "expert")
     if row and {*names} & tokens and {*names} - tokens:
         token_axes = ", ".join(name for name in names if name in tokens)
         other_axes = ", ".join(name for name in names if name not in tokens)

@@ -101,7 +101,14 @@ class _PartCosts:
 
     def local_bytes(self, arrays: Iterable[tuple[float, NamedNodes]]) -> float:
         """The bytes of arrays on one device."""
-        return sum(size / self.shards.count(nodes) for size, nodes in arrays)
+        return sum(self.shards.held_bytes(size, nodes) for size, nodes in arrays)
+
+    def travelling_bytes(self) -> float:
+        """The bytes of the rows of a layer before they are sent to their experts, and of their results back home."""
+        shards, rows = self.shards, [op.moved[0] for op in self.op_graph.ops if op.grouped]
+        return max(
+            (2 * size / shards.count(nodes) for size, nodes in rows if shards.buffer_share(nodes) > 1), default=0.0
+        )
 
     def is_computed_once_more(self, op: AnyOp) -> bool:
         """Whether a stage computes an op forward a second time. It computes the loss once, in the backward pass."""
@@ -282,7 +289,8 @@ class Estimator:
     def _part(self, part: Part, kernels: bool) -> _PartCosts:
         fused = kernels and "attention" in part.trace.recorder.asked
         op_graph = part.op_graph(fused, self.target.platform == "tpu")
-        shards, timed = Shards(part.rules), list[TimedOp]()
+        config = self.traces.task.config
+        shards, timed = Shards(part.rules, config.model if config else None), list[TimedOp]()
         if self.chip:
             rounds = self.chip.platform == "tpu" and self.traces.task.matmul_precision == "default"
             timed += timed_ops(self.chip, op_graph, shards, rounds)
@@ -329,11 +337,11 @@ class Estimator:
         several = rules.microbatches > 1 or rules.pipeline is not None
         total = working_set.gradients * gradient_bytes + working_set.weights[several] * weight_bytes
         for costs in parts_:
-            total += costs.held_bytes
+            total += costs.held_bytes + costs.travelling_bytes()
             for op in costs.op_graph.ops:
                 if op.kind == "other" or len(op.moved) < 3:
                     continue
-                x, weight, out = (size / costs.shards.count(nodes) for size, nodes in op.moved)
+                x, weight, out = (costs.shards.held_bytes(size, nodes) for size, nodes in op.moved)
                 total += (
                     working_set.matmul_inputs * x + working_set.matmul_outputs * out
                     if op.in_block

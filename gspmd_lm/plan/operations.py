@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
 from gspmd_lm.model.kernels import attention
+from gspmd_lm.plan.expert_buffers import in_buffers
 from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.rules import Remat
 
-NamedNodes = tuple[Node, ...]  # nodes that are placed; an array or operation is split over the mesh axes of all of them
+NamedNodes = tuple[Node, ...]  # an array or operation is split over the mesh axes of all of these that are placed
 
 # Operations that make nothing new.
 _VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
@@ -127,6 +128,7 @@ class OpGraph:
     ):
         # Caches stand in the instance, so that they go with the trace.
         self.sharded_like = functools.cache(self._sharded_like)
+        self._in_buffers = in_buffers(graph)
         self.saved_activations = functools.cache(self._saved_activations)
         self.made_later = functools.cache(self._made_later)
         self.graph, self._stack, self._within = graph, stack, within
@@ -158,7 +160,12 @@ class OpGraph:
     # Where arrays live
 
     def _sharded_like(self, node: Node) -> NamedNodes:
-        """The nodes that tell how an array is sharded: itself, the next placement, or the last one."""
+        """The nodes that tell how an array is sharded: see `_placed_near`. In a buffer, a product of experts is one."""
+        product = self._in_buffers.get(node)
+        return (*self._placed_near(node), product) if product else self._placed_near(node)
+
+    def _placed_near(self, node: Node) -> NamedNodes:
+        """An array itself if it is placed, the next placement, or the last one; of a matmul, those around it."""
         if node.placed:
             return (node,)
         if node.primitive == "name":  # another name of what was placed

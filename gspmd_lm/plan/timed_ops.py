@@ -43,7 +43,9 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
     """The ops of a part. rounds_to_bf16: matmuls of float32 have operands that are rounded to bfloat16."""
     launch_s = op_time.LAUNCH_S[chip.platform]
     for op in op_graph.ops:
-        local_bytes = [size / shards.count(nodes) for size, nodes in op.moved]
+        # Kernels of experts skip what of a buffer is empty, as half of it is where loads are even.
+        of_device = (lambda size, nodes: size / shards.count(nodes)) if op.grouped else shards.held_bytes
+        local_bytes = [of_device(*moved) for moved in op.moved]
         memory_s = sum(local_bytes) / op_time.hbm_bytes_per_s(chip)
         if op.only_casts and chip.platform == "tpu":  # they are fused with the next matmul or gather
             continue

@@ -6,9 +6,10 @@ An estimate prices the parts of a step apart: what stages of a pipeline compute 
 import dataclasses
 import functools
 
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.foresight.graph import DataflowGraph, Node
 from gspmd_lm.model.task import Task
+from gspmd_lm.plan.expert_buffers import buffer_share
 from gspmd_lm.plan.operations import NamedNodes, OpGraph
 from gspmd_lm.sharding import placement
 from gspmd_lm.sharding.placement import Recorder
@@ -170,18 +171,30 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
 
 
 class Shards:
-    """How many shards arrays have under filled rules."""
+    """How many shards arrays have under filled rules, and the bytes that a device has of them.
 
-    def __init__(self, rules: Rules):
-        self.rules = rules
+    model: None for one without experts.
+    """
+
+    def __init__(self, rules: Rules, model: ModelConfig | None = None):
+        self.rules, self.model = rules, model
         self._counts: dict[NamedNodes, int] = {}
+
+    def held_bytes(self, size: float, nodes: NamedNodes) -> float:
+        """The bytes that one device holds of an array of `size` bytes; of rows at their experts, of their buffer."""
+        return self.buffer_share(nodes) * size / self.count(nodes)
+
+    def buffer_share(self, nodes: NamedNodes) -> float:
+        """See `expert_buffers.buffer_share`."""
+        return buffer_share(self.rules, self.model, nodes) if self.model and self.model.experts else 1.0
 
     def count(self, nodes: NamedNodes) -> int:
         """The shards of an array that is split over the mesh axes of all of these nodes."""
         if nodes not in self._counts:
             names: set[str] = set()
             for node in nodes:
-                assert node.placed
+                if not node.placed:  # a product of experts
+                    continue
                 array, axes, table = node.placed
                 names |= {name for split in self.rules.resolve(table, array, axes, node.shape)[0] for name in split}
             self._counts[nodes] = self.rules.num_shards(names)

@@ -100,6 +100,7 @@ class Settings:
     remat: Callable[..., Any] | None = None  # the policy of `jax.checkpoint` for a block; None: not computed again
     replicas: str = ""  # the name of the vmapped axis of replicas, of one of which the work is traced
     interleave: int = 1  # parts of a device's rows that a layer computes side by side
+    expert_buffer: float = 2.0  # of what arrives at a device's experts in one round, in mean numbers of rows
     unroll: tuple[int, int] = (0, 1)  # a loop of up to so many turns is written out; of a longer one, so many turns
 
 

@@ -43,7 +43,7 @@ class OpName:
     array: str = ""
     einsum: str = ""
     mask_window: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
-    trip_count: str = ""  # of a loop that its data stop; "" if that is not known
+    trip_count: str = ""  # that is assumed of a loop that its data stop; "" if nothing is
     kind: str = ""  # of compute: attention
 
     @property
@@ -66,8 +66,8 @@ def scope(role: str, *names: str) -> Any:
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
     summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
-    last ones, or all), how many turns of a loop count whose data decide ("turns"), or what compute they are ("kind":
-    attention). Without names nothing is written.
+    last ones, or all), how many turns are counted of a loop whose data decide ("turns"), or what compute they are
+    ("kind": attention). Without names nothing is written.
     """
     assert role in _ROLES or role in TABLES, role
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")

@@ -58,6 +58,11 @@ def _blocks(x: jax.Array, names: Sequence[str], dimension: int, num_shards: int)
     return jax.lax.psum_scatter(apart, names, scatter_dimension=0).reshape(*before, size, *after)
 
 
+def largest_anywhere(x: jax.Array) -> jax.Array:
+    """Within `per_device`, the largest `x` of all devices of the mesh."""
+    return jax.lax.pmax(x, jax.sharding.get_abstract_mesh().axis_names)
+
+
 # The layers of a pipeline
 
 
@@ -131,13 +136,12 @@ class Segments:
     targets: jax.Array  # where they begin at their receivers
     received: jax.Array  # the sizes of what arrives
 
-    def exchanged(self, rows_ND: jax.Array, size: int, array: str) -> jax.Array:
-        """[size, D]: the rows that arrive, and zeros where none does. array: the name of what is sent."""
-        into = jnp.zeros((size, *rows_ND.shape[1:]), rows_ND.dtype)
+    def exchanged(self, rows_ND: jax.Array, into_MD: jax.Array, array: str) -> jax.Array:
+        """[M, D]: the rows that arrive, and what is in `into_MD` where none does. array: the name of what is sent."""
         with scope("rules", array):
             exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
             segments = self.starts, self.sent, self.targets, self.received
-            return exchange(rows_ND, into, *segments, axis_name=self.over.over)
+            return exchange(rows_ND, into_MD, *segments, axis_name=self.over.over)
 
 
 def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):

@@ -71,6 +71,7 @@ class MeshPlacement(Placement):
             remat=remat,
             replicas=self.replicas,
             interleave=self.rules.interleave,
+            expert_buffer=self.rules.expert_buffer,
             unroll=(short, chosen if isinstance(chosen, int) else 1),
         )
 

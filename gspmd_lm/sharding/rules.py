@@ -21,6 +21,7 @@ CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence rea
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
 SCHEDULES = ("gpipe", "1f1b")  # of a pipeline: microbatches go back after all of them, or as soon as each can
+EXPERT_BUFFER = 2.0  # where tokens travel to their experts
 # Attention kernels, the fastest first. XLA's own can do all that a config may ask. A kernel may need more than its
 # platform, see `kernels.attention.unsupported`.
 KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
@@ -132,6 +133,7 @@ class Rules:
     problems: tuple[Problem, ...]
     pipeline: Pipeline | None = None
     interleave: int = 1  # parts of a device's rows that each layer computes side by side
+    expert_buffer: float = EXPERT_BUFFER  # rows that a device has room for in one round, in mean loads of a device
     text: str = ""  # the content of the file, with what flags have set
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> the flag that set it
 

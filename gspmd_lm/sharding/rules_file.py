@@ -1,6 +1,7 @@
 """Rules from the plain values of a YAML file, with every problem of the file collected."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.rules import (
     CONTEXTS,
+    EXPERT_BUFFER,
     GATHERS,
     KEEPS,
     KERNELS,
@@ -28,8 +30,8 @@ from gspmd_lm.sharding.rules import (
     place,
 )  # fmt: skip
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "interleave", "unroll", "attention", "context",
-            "compiler_options", "dcn")  # fmt: skip
+SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "interleave", "expert_buffer", "unroll", "attention",
+            "context", "compiler_options", "dcn")  # fmt: skip
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:
@@ -175,6 +177,7 @@ class _Reader:
             dcn=self.dcn(raw.get("dcn"), mesh),
             pipeline=self.pipeline(raw),
             interleave=interleave if self.size(interleave, "interleave", "interleave") else 1,
+            expert_buffer=self.expert_buffer(raw.get("expert_buffer", EXPERT_BUFFER)),
             problems=tuple(self.problems),
             flags=self.flags,
         )
@@ -266,6 +269,13 @@ class _Reader:
                     message = f"pipeline: schedule: 1f1b does not go with {key}={flow(one)}"
                     self.wrong(message, key, one, f"--set rules.{key}={only}, or rules.pipeline.schedule=gpipe")
         return Pipeline(**{**values, "gather": values["gather"] or ""})
+
+    def expert_buffer(self, value: Any) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf:
+            return float(value)
+        fix = "write a number from 1, such as 2: room for twice the mean number of rows"
+        self.wrong(f"expert_buffer={flow(value)} is no room for what arrives on average", "expert_buffer", value, fix)
+        return EXPERT_BUFFER
 
     def unroll(self, value: Any) -> int | Literal["all"] | None:
         good = value is None or value == "all" or self.size(value, "unroll", "unroll", ", or 'all'")

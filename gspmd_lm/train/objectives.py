@@ -52,8 +52,8 @@ def _sums_of_tokens(model: ModelConfig, params: Any, batch: Batch, key: jax.Arra
     if routed is None:
         return sums
     targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
-    penalty = (routed.penalty_B.mean(0) * targets_B).sum()
-    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C)
+    penalty, rounds = ((of_LB.mean(0) * targets_B).sum() for of_LB in (routed.penalty_B, routed.rounds_B))
+    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C, expert_rounds=rounds)
 
 
 def _targets(batch: Batch) -> jax.Array:
@@ -74,6 +74,7 @@ def _means_of_tokens(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
     }
     if not isinstance(sums.load_LC, tuple):
         means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
+        means["expert_rounds"] = sums.expert_rounds / targets
     return means
 
 

@@ -15,7 +15,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
 from gspmd_lm.sharding.quantised import EIGHT_BITS
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.rules import EXPERT_BUFFER, Problem, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 
@@ -118,6 +118,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen |= {"unroll": str(rules.unroll or "none"), "pipeline": "stages" if rules.pipeline else "none"}
     chosen["interleave"] = "none" if rules.interleave == 1 else str(rules.interleave)
+    chosen["expert_buffer"] = "none" if rules.expert_buffer == EXPERT_BUFFER else f"{rules.expert_buffer:g}"
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"

@@ -18,8 +18,9 @@ from gspmd_lm.config import (
 from gspmd_lm.config.media import Patches
 from gspmd_lm.config.windows import Level
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.model.kernels import grouped
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.sharding import rules_file
+from gspmd_lm.sharding import permutes, rules_file
 from gspmd_lm.sharding.rules import Remat
 
 
@@ -63,6 +64,36 @@ def test_what_is_sent_is_what_the_trace_says(llama, simulated, built, sent, layo
     step = built(llama, dataclasses.replace(file, microbatches=microbatches, remat=REMATS[remat]))
     # Scalars are left out, and scales of norms that are gathered again.
     assert simulated.estimate(step.rules).sent_by_axis == pytest.approx(sent(step), rel=1e-4)
+
+
+TRAVEL = {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}}
+
+
+@pytest.mark.parametrize(
+    "remat",
+    ["block", {"save": ["dispatched"]}, *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "dots"))],
+)
+def test_what_tokens_that_travel_send_is_what_the_trace_says(small, built, sent, monkeypatch, remat):
+    """There and back in both passes, once more there where they are not kept, and the gradients of their weights home.
+
+    This is traced as for a TPU. On CPUs, every device is sent all rows. Of rounds, the trace counts the first.
+    """
+    monkeypatch.setattr(permutes, "platform", lambda: "tpu")
+    config = small(experts=8, experts_per_token=2, expert_mlp=16, balance="row")
+    step = built(config, rules_file.from_dict({**TRAVEL, "remat": remat}, "here.yaml"))
+    found = Estimator(config, targets.parse("cpu:4")).estimate(step.rules).sent_by_axis
+    assert found == pytest.approx(sent(step), rel=2.5e-3)  # how many rows each expert gets is left out
+
+
+def test_products_of_further_rounds_are_not_counted(small, built, read, monkeypatch):
+    """Of a buffer, what even loads fill is counted; of rounds, the first."""
+    monkeypatch.setattr(permutes, "platform", lambda: "tpu")
+    monkeypatch.setattr(grouped, "platform", lambda: "recorded")
+    config = small(experts=8, experts_per_token=2, expert_mlp=16, balance="row", layers=1)
+    rules = rules_file.from_dict({**TRAVEL, "remat": "block"}, "here.yaml")
+    once, rounds = (read(built(config, rules, expert_buffer=room)) for room in (4.0, 1.0))
+    assert rounds.flops == pytest.approx(once.flops)
+    assert rounds.model_flops < once.model_flops  # which takes buffers as full
 
 
 LATENT = {"latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2}

@@ -161,6 +161,7 @@ WRONG = {
     "ring of two towers": Case("mesh: {context: 8}\nrules: {seq: context, kv_seq: context}\ncontext: ring\n", CLIP),
     # Rows in parts
     "interleave that is no number": Case(DP + "interleave: two\n"),
+    "a buffer of experts that is too small": Case(DP + "expert_buffer: 0.5\n"),
     "rows that do not divide into parts": Case(DP + "interleave: 3\n"),
     "rows of a microbatch that do not divide into parts": Case(DP + "microbatches: 2\ninterleave: 2\n"),
     "parts of layers that have none": Case(

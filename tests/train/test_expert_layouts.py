@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.collectives import count
 from gspmd_lm.config import LatentAttention, Lora
+from gspmd_lm.foresight import hlo
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import ShardingError
 from gspmd_lm.train import state
@@ -56,7 +57,32 @@ LAYOUTS = {
     },
     "microbatches of replicas": {"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2},
 }  # fmt: skip
+ROUNDS = {
+    "four devices": {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}, "expert_buffer": 1},
+    "microbatches, computed again": {
+        "mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}, "remat": "block", "microbatches": 2,
+    },
+    "eight devices": {"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}, "expert_buffer": 1.3},
+    "beside fsdp, computed again": {
+        "mesh": {"fsdp": 2, "expert": 4}, "weights": {"embed": "fsdp"}, "remat": "block",
+        "rules": {"batch": ["fsdp", "expert"], "expert": "expert"},
+    },
+    "beside tensor": {
+        "mesh": {"expert": 4, "tensor": 2}, "remat": {"save": ["dispatched"]}, "expert_buffer": 1,
+        "rules": {"batch": "expert", "expert": "expert", "residual.seq": "tensor", **TENSOR},
+    },
+    "stages": {
+        "mesh": {"stage": 2, "expert": 4}, "weights": {"layers": "stage"}, "pipeline": {"microbatches": 2},
+        "rules": {"batch": "expert", "expert": "expert"}, "expert_buffer": 1,
+    },
+    "stages, 1f1b": {
+        "mesh": {"stage": 2, "expert": 4}, "weights": {"layers": "stage"},
+        "pipeline": {"microbatches": 2, "schedule": "1f1b"},
+        "rules": {"batch": "expert", "expert": "expert"}, "expert_buffer": 1,
+    },
+}  # fmt: skip
 FIRST, *OTHERS = LAYOUTS
+IN_ROUNDS, *IN_OTHER_ROUNDS = ROUNDS
 
 
 def rules_of(name):
@@ -74,10 +100,12 @@ def copies_agree(x):
 @pytest.fixture(scope="module")
 def computed(small, built, batch_of):
     """A function that gives the sums and the gradients of a batch under rules, and the program that computes them."""
-    found = {}
+    found, programs = {}, {}
 
-    def under(name, rules, **model):
-        key = name, *sorted(model.items())
+    def under(name, rules, router=1.0, **model):
+        """router: what the weights of routers are multiplied by. With 0, all tokens choose the same experts."""
+        of_program = name, *sorted(model.items())
+        key = router, *of_program
         if key not in found:
             step = built(small(**SIZES, **{**ALL, **model}), rules)
 
@@ -87,8 +115,14 @@ def computed(small, built, batch_of):
                     (sums, _), gradients = step._gradients(state, frozen, trained, batch, step.task.counted(batch))
                     return sums, gradients
 
-            given = begun(step), batch_of(step)
-            program = jax.jit(gradients).lower(*given).compile()
+            state, batch = begun(step), batch_of(step)
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, w: w * router if path[-1].key == "router" else w, state.params
+            )
+            given = state._replace(params=params), batch
+            if of_program not in programs:
+                programs[of_program] = jax.jit(gradients).lower(*given).compile()
+            program = programs[of_program]
             result = program(*given)
             jax.tree.map(copies_agree, result)
             found[key] = jax.device_get(result), program.as_text()
@@ -118,11 +152,31 @@ def test_the_shipped_rules_of_deepseek_v3_do_neither(computed):
     agree(computed, "fsdp_expert8", model, rules_file.load("fsdp_expert8").fill(16))
 
 
-def agree(computed, name, model, rules=None):
+@pytest.mark.parametrize("name", [IN_ROUNDS, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_OTHER_ROUNDS)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("adapters and weighted inputs", marks=pytest.mark.slow)])
+def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, name, kind):
+    """Losses and gradients are those of one device, with loads as they come and with all tokens at the same experts."""
+    rules = rules_file.from_dict(ROUNDS[name], "here.yaml")
+    model = {"shared_mlp": 0, "shared_gate": False, "balance": "row"}
+    model |= {"lora": LORA, "weighted_input": True, "mlp_bias": False} if kind != "plain" else {}
+    (drawn, _), text = agree(computed, name, model, rules)
+    (sums, _), _ = agree(computed, name, model, rules, router=0.0)
+    assert np.count_nonzero(sums.load_LC, axis=1).tolist() == [2, 2]
+    # On one device, the sum of 1 for each target token.
+    (one, _), _ = computed("single", None, **model)
+    rounds = [found.expert_rounds / one.expert_rounds for found in (drawn, sums)]
+    fullest = min(rules.mesh["expert"], 4)  # mean loads: the two experts are on one device, or on one each of eight
+    assert 1 <= rounds[0] <= rounds[1] == pytest.approx(-(-fullest // rules.expert_buffer))
+    # Predictions take loads as even: one round, and no turn of the loop over the others.
+    inside = [one for one in hlo.parse(text).operations if one.collectives and one.name_in_model.trip_count]
+    assert inside and {one.executions for one in inside} == {0}
+
+
+def agree(computed, name, model, rules=None, router=1.0):
     """What was computed, after a comparison with one device."""
-    found = (sums, gradients), _ = computed(name, rules or rules_of(name), **model)
+    found = (sums, gradients), _ = computed(name, rules or rules_of(name), router, **model)
     one = dataclasses.replace(rules_file.load("single"), unroll=1)
-    (want, wanted), _ = computed("single", one, **model)
+    (want, wanted), _ = computed("single", one, router, **model)
     assert abs(sums.loss / want.loss - 1) < 1e-5
     np.testing.assert_array_equal(sums.load_LC, want.load_LC)
     for path, one in jax.tree_util.tree_leaves_with_path(wanted):
@@ -186,6 +240,17 @@ def test_a_config_that_drops_tokens_is_warned_of(small):
     rules = rules_file.load("single")
     _, warnings = state.arrays_and_warnings(small(**SIZES, capacity_factor=1.25), rules, "cpu")
     assert "drops the tokens that an expert gets beyond 1.25 times the mean" in "\n".join(map(str, warnings))
+
+
+def test_a_buffer_is_said_where_tokens_travel_in_rounds(small, built):
+    said = built(small(**SIZES), rules_file.from_dict(ROUNDS[IN_ROUNDS], "here.yaml")).choices
+    assert [line.partition("(")[0] for line in said] == [
+        "experts: tokens travel over expert=4. A device has room for 1 times the mean number of rows "
+    ]
+    assert not built(small(**SIZES), rules_of(FIRST)).choices  # two devices have room for all rows
+    unused = rules_file.from_dict({"mesh": {"data": 1}, "expert_buffer": 3}, "here.yaml")
+    _, (warning,) = state.arrays_and_warnings(small(), unused, "cpu")
+    assert str(warning).startswith("expert_buffer: the model does not use this key")
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ class Collective:
 def find(
     module: Module, rules: Rules, axes: Mapping[str, Sequence[str]], network: Network, graph: DataflowGraph
 ) -> tuple[Collective, ...]:
-    """Every collective of a program, the largest traffic first. `rules` are filled for the devices of `network`.
+    """Every collective that a program is taken to run, the largest traffic first.
+
+    `rules` are filled for the devices of `network`.
 
     `axes` are the logical axes of the model's arrays, by the path of a weight or the name of an activation.
     """
@@ -53,7 +55,7 @@ def find(
     for tensor in moved_tensors(module):
         groups, executions = tensor.op.groups, tensor.op.scheduled.executions
         mesh_axes = network.axes(groups)
-        if not mesh_axes:
+        if not mesh_axes or not executions:
             continue
         origin = _origin(tensor, results.get(tensor.instruction, ("", "")), attribution)
         path, rows = _caused(tensor, origin, attribution, mesh_axes)

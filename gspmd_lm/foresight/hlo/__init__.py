@@ -140,7 +140,7 @@ class Module:
 
     @functools.cached_property
     def buffers(self) -> Mapping[int, float]:
-        """The rows of a ragged all-to-all's buffer for the worst case -> the share that balanced routing fills.
+        """The rows of a ragged all-to-all's buffer -> the share that balanced routing fills.
 
         The rows that are sent lie closely in the operand or in the result, whichever has fewer.
         """

@@ -171,9 +171,10 @@ class Instruction:
 
     @functools.cached_property
     def trip_count(self) -> int | None:
-        """The trip count of a while loop; None if neither the compiler nor the loop's condition tells."""
+        """The trip count of a while loop; None if neither the compiler nor the loop's condition nor its name tells."""
         known = self.config.get("known_trip_count", {}).get("n")
-        return int(known) if known is not None else values.trip_count(self)
+        count, assumed = int(known) if known is not None else values.trip_count(self), self.name_in_model.trip_count
+        return int(assumed) if count is None and assumed else count
 
     @functools.cached_property
     def flops(self) -> float:

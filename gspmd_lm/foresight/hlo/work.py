@@ -263,7 +263,7 @@ def rendezvous(instruction: Instruction) -> str:
 
 def _collective_op(inner: Instruction, scheduled: Instruction) -> CollectiveOp:
     inputs = tuple(array for operand in inner.operands for array in operand.shape.arrays)
-    if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer for the worst case
+    if inner.base == "ragged-all-to-all":  # its operand or its result may be a buffer with empty rows
         inputs = (min(inputs[:2], key=lambda array: array.elements),)
     # A device keeps but its slice of a reduction: what TPU programs call all-reduce-scatter.
     scattered = inner is not scheduled and {user.opcode for user in inner.users} == {"dynamic-slice"}

@@ -66,8 +66,6 @@ class PerDevice:
     reader: Reader
     stack: str
     share: float = 1.0  # of what the program does, that one device does; less where the compiler shares it out further
-    # A buffer for the worst case is filled as balanced routing fills it. Rows of such buffers -> how much of them is.
-    filled: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         """What is known of the results of a jaxpr, from what is known of its arguments."""
@@ -93,6 +91,8 @@ class PerDevice:
             return self._collective(operation)
         if primitive == "scan":
             return self._scan(operation)
+        if primitive == "while" and operation.name.trip_count == "0":
+            return self._results_that_change_with(operation, operands)
         if primitive == "while":
             self.reader.add_unknown("the trip count of a while loop")
             of_condition, of_body = operands[: params["cond_nconsts"]], operands[params["cond_nconsts"] :]
@@ -157,9 +157,9 @@ class PerDevice:
         inputs, operands = operation.inputs, operation.operands
         kind, groups = _COLLECTIVES[operation.primitive], operation.params.get("axis_index_groups")
         if kind == "ragged-all-to-all":
-            # One of operand and result is a buffer for the worst case: the fewer rows travel.
+            # One of operand and result is a buffer with more room than even loads fill: the fewer rows travel.
             few, many = sorted(inputs[:2], key=lambda aval: aval.shape[0])
-            self.filled[many.shape[0]] = few.shape[0] / many.shape[0]
+            self.reader.filled[many.shape[0]] = few.shape[0] / many.shape[0]
             inputs, operands = [few], operands[:1]
         identity = self.reader.value(operation)
         if identity is None or identity not in self.reader.record.copies:
@@ -173,7 +173,7 @@ class PerDevice:
 
     def _filled_part(self, operation: Operation) -> float:
         rows = (aval.shape[0] for aval in operation.inputs if aval.shape)
-        return next((self.filled[n] for n in rows if n in self.filled), 1.0)
+        return next((self.reader.filled[n] for n in rows if n in self.reader.filled), 1.0)
 
 
 RULES: dict[str, Rule] = {"shard_map": shard_map}

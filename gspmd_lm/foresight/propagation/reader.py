@@ -118,6 +118,8 @@ class Reader:
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
+        # Buffers of exchanges are filled as balanced routing fills them. Rows of such buffers -> how much of them is.
+        self.filled: dict[int, float] = {}
         self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
 
     @contextlib.contextmanager

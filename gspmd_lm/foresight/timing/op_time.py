@@ -143,7 +143,7 @@ def _kernel_time(call: Instruction, chip: Chip) -> OpTime | None:
 def kernel_work(call: Instruction) -> tuple[float, float] | None:
     """The (FLOPs, bytes) of a kernel: its own estimate or, without one, what a grouped matmul's shapes say; else None.
 
-    Of a buffer for the worst case, only the rows that balanced routing fills count: kernels skip the tiles of others.
+    Of a buffer where rows arrive, only the rows that balanced routing fills count: kernels skip the tiles of others.
     A kernel may have more rows than the buffer, to fill its last tile.
     """
     work, rows = call.cost_estimate, max((array.dimensions[0] for array in _rows(call)), default=0)

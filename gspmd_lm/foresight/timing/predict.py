@@ -85,7 +85,7 @@ def predict(
         communication_s=simulation.communication_s,
         mfu=flops_per_device / step_s / chip.peak_bf16_flops_per_s if step_s else 0.0,
         tokens_per_s_per_device=None if tokens_per_device is None else tokens_per_device / step_s if step_s else 0.0,
-        basis=_BASIS[chip.platform] + packed,
+        basis=_BASIS[chip.platform] + packed + ("; experts with even loads, in one round" if module.buffers else ""),
         error=error,
         timeline=_timeline(simulation.iterations),
         unpriced=unpriced,
@@ -105,8 +105,7 @@ def _without_time(module: Module, simulation: Simulation) -> dict[str, float]:
     """Operations whose time is not known, with their place, each with its share of the bytes of all instructions."""
     total, bytes_of = 0, collections.Counter[str]()
     for instruction in module.operations:
-        told = instruction.name_in_model.trip_count
-        if instruction.opcode == "while" and instruction.trip_count is None and not told:
+        if instruction.opcode == "while" and instruction.trip_count is None:
             bytes_of[UNKNOWN_TRIP_COUNT] += 1
         if instruction.opcode in _MOVE_NOTHING or instruction.phase in ("-update", "-done"):
             continue
