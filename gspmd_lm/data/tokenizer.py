@@ -3,7 +3,8 @@
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Bytes:
     mask = 0  # the id in the place of a token that is to be guessed: a byte that texts do not have
     special_ids = (mask, end)  # ids that are never to be guessed
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
+    special: Mapping[str, int] = types.MappingProxyType({})  # the tokens that have no text of their own: name -> id
+    joined_bytes: Mapping[int, int] = types.MappingProxyType({})  # see HuggingFace
     replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
 
     def encode(self, document: bytes) -> np.ndarray:
@@ -51,6 +54,10 @@ class Bytes:
         """The bytes of the ids. End tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def is_text(self, token: int, special: bool = True) -> bool:
+        """Whether `decode` gives any text for the token."""
+        return token < 256
 
     def template(self) -> tokenizers.Tokenizer:
         """A tokenizer of texts and pairs of texts. `end` follows each text, and a second text is of type 1."""
@@ -97,6 +104,11 @@ class HuggingFace:
         self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
         self.replaced_bytes = 0
         self._byte_ids = self._find_byte_ids(raw)
+        # The bytes of tokens such as "<0xE6>", id -> byte, that a decoder with byte fallback joins to characters. It
+        # replaces every byte of a run of such tokens by U+FFFD if the whole run is not UTF-8.
+        found = {self._tokenizer.token_to_id(name): byte for byte, name in enumerate(_fallback_names())}
+        joins = '"ByteFallback"' in raw
+        self.joined_bytes = {i: byte for i, byte in found.items() if joins and i is not None}
 
     def encode(self, document: bytes) -> np.ndarray:
         return self.encode_all([document])[0]
@@ -158,6 +170,10 @@ class HuggingFace:
         known = [int(i) for i in ids if i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=not special).encode()
 
+    def is_text(self, token: int, special: bool = True) -> bool:
+        name = self._tokenizer.id_to_token(token)
+        return name is not None and (special or name not in self.special)
+
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
@@ -177,7 +193,7 @@ class HuggingFace:
 
     def _find_byte_ids(self, raw: str) -> np.ndarray | None:
         """The ids of the 256 single bytes in a byte-level or byte-fallback vocabulary; None for another one."""
-        names = _byte_names() if '"ByteLevel"' in raw else [f"<0x{byte:02X}>" for byte in range(256)]
+        names = _byte_names() if '"ByteLevel"' in raw else _fallback_names()
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
@@ -219,6 +235,11 @@ def _byte_names() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _fallback_names() -> list[str]:
+    """The names of the 256 bytes in a vocabulary with byte fallback."""
+    return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _ends(end: int) -> tokenizers.processors.TemplateProcessing:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from einops import rearrange
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.files import json_line
 from gspmd_lm.infer.generate import not_numbers, to_devices
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters
@@ -261,5 +261,5 @@ def read_continuations(path: str | Path, tokenizer: Tokenizer, context: int) -> 
 def write_scores(lines: Sequence[ContinuationLine], scores: Iterator[Score], out: TextIO) -> None:
     """Writes each line's fields with log_likelihood, the number of tokens scored and greedy."""
     for line, score in zip(lines, scores, strict=True):
-        out.write(json.dumps(line.fields | score._asdict(), ensure_ascii=False) + "\n")
+        out.write(json_line(line.fields | score._asdict()))
         out.flush()
