@@ -98,8 +98,10 @@ class HuggingFace:
         self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
+        begins, ends = self._find_frame()
+        self._appended = len(ends)
         if framed:
-            self._before, self._after = self._find_frame()
+            self._before, self._after = begins, ends
             *self._after, self.end = self._after or [self.end]
         self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
         self.replaced_bytes = 0
@@ -155,10 +157,18 @@ class HuggingFace:
             self._tokenizer.encode_special_tokens = True
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a text, with the special tokens that begin a text and those that are spelled out in it."""
+        """The int32 ids of a text, with the special tokens that begin a text and those that are spelled out in it.
+
+        Special tokens that the file's template puts after a text are left out: this one goes on.
+        """
+        ids = self._encode_whole(text).ids
+        return np.asarray(ids[: len(ids) - self._appended], np.int32)
+
+    def _encode_whole(self, text: str) -> tokenizers.Encoding:
+        """The encoding of a text with its template, where special tokens that are spelled out are special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+            return self._tokenizer.encode(text, add_special_tokens=True)
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -199,7 +209,7 @@ class HuggingFace:
 
     def _find_frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that the file's template puts before a text, and after it."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        encoding = self._encode_whole(self._tokenizer.id_to_token(self.end))  # a text of one token in any vocabulary
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
         return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
 
