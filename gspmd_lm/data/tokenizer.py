@@ -13,6 +13,7 @@ import tokenizers
 
 from gspmd_lm.config.paths import download, read_text
 from gspmd_lm.data import remote
+from gspmd_lm.data.encodings import dropped, encoded
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 
@@ -36,7 +37,7 @@ class Bytes:
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
     special: Mapping[str, int] = types.MappingProxyType({})  # the tokens that have no text of their own: name -> id
     joined_bytes: Mapping[int, int] = types.MappingProxyType({})  # see HuggingFace
-    replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
+    replaced_bytes = 0  # how many bytes were replaced by U+FFFD or characters dropped: no token stands for them
 
     def encode(self, document: bytes) -> np.ndarray:
         """The int32 ids of one document, `end` not included."""
@@ -95,6 +96,10 @@ class HuggingFace:
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = tuple(self.special.values())
         self.path = path
+        self.replaced_bytes = 0
+        self._byte_ids = self._find_byte_ids(raw)
+        model = self._tokenizer.model  # the only kind that drops an unknown character, where others fail
+        self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None and self._byte_ids is None
         self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
@@ -104,8 +109,6 @@ class HuggingFace:
             self._before, self._after = begins, ends
             *self._after, self.end = self._after or [self.end]
         self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
-        self.replaced_bytes = 0
-        self._byte_ids = self._find_byte_ids(raw)
         # The bytes of tokens such as "<0xE6>", id -> byte, that a decoder with byte fallback joins to characters. It
         # replaces every byte of a run of such tokens by U+FFFD if the whole run is not UTF-8.
         found = {self._tokenizer.token_to_id(name): byte for byte, name in enumerate(_fallback_names())}
@@ -152,7 +155,7 @@ class HuggingFace:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return self._encoded(texts, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -168,7 +171,7 @@ class HuggingFace:
         """The encoding of a text with its template, where special tokens that are spelled out are special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode(text, add_special_tokens=True)
+            return self._encoded([text], add_special_tokens=True)[0]
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -185,8 +188,19 @@ class HuggingFace:
         return name is not None and (special or name not in self.special)
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encoded(texts, self._drops, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def _encoded(
+        self, texts: Sequence[str], offsets: bool = True, *, add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
+        """The encodings of texts. Characters that are dropped are counted. Without offsets it is faster."""
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        encode = functools.partial(encode, add_special_tokens=add_special_tokens)
+        encodings = encoded(encode, texts, f"data.tokenizer: {self.path}")
+        if self._drops:
+            self.replaced_bytes += sum(map(dropped, texts, encodings))
+        return encodings
 
     def _encode_mixed(self, document: bytes) -> np.ndarray:
         """The ids of a document that is not UTF-8. Its foreign bytes become byte tokens if the vocabulary has them."""
@@ -232,7 +246,8 @@ Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
 
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The int32 ids of a text that an encoder reads, as `template` makes them."""
-    return np.asarray(_template(tokenizer).encode(text).ids, np.int32)
+    (encoding,) = encoded(_template(tokenizer).encode_batch, [text], "data.tokenizer")
+    return np.asarray(encoding.ids, np.int32)
 
 
 @functools.lru_cache(maxsize=1)
