@@ -223,7 +223,9 @@ class HuggingFace:
 
     def _find_frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that the file's template puts before a text, and after it."""
-        encoding = self._encode_whole(self._tokenizer.id_to_token(self.end))  # a text of one token in any vocabulary
+        alone = self._tokenizer.id_to_token(self.end)  # a text of one token in any vocabulary
+        assert alone
+        encoding = self._encode_whole(alone)
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
         return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
 
@@ -242,6 +244,12 @@ class HuggingFace:
 
 
 Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+
+
+def unspelled(tokenizer: Tokenizer) -> list[str]:
+    """A sentence about what a tokenizer has read and could not encode, if there was anything."""
+    count = tokenizer.replaced_bytes
+    return [f"warning: the tokenizer has no token for {count:,} bytes or characters of the texts"] if count else []
 
 
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Text from tokens that come one by one: only what no later token changes, and nothing from a stop string on."""
 
-import os
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,7 +67,8 @@ class Detokenizer:
 
     def _after(self, text: str) -> str:
         """What follows in `text` behind what was emitted. The prompt may end within a character that is now whole."""
-        return text[len(os.path.commonprefix([self._emitted, text])) :]
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._emitted, text, strict=False))
+        return text[sum(1 for _ in alike) :]
 
     def _keep_context(self) -> None:
         """Forgets all tokens but the last ones, which do not begin within a run of byte tokens."""

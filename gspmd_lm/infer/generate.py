@@ -14,7 +14,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.data import images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
 from gspmd_lm.errors import InputError, RunFailed, is_whole_number
-from gspmd_lm.infer import programs
+from gspmd_lm.infer import generation_config, programs
 from gspmd_lm.infer.detokenizer import Detokenizer, Stops, special_stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
 from gspmd_lm.infer.sampling import NO_TOKEN, Choice, Sampling
@@ -90,7 +90,9 @@ def programs_for(
     written = new_tokens + given_tokens(config)
     sizes = sizes_of(rules, asked, longest, written, platform, config.model)
     arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
-    notes = [f"warning: {warning}" for warning in warnings]
+    first_tokens = config.model.encoder.first_tokens if config.model.encoder else ()
+    processors, notes = generation_config.read(tokenizer, bool(config.model.frames), first_tokens)
+    notes += [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
         split = ", ".join(dict.fromkeys(row.place for row in rules.rows if row.axis == "batch" and row.mesh_axes))
         notes.append(
@@ -98,7 +100,7 @@ def programs_for(
             f"{sizes.rows} prompts at a time cost the same"
         )
     unrolled = platform == "cpu" and rules.devices == 1 and not config.model.shared_layers
-    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled)
+    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled, processors)
     notes += built.choices
     return built, notes
 

@@ -14,9 +14,13 @@ SPECIAL = ["<unk>", "</s>", "<|tool|>"]
 _SAMPLES = (
     "Once upon a time there was, don't you know, a naïve café; it wasn't 1,000 £.", "Ещё раз: привет, мир!",
     "Γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم", "नमस्ते दुनिया", "สวัสดีชาวโลก", "မင်္ဂလာပါ", "გამარჯობა", "አማርኛ ሰላም",
-    "日本語のテキスト。", "你们都很棒", "안녕하세요 세계", "𝒜𝓑 𐍈𐌰 𓀀𓂀", "e\u0301 o\u0308 \u200d\u200b \ufeff", "  \n\t\ufffd▁ ▁▁",
+    "日本語のテキスト。", "你们都很棒", "안녕하세요 세계", "𝒜𝓑 𐍈𐌰 𓀀𓂀", "e\u0301 o\u0308 \u200d\u200b \ufeff",
+    "  \n\t\ufffd▁ ▁▁",
 )  # fmt: skip
-_EMOJI = ("😁", "👍🏽", "👩\u200d🚀", "👨\u200d👩\u200d👧\u200d👦", "🇩🇪🇫🇷", "❤\ufe0f\u200d🔥", "1\ufe0f\u20e3", "🏴\U000e0067\U000e0062\U000e007f")
+_EMOJI = (
+    "😁", "👍🏽", "👩\u200d🚀", "👨\u200d👩\u200d👧\u200d👦", "🇩🇪🇫🇷", "❤\ufe0f\u200d🔥", "1\ufe0f\u20e3",
+    "🏴\U000e0067\U000e0062\U000e007f",
+)  # fmt: skip
 
 
 def text(rng: random.Random) -> str:
@@ -35,9 +39,7 @@ def _made(kind: str) -> tuple[Tokenizer, Any]:
     if kind == "byte-level":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        return made, trainers.BpeTrainer(
-            vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common
-        )
+        return made, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
     if kind == "byte-fallback":  # with the decoder of Llama 2's file
         made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
