@@ -108,7 +108,9 @@ class Model:
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         if not several:
             return Continuations()
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if wrong := [one for one in (*several, *stops) if not isinstance(one, str)]:
+            raise InputError(f"generate: {wrong[0]!r} is not text\n  fix   give prompts and stop as texts")
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name, model = self.config.data.tokenizer, self.config.model
         encode = generation.encoding(self.config, self.tokenizer)
