@@ -135,7 +135,8 @@ def test_sampling_that_the_file_asks_for_and_nobody_else_is_said(beside, tmp_pat
 def test_generation_chooses_among_processed_logits(speaking, filled, weights, prompts, generator):
     """In a ragged batch, with a cache: as whole texts and the definitions say. Without processors nothing is added."""
     cfg = speaking(layers=1)
-    asked = Processors(1.5, 2, (((7,), -2.5), ((101,), 1.5)), (2, 3), (65,), min_new_tokens=4, ends=(256,))
+    padded = (0, *prompts[1], 90), 50.0  # padding is no token of a text
+    asked = Processors(1.5, 2, (((7,), -2.5), ((101,), 1.5), padded), (2, 3), (65,), min_new_tokens=4, ends=(256,))
     plain = generator(cfg, "single")
     params = weights(cfg.model)
     built = programs.build_programs(
