@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import images, sounds
+from gspmd_lm.data import chat, images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
 from gspmd_lm.errors import InputError, RunFailed, is_whole_number
 from gspmd_lm.infer import generation_config, programs
@@ -353,7 +353,7 @@ class SampleGenerator:
         """Nothing is compiled. Raises InputError for prompts, a tokenizer or rules that do not fit."""
         assert config.train.samples
         self.asked = config.train.samples
-        self.tokens = load_tokenizer(config.data.tokenizer)
+        self.tokens, self.ends = load_tokenizer(config.data.tokenizer), chat.stop_ids(config.data.tokenizer)
         self.prompts = [self.tokens.encode_prompt(prompt).tolist() for prompt in self.asked.prompts]
         try:
             self.programs, _ = programs_for(
@@ -383,7 +383,7 @@ class SampleGenerator:
         writing = Generator(self.programs, self.cast(params), self.tokens)
         sampling = Sampling(temperature=self.asked.temperature)
         try:
-            results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
+            results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling, ends=self.ends)
         except RunFailed:  # a run goes on: the loss of the evaluation tells the same
             return [(prompt, " (the model gives logits that are not numbers)") for prompt in self.asked.prompts]
         return [(prompt, result.text) for prompt, result in zip(self.asked.prompts, results, strict=True)]

@@ -206,7 +206,8 @@ def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, fold
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: other\nlicense_name: llama\n---\n# Before\n")
     carried = {
         "LICENSE.txt": "terms", "USE_POLICY.md": "policy", "chat_template.jinja": "{{ messages }}",
-        "additional_chat_templates/tools.jinja": "tools", "generation_config.json": '{"eos_token_id": 1, "repetition_penalty": 1.5}',
+        "additional_chat_templates/tools.jinja": "tools",
+        "generation_config.json": '{"eos_token_id": 1, "repetition_penalty": 1.5}',
     }  # fmt: skip
     for name, text in carried.items():
         (folder / name).write_text(text)
