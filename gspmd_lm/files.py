@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -207,6 +208,14 @@ def json_object(text: str | bytes, place: object, fix: str = "") -> dict[str, An
     return value
 
 
+def json_line(value: Any) -> str:
+    """A value as one line of JSON. Numbers that are not finite are null, which every JSON reader accepts."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False) + "\n"
+
+
 def has_half_characters(text: str, value: Any) -> bool:
     """Whether a text of JSON has half of a character, as \\ud800 is. `value` is what it says."""
     if not _SURROGATE.search(text):
@@ -240,6 +249,14 @@ def _damage_of_file(folder: epath.Path, name: str, expected_bytes: int, expected
     if size_bytes != expected_bytes:
         return f"{name}: {size_bytes} bytes instead of {expected_bytes}"
     return "" if sha256 == expected_sha256 else f"{name}: its sha256 has changed"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fix(fix: str) -> str:

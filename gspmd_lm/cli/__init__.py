@@ -1,8 +1,11 @@
 """The command line: the verbs, how their flags are read, and what becomes of errors."""
 
 import errno
+import io
 import os
 import platform
+import select
+import signal
 import sys
 import textwrap
 import traceback
@@ -30,7 +33,9 @@ VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, C
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Never returns: runs one verb and exits with 0 on success, 2 for wrong input, else 1 or a signal's code."""
     argv = list(sys.argv if argv is None else argv)
-    code, message = 0, ""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters of a model's text
+    code, message, is_read = 0, "", True
     try:
         code = _run(argv)
     except InputError as error:
@@ -41,19 +46,35 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = 130
     except Exception as error:
         code, message = 1, _system_error(error)
-        if not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            code, is_read = _NOBODY_READS, False
+        if is_read and not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
             message = processes.cause()
-        if not message:
+        if is_read and not message:
             traceback.print_exc()
     if message:
         print(message, file=sys.stderr)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or _NOBODY_READS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
     sys.stderr.flush()
     if processes := sys.modules.get("gspmd_lm.runtime.processes"):  # a verb that needs no jax does not import it
         processes.leave(code, message)
         if code and processes.several():
             os._exit(code)  # a normal exit waits in jax's shutdown barrier, which the others may never reach
     sys.exit(code)
+
+
+_NOBODY_READS = 128 + signal.SIGPIPE  # the exit code that a shell shows for a program whose output is not read
+
+
+def _is_read() -> bool:
+    """Whether somebody reads what is printed. `head` stops when it has what it wants."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in output.poll(0))
 
 
 _SYSTEM_ERRORS = {

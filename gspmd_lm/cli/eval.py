@@ -85,6 +85,8 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
         session.compare_texts(begun, tokens, [line.request.tokens for line in lines])
         seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
     rows = min(values.batch, rows)
+    for note in tokenizer.unspelled(tokens):
+        begun.say(note)
     compile_cache.enable(values.compile_cache)
 
     def scorer_of(config: "Config") -> "score.Scorer":

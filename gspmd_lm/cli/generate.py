@@ -29,7 +29,8 @@ def _define(flags: Flags) -> None:
     flags.text("prompts", None, "Continue the prompts of this JSONL file of {prompt} or {messages} instead.")
     flags.text("output", None, "Write the texts to this file, as JSONL. The default is the terminal.")
     flags.yes_no("chat", "Treat each prompt as a user's message, in the model's chat template.")
-    flags.several("stop", "Stop before this text. This flag may be repeated.")
+    flags.several("stop", "Stop before this text, or at this special token. This flag may be repeated.")
+    flags.yes_no("special", "Show special tokens in the texts, such as the marks of tool calls.")
     flags.whole("max_new_tokens", 128, "Stop after this many tokens at the latest.", 1)
     flags.whole("batch", 8, "How many prompts are continued at a time.", 1)
     flags.group("Sampling")
@@ -50,8 +51,9 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.data import chat, tokenizer
-    from gspmd_lm.infer import generate, lines
-    from gspmd_lm.infer.detokenizer import Stops
+    from gspmd_lm.data.tokenizer import unspelled
+    from gspmd_lm.infer import generate, generation_config, lines
+    from gspmd_lm.infer.detokenizer import Stops, special_stops
     from gspmd_lm.infer.sampling import Sampling
     from gspmd_lm.runtime import compile_cache
 
@@ -71,6 +73,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         what = "hears sounds, and prompts are wav" if config.model.frames else "sees images, and prompts are their"
         raise InputError(f"--chat: the model {what} files\n  fix   drop it")
     tokens = tokenizer.load_tokenizer(config.data.tokenizer)
+    special_stops(values.stop, tokens, values.special)  # raises likewise
     prompts = _prompts(values, config.data.tokenizer, tokens, generate.encoding(config, tokens))
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
     built, notes = generate.programs_for(
@@ -79,7 +82,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         places=[line.place for line in prompts],
     )  # fmt: skip
     ends = chat.stop_ids(config.data.tokenizer)
-    for note in notes:
+    for note in (*notes, *generation_config.about_sampling(tokens, sampling), *unspelled(tokens)):
         begun.say(note)
     compile_cache.enable(values.compile_cache)
     began = time.perf_counter()
@@ -92,6 +95,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         sampling=sampling,
         stops=values.stop,
         ends=ends,
+        special=values.special,
     )
     write = (
         functools.partial(lines.write_results, prompts) if values.prompts else functools.partial(_stream, len(prompts))

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 
 def read_text(path: "Path | epath.Path") -> str:
-    """The text of a file. Raises InputError if the file cannot be read or is not UTF-8."""
+    """The text of a file, without the mark that Windows writes before it.
+
+    Raises InputError if the file cannot be read or is not UTF-8.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:

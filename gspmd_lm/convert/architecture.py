@@ -9,7 +9,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
-from gspmd_lm.convert import multimodal, sound_families
+from gspmd_lm.convert import multimodal, seq2seq_families, sound_families
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
 from gspmd_lm.convert.fields import Values
@@ -69,6 +69,8 @@ def run_config(
     if "frames" in values:
         sound_families.check_preprocessing(tokenizer.parent, values["frames"]["bands"])
         values["encoder"] |= sound_families.generation(tokenizer.parent)
+    elif "encoder" in values:
+        values["encoder"] |= seq2seq_families.generation(tokenizer.parent)
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)

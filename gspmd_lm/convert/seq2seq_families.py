@@ -2,14 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config
+from gspmd_lm.config import paths
 from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
 from gspmd_lm.convert.family import BIASES, ONE_WIDTH, PLAIN_LAYERNORM, TIED, Family, heads
 from gspmd_lm.convert.fields import ACTIVATIONS, MOST_LAYERS, Activation, Constant, Fixed, Flag, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm, separate_qkv
+from gspmd_lm.convert.sidecars import GENERATION
+from gspmd_lm.convert.strict_json import parse_object
+from gspmd_lm.errors import InputError, is_whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,20 @@ class EncoderPart:
         start, first = model.encoder.start_token, model.encoder.first_tokens
         written = {"forced_bos_token_id": first[0]} if first and not model.frames else {}
         return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}
+
+
+def generation(folder: Path) -> dict[str, list[int]]:
+    """The setting of model.encoder with which texts begin as generation_config.json of a folder forces them to.
+
+    {} if there is no such file, or if it forces nothing. Raises InputError for what is no token.
+    """
+    path = folder / GENERATION
+    forced = parse_object(paths.read_text(path), path).get("forced_bos_token_id") if path.is_file() else None
+    if forced is None:
+        return {}
+    if not is_whole_number(forced, 0):
+        raise InputError(f"{path}: forced_bos_token_id={forced}: is not a token\n  fix   correct or remove it")
+    return {"first_tokens": [forced]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,7 @@ class TokenCache:
     folder: Path
     train: tuple[CachedSplit, ...]  # of each part
     held_out: CachedSplit
-    replaced_bytes: int  # bytes that were not UTF-8 and have no token
+    replaced_bytes: int  # bytes or characters that no token stands for
     left_out: int  # documents that are not used for training because they are in the files for evaluation
 
 

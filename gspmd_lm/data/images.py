@@ -13,7 +13,7 @@ import numpy as np
 from gspmd_lm.config import Config, Data
 from gspmd_lm.config import data as config_data
 from gspmd_lm.config.media import Images, Patches
-from gspmd_lm.data import corpus, labelled, media, trained
+from gspmd_lm.data import corpus, encodings, labelled, media, trained
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.data.tokenizer import Tokenizer, load_tokenizer
 from gspmd_lm.errors import InputError
@@ -287,7 +287,7 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
         made = labelled.cutting(tokens, "seq", config.data.seq)
 
         def whole(text: str) -> tuple[list[int], bool]:
-            encoding = made.encode(text)
+            (encoding,) = encodings.encoded(made.encode_batch_fast, [text], "data.tokenizer")
             return encoding.ids, bool(encoding.overflowing)
 
         return whole

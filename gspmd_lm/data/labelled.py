@@ -14,6 +14,7 @@ from gspmd_lm import files
 from gspmd_lm.config import Data
 from gspmd_lm.config.data import MOST_OF_SEVERAL
 from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.data.encodings import encoded
 from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.sources import DocumentSource, Progress
 from gspmd_lm.data.tokenizer import NO_CHARACTER, Tokenizer
@@ -58,7 +59,8 @@ class Labelled:
         tokens = []
         for start in range(0, len(documents), TOGETHER):
             records = [json.loads(document) for document in documents[start : start + TOGETHER]]
-            encodings = self._tokenizer.encode_batch_fast([self._input(texts) for texts, _ in records])
+            texts = [self._input(texts) for texts, _ in records]
+            encodings = encoded(self._tokenizer.encode_batch_fast, texts, "data.tokenizer")
             tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
         return tokens
 

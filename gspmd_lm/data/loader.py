@@ -157,7 +157,8 @@ def open_loaders(
         mask = tokens.mask if config.objective == "masked" else None
         all_masks = packing.Masks(mask, tokens.vocab_size, tokens.special_ids, data.masked_share, data.seed)
     cached = cache.open_cache(source, tokens, data.held_out_share, progress)
-    replaced = f", {cached.replaced_bytes:,} bytes not UTF-8 replaced" if cached.replaced_bytes else ""
+    lost = cached.replaced_bytes
+    replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
     origin = f"{source.description}{replaced}"
 
     def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int]:

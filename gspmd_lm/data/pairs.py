@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gspmd_lm.config import Config
+from gspmd_lm.data import encodings
 from gspmd_lm.data.labelled import CUT, TOGETHER, count_cut, cutting, record_starts, text_of, valid
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.data.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ class Pairs:
             for made, texts in zip(self._tokenizers, sides, strict=True):
                 cleaned = [valid(text) for text in texts]
                 self.replaced_bytes += sum(replaced for _, replaced in cleaned)
-                encoded.append(made.encode_batch_fast([text for text, _ in cleaned]))
+                texts = [text for text, _ in cleaned]
+                encoded.append(encodings.encoded(made.encode_batch_fast, texts, "data.tokenizer"))
             tokens += [_marked(*pair) for pair in zip(*encoded, strict=True)]
         return tokens
 

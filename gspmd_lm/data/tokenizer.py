@@ -3,7 +3,8 @@
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tokenizers
 
 from gspmd_lm.config.paths import download, read_text
 from gspmd_lm.data import remote
+from gspmd_lm.data.encodings import dropped, encoded
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 
@@ -33,7 +35,9 @@ class Bytes:
     mask = 0  # the id in the place of a token that is to be guessed: a byte that texts do not have
     special_ids = (mask, end)  # ids that are never to be guessed
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
-    replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
+    special: Mapping[str, int] = types.MappingProxyType({})  # the tokens that have no text of their own: name -> id
+    joined_bytes: Mapping[int, int] = types.MappingProxyType({})  # see HuggingFace
+    replaced_bytes = 0  # how many bytes were replaced by U+FFFD or characters dropped: no token stands for them
 
     def encode(self, document: bytes) -> np.ndarray:
         """The int32 ids of one document, `end` not included."""
@@ -51,6 +55,10 @@ class Bytes:
         """The bytes of the ids. End tokens, and ids that only pad the vocabulary, have none."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def is_text(self, token: int, special: bool = True) -> bool:
+        """Whether `decode` gives any text for the token."""
+        return token < 256
 
     def template(self) -> tokenizers.Tokenizer:
         """A tokenizer of texts and pairs of texts. `end` follows each text, and a second text is of type 1."""
@@ -88,15 +96,24 @@ class HuggingFace:
         self.special = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = tuple(self.special.values())
         self.path = path
+        self.replaced_bytes = 0
+        self._byte_ids = self._find_byte_ids(raw)
+        model = self._tokenizer.model  # the only kind that drops an unknown character, where others fail
+        self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None and self._byte_ids is None
         self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
+        begins, ends = self._find_frame()
+        self._appended = len(ends)
         if framed:
-            self._before, self._after = self._find_frame()
+            self._before, self._after = begins, ends
             *self._after, self.end = self._after or [self.end]
         self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
-        self.replaced_bytes = 0
-        self._byte_ids = self._find_byte_ids(raw)
+        # The bytes of tokens such as "<0xE6>", id -> byte, that a decoder with byte fallback joins to characters. It
+        # replaces every byte of a run of such tokens by U+FFFD if the whole run is not UTF-8.
+        found = {self._tokenizer.token_to_id(name): byte for byte, name in enumerate(_fallback_names())}
+        joins = '"ByteFallback"' in raw
+        self.joined_bytes = {i: byte for i, byte in found.items() if joins and i is not None}
 
     def encode(self, document: bytes) -> np.ndarray:
         return self.encode_all([document])[0]
@@ -138,15 +155,23 @@ class HuggingFace:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return self._encoded(texts, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The int32 ids of a text, with the special tokens that begin a text and those that are spelled out in it."""
+        """The int32 ids of a text, with the special tokens that begin a text and those that are spelled out in it.
+
+        Special tokens that the file's template puts after a text are left out: this one goes on.
+        """
+        ids = self._encode_whole(text).ids
+        return np.asarray(ids[: len(ids) - self._appended], np.int32)
+
+    def _encode_whole(self, text: str) -> tokenizers.Encoding:
+        """The encoding of a text with its template, where special tokens that are spelled out are special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+            return self._encoded([text], add_special_tokens=True)[0]
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -158,9 +183,24 @@ class HuggingFace:
         known = [int(i) for i in ids if i < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=not special).encode()
 
+    def is_text(self, token: int, special: bool = True) -> bool:
+        name = self._tokenizer.id_to_token(token)
+        return name is not None and (special or name not in self.special)
+
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encoded(texts, self._drops, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def _encoded(
+        self, texts: Sequence[str], offsets: bool = True, *, add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
+        """The encodings of texts. Characters that are dropped are counted. Without offsets it is faster."""
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        encode = functools.partial(encode, add_special_tokens=add_special_tokens)
+        encodings = encoded(encode, texts, f"data.tokenizer: {self.path}")
+        if self._drops:
+            self.replaced_bytes += sum(map(dropped, texts, encodings))
+        return encodings
 
     def _encode_mixed(self, document: bytes) -> np.ndarray:
         """The ids of a document that is not UTF-8. Its foreign bytes become byte tokens if the vocabulary has them."""
@@ -177,13 +217,15 @@ class HuggingFace:
 
     def _find_byte_ids(self, raw: str) -> np.ndarray | None:
         """The ids of the 256 single bytes in a byte-level or byte-fallback vocabulary; None for another one."""
-        names = _byte_names() if '"ByteLevel"' in raw else [f"<0x{byte:02X}>" for byte in range(256)]
+        names = _byte_names() if '"ByteLevel"' in raw else _fallback_names()
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
     def _find_frame(self) -> tuple[list[int], list[int]]:
         """The special tokens that the file's template puts before a text, and after it."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        alone = self._tokenizer.id_to_token(self.end)  # a text of one token in any vocabulary
+        assert alone
+        encoding = self._encode_whole(alone)
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
         return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
 
@@ -204,9 +246,16 @@ class HuggingFace:
 Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
 
 
+def unspelled(tokenizer: Tokenizer) -> list[str]:
+    """A sentence about what a tokenizer has read and could not encode, if there was anything."""
+    count = tokenizer.replaced_bytes
+    return [f"warning: the tokenizer has no token for {count:,} bytes or characters of the texts"] if count else []
+
+
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The int32 ids of a text that an encoder reads, as `template` makes them."""
-    return np.asarray(_template(tokenizer).encode(text).ids, np.int32)
+    (encoding,) = encoded(_template(tokenizer).encode_batch, [text], "data.tokenizer")
+    return np.asarray(encoding.ids, np.int32)
 
 
 @functools.lru_cache(maxsize=1)
@@ -219,6 +268,11 @@ def _byte_names() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _fallback_names() -> list[str]:
+    """The names of the 256 bytes in a vocabulary with byte fallback."""
+    return [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _ends(end: int) -> tokenizers.processors.TemplateProcessing:

@@ -5,17 +5,17 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.data import images, sounds
+from gspmd_lm.data import chat, images, sounds
 from gspmd_lm.data.tokenizer import Tokenizer, encode_source, load_tokenizer
 from gspmd_lm.errors import InputError, RunFailed, is_whole_number
-from gspmd_lm.infer import programs
-from gspmd_lm.infer.detokenizer import Detokenizer, Stops
+from gspmd_lm.infer import generation_config, programs
+from gspmd_lm.infer.detokenizer import Detokenizer, Stops, special_stops
 from gspmd_lm.infer.programs import GenerationPrograms, Prompts
 from gspmd_lm.infer.sampling import NO_TOKEN, Choice, Sampling
 from gspmd_lm.infer.sizes import sizes as sizes_of
@@ -90,7 +90,9 @@ def programs_for(
     written = new_tokens + given_tokens(config)
     sizes = sizes_of(rules, asked, longest, written, platform, config.model)
     arrays, warnings = programs.arrays_and_warnings(config, rules, platform, sizes)
-    notes = [f"warning: {warning}" for warning in warnings]
+    first_tokens = config.model.encoder.first_tokens if config.model.encoder else ()
+    processors, notes = generation_config.read(tokenizer, bool(config.model.frames), first_tokens)
+    notes += [f"warning: {warning}" for warning in warnings]
     if sizes.rows > asked:
         split = ", ".join(dict.fromkeys(row.place for row in rules.rows if row.axis == "batch" and row.mesh_axes))
         notes.append(
@@ -98,7 +100,7 @@ def programs_for(
             f"{sizes.rows} prompts at a time cost the same"
         )
     unrolled = platform == "cpu" and rules.devices == 1 and not config.model.shared_layers
-    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled)
+    built = programs.build_programs(config, rules, arrays, devices, sizes, unrolled, processors)
     notes += built.choices
     return built, notes
 
@@ -186,11 +188,13 @@ class Generator:
         stops: Sequence[str] = (),
         ends: Collection[int] | None = None,
         first_number: int = 0,
+        special: bool = False,
     ) -> Iterator[TextChunk]:
         """The chunks of text after each prompt, as they come; prompts are numbered from `first_number`.
 
         A text ends before a stop string, at a token of `ends` (by default the tokenizer's end), or after `new_tokens`
-        tokens. A prompt's text depends on its number and the seed, not on the prompts beside it.
+        tokens. A stop string may be a special token. special: the text shows those that do not end it. A prompt's text
+        depends on its number and the seed, not on the prompts beside it.
 
         Raises RunFailed where the model gives what is not a number.
         """
@@ -201,13 +205,14 @@ class Generator:
         given = given_tokens(self.programs.config)
         assert sizes.hold(longest, given + new_tokens), (longest, new_tokens, sizes)
         follows = not (self.programs.model.encoder or self.programs.model.vision)  # a text goes on from its prompt
-        ends = frozenset((self.tokenizer.end,) if ends is None else ends)
+        spelling = _Spelling(
+            self.tokenizer, stops, special_stops(stops, self.tokenizer, special),
+            frozenset((self.tokenizer.end,) if ends is None else ends), special, new_tokens,
+        )  # fmt: skip
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
             texts = [
-                _Completion(
-                    first_number + first + i, self.tokenizer, prompt if follows else (), stops, ends, new_tokens
-                )
+                _Completion(first_number + first + i, prompt if follows else (), spelling)
                 for i, prompt in enumerate(batch)
             ]
             choices = self._choices(batch, first_number + first, given + new_tokens, sampling, texts)
@@ -290,29 +295,40 @@ def to_devices(x: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
+class _Spelling(NamedTuple):
+    """How tokens become texts, and where these end."""
+
+    tokenizer: Tokenizer
+    stops: Sequence[str]
+    stop_ids: Collection[int]
+    ends: Collection[int]
+    special: bool  # whether special tokens are shown
+    new_tokens: int
+
+
 class _Completion:
     """The text after one prompt while it grows."""
 
-    def __init__(
-        self, number: int, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str],
-        ends: Collection[int], new_tokens: int,
-    ):  # fmt: skip
+    def __init__(self, number: int, prompt: Sequence[int], spelling: _Spelling):
         self.number, self.result = number, None
-        self._detokenizer, self._stops = Detokenizer(tokenizer, prompt), Stops(stops)
-        self._ends, self._room = ends, new_tokens
+        self._spelling = spelling
+        self._detokenizer = Detokenizer(spelling.tokenizer, prompt, spelling.special)
+        self._stops = Stops(spelling.stops)
         self._tokens: list[int] = []
         self._text, self._gap = "", float("inf")
 
     def add(self, token: int, gap: float) -> TextChunk:
         """The chunk that the token adds, with the result if the text ends with it."""
         self._gap = min(self._gap, gap)
-        if token in self._ends:
+        if token in self._spelling.ends:
             return self._end("", "end")
         self._tokens.append(token)
-        text, stopped = self._stops.add(self._detokenizer.add(token))
+        if token in self._spelling.stop_ids:
+            return self._end("", "stop")
+        text, stopped = self._stops.add(self._detokenizer.add(token), self._detokenizer.held)
         if stopped:
             return self._end(text, "stop", whole=True)
-        if len(self._tokens) == self._room:
+        if len(self._tokens) == self._spelling.new_tokens:
             return self._end(text, "length")
         self._text += text
         return TextChunk(self.number, text)
@@ -337,7 +353,7 @@ class SampleGenerator:
         """Nothing is compiled. Raises InputError for prompts, a tokenizer or rules that do not fit."""
         assert config.train.samples
         self.asked = config.train.samples
-        self.tokens = load_tokenizer(config.data.tokenizer)
+        self.tokens, self.ends = load_tokenizer(config.data.tokenizer), chat.stop_ids(config.data.tokenizer)
         self.prompts = [self.tokens.encode_prompt(prompt).tolist() for prompt in self.asked.prompts]
         try:
             self.programs, _ = programs_for(
@@ -367,7 +383,7 @@ class SampleGenerator:
         writing = Generator(self.programs, self.cast(params), self.tokens)
         sampling = Sampling(temperature=self.asked.temperature)
         try:
-            results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling)
+            results = writing.results(self.prompts, new_tokens=self.asked.tokens, sampling=sampling, ends=self.ends)
         except RunFailed:  # a run goes on: the loss of the evaluation tells the same
             return [(prompt, " (the model gives logits that are not numbers)") for prompt in self.asked.prompts]
         return [(prompt, result.text) for prompt, result in zip(self.asked.prompts, results, strict=True)]

@@ -1,6 +1,5 @@
 """Prompts from JSONL files, and results to them."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -10,7 +9,7 @@ import numpy as np
 from gspmd_lm.config.paths import read_text
 from gspmd_lm.data.tokenizer import Tokenizer
 from gspmd_lm.errors import InputError
-from gspmd_lm.files import has_half_characters, json_object
+from gspmd_lm.files import has_half_characters, json_line, json_object
 from gspmd_lm.infer.generate import TextChunk
 
 Fields = dict[str, Any]
@@ -110,6 +109,6 @@ def write_results(lines: Sequence[PromptLine], chunks: Iterable[TextChunk], out:
             result = waiting.pop(at).result
             assert result
             about = {"text": result.text, "finish_reason": result.finish_reason, "tokens": len(result.tokens)}
-            out.write(json.dumps(lines[at].fields | about, ensure_ascii=False) + "\n")
+            out.write(json_line(lines[at].fields | about))
             out.flush()
             at += 1

@@ -16,6 +16,8 @@ from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.data.batches import Batches, checked
 from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.infer import generate as generation
+from gspmd_lm.infer.detokenizer import special_stops
+from gspmd_lm.infer.generation_config import about_sampling
 from gspmd_lm.infer.lines import ids_of
 from gspmd_lm.infer.sampling import NO_TOKEN, Sampling, SamplingSettings, choose
 from gspmd_lm.model.program import TaskProgram
@@ -67,6 +69,7 @@ class Model:
         self.tokenizer = tokenizer.load_tokenizer(config.data.tokenizer)
         self._devices, self._platform, self._name, self._read, self._say = devices, platform, name, read, say
         self._generator: generation.Generator | None = None
+        self._said: set[str] = set()
         compile_cache.enable(None)
 
     def generate(
@@ -80,6 +83,7 @@ class Model:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         chat_template: bool = False,
+        special: bool = False,
     ) -> Continuation | Continuations:
         """The text after a prompt, or the texts after several. Both are strings.
 
@@ -93,8 +97,9 @@ class Model:
             top_p: sample from the most likely tokens whose probabilities add up to this.
             min_p: sample from the tokens with at least this share of the most likely one's probability.
             seed: of sampling.
-            stop: stop before this text, or any of these.
+            stop: stop before this text, or any of these. One may be a special token.
             chat_template: treat each prompt as a user's message.
+            special: show special tokens in the texts, such as the marks of tool calls.
 
         Raises:
             InputError: an option or a prompt does not fit the model, or the rules do not.
@@ -103,7 +108,9 @@ class Model:
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         if not several:
             return Continuations()
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if wrong := [one for one in (*several, *stops) if not isinstance(one, str)]:
+            raise InputError(f"generate: {wrong[0]!r} is not text\n  fix   give prompts and stop as texts")
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name, model = self.config.data.tokenizer, self.config.model
         encode = generation.encoding(self.config, self.tokenizer)
@@ -114,9 +121,11 @@ class Model:
             ids = [render.prompt([{"role": "user", "content": one}]).tolist() for one in several]
         else:
             ids = [ids_of(encode(one)) for one in several]
+        special_stops(stops, self.tokenizer, special)  # raises before anything is compiled
+        self._note([*about_sampling(self.tokenizer, sampling), *tokenizer.unspelled(self.tokenizer)])
         generator = self._ready(ids, max_new_tokens)
         results = generator.results(
-            ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name)
+            ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name), special=special
         )
         answered = zip(several, results, strict=True)
         texts = Continuations(Continuation.after(prompt, result.text) for prompt, result in answered)
@@ -134,10 +143,16 @@ class Model:
             self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,
             batch=min(len(ids), ROWS), tokenizer=self.tokenizer,
         )  # fmt: skip
-        for note in notes:
-            self._say(note)
+        self._note(notes)
         self._generator = generation.Generator(built, self._read(built.abstract_params), self.tokenizer)
         return self._generator
+
+    def _note(self, notes: Sequence[str]) -> None:
+        """Says what was not said before."""
+        for note in notes:
+            if note not in self._said:
+                self._said.add(note)
+                self._say(note)
 
     def __repr__(self) -> str:
         return f"{self.config.name} of {self._name} under {self.rules.path}"

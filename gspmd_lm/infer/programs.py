@@ -13,6 +13,7 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
+from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
 from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, allowed, choose
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
@@ -41,6 +42,7 @@ class DecodeState(NamedTuple):
     start_B: Any
     number_B: Any
     length_B: Any
+    history_BT: Any = None  # int32: the tokens of each text so far, if processors ask for them
 
 
 def abstract_weights(arrays: Arrays, placement: MeshPlacement, model: configs.ModelConfig) -> Any:
@@ -161,6 +163,7 @@ class GenerationPrograms(Forward):
 
     sizes: Sizes
     unrolled: bool = False  # layers one after the other, not in a loop, with weights of their own: see `unstacked`
+    processors: Processors | None = None  # of logits, before a token is chosen
 
     @property
     def asked(self) -> Pass:
@@ -212,7 +215,7 @@ class GenerationPrograms(Forward):
     @functools.cached_property
     def abstract_decode_state(self) -> DecodeState:
         """The shapes and shardings of DecodeState."""
-        cache, *rest = _decode_state_shapes(self.config.model, self.sizes)
+        cache, *rest = _decode_state_shapes(self.config.model, self.sizes, self.processors is not None)
 
         def one(like: Any, text: str) -> Any:
             spec = parse(text, len(like.shape))
@@ -221,7 +224,9 @@ class GenerationPrograms(Forward):
                 where = Format(Layout(order), where)
             return placed(like, where)
 
-        return DecodeState(jax.tree.map(one, cache, cache.specs), *(placed(like, self.whole) for like in rest))
+        return DecodeState(
+            jax.tree.map(one, cache, cache.specs), *jax.tree.map(lambda like: placed(like, self.whole), rest)
+        )
 
     @property
     def abstract_settings(self) -> SamplingSettings:
@@ -267,35 +272,49 @@ class GenerationPrograms(Forward):
         with self.traced():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
-        choice = self._choose(logits_BV, settings, prompts, slot)
         of_rows = prompts.start_B, prompts.number_B, prompts.length_B
-        return DecodeState(cache, choice.tokens_B, slot, *of_rows), choice
+        history_BT = begun(self._text_tokens(prompts), self.sizes.slots) if self.processors else None
+        return self._chosen(logits_BV, settings, DecodeState(cache, prompts.start_B, slot, *of_rows, history_BT))
 
     def _decode(self, params: Any, state: DecodeState, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
         with self.traced():
             logits_BV, cache = decode(self.model, params, state)
-        slot = state.slot + 1
-        choice = self._choose(logits_BV, settings, state, slot)
-        return state._replace(cache=cache, tokens_B=choice.tokens_B, slot=slot), choice
+        return self._chosen(logits_BV, settings, state._replace(cache=cache, slot=state.slot + 1))
 
-    def _choose(
-        self, logits_BV: jax.Array, settings: SamplingSettings, rows: Prompts | DecodeState, slot: jax.Array
-    ) -> Choice:
-        """The tokens that come into `slot`."""
-        position_B = slot - _begins(self.model, rows.start_B)
+    def _chosen(
+        self, logits_BV: jax.Array, settings: SamplingSettings, state: DecodeState
+    ) -> tuple[DecodeState, Choice]:
+        """The state with the tokens that come into its slot, and their choice."""
+        position_B = state.slot - _begins(self.model, state.start_B)
         with scope("of", "sampling"):
             logits_BV = jax.lax.with_sharding_constraint(logits_BV, self.whole)[:, : self.config.model.vocab]
+            if self.processors:
+                new = state.slot - self.sizes.prompt
+                logits_BV = self.processors(logits_BV, state.history_BT, state.slot, position_B, new)
             if self.model.encoder:
                 logits_BV = allowed(logits_BV, position_B, self.model.encoder)
-            return choose(logits_BV, settings, rows.number_B, position_B)
+            choice = choose(logits_BV, settings, state.number_B, position_B)
+            if self.processors:
+                state = state._replace(history_BT=with_tokens(state.history_BT, choice.tokens_B, state.slot))
+            return state._replace(tokens_B=choice.tokens_B), choice
+
+    def _text_tokens(self, prompts: Prompts) -> jax.Array:
+        """What the slots of each prompt hold of its text. An image, and what an encoder reads, are no part of it."""
+        model, slots_T = self.model, jnp.arange(self.sizes.prompt)
+        if started := model.encoder or (model.vision and model.vision.queries):
+            alone_T = jnp.where(slots_T == self.sizes.prompt - 1, jnp.int32(started.start_token), EMPTY)
+            return jnp.broadcast_to(alone_T, (self.sizes.rows, self.sizes.prompt))
+        tokens_BT = jax.lax.with_sharding_constraint(prompts.tokens_BT, self.whole)
+        return jnp.where(slots_T >= prompts.start_B[:, None], tokens_BT, EMPTY)
 
 
 def build_programs(
-    config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False
-) -> GenerationPrograms:
+    config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False,
+    processors: Processors | None = None,
+) -> GenerationPrograms:  # fmt: skip
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
     rules = settled(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
-    return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled)
+    return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled, processors)
 
 
 def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
@@ -342,10 +361,11 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
     return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
 
 
-def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes) -> DecodeState:
+def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes, history: bool = False) -> DecodeState:
     cache: Any = jax.eval_shape(lambda: empty_cache(model, sizes.rows, sizes.slots, sizes.source))
     rows = jax.ShapeDtypeStruct((sizes.rows,), jnp.int32)
-    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows, rows)
+    history_BT = jax.ShapeDtypeStruct((sizes.rows, sizes.slots), jnp.int32) if history else None
+    return DecodeState(cache, rows, jax.ShapeDtypeStruct((), jnp.int32), rows, rows, rows, history_BT)
 
 
 def _in_memory(platform: str, model: configs.ModelConfig) -> tuple[int, ...] | None:

@@ -4,6 +4,8 @@ The filters mean what transformers' logits warpers mean. All settings are traced
 """
 
 import dataclasses
+import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -50,13 +52,14 @@ class Sampling:
 
     def __post_init__(self):
         wrong = [
-            f"{name}={getattr(self, name)}: {must}"
+            f"{name}={getattr(self, name)!r}: {must}"
             for name, good, must in (
-                ("temperature", 0 <= self.temperature < float("inf"), "must be 0 (greedy) or above"),
+                ("temperature", _is_within(self.temperature, 0, math.inf) and self.temperature != math.inf,
+                 "must be a number: 0 (greedy) or above"),
                 ("top_k", is_whole_number(self.top_k, 0) and self.top_k < 2**31,
                  "must be a whole number from 1, or 0 to keep all tokens"),
-                ("top_p", 0 < self.top_p <= 1, "must be above 0 and up to 1"),
-                ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
+                ("top_p", _is_within(self.top_p, 0, 1) and self.top_p > 0, "must be a number above 0 and up to 1"),
+                ("min_p", _is_within(self.min_p, 0, 1), "must be a number from 0 to 1"),
                 ("seed", is_whole_number(self.seed, 0) and self.seed < 2**32,
                  "must be a whole number from 0 to 4294967295"),
             )
@@ -77,6 +80,10 @@ class Sampling:
             np.float32(self.top_p),
             np.float32(self.min_p),
         )
+
+
+def _is_within(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, Real) and least <= value <= most
 
 
 def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
@@ -134,7 +141,8 @@ def filtered(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
         sorted_BV = jnp.where(sorted_BV >= kth_B1, sorted_BV, -jnp.inf)
         share_BV = jax.nn.softmax(sorted_BV, axis=-1)
         better_BV = jnp.cumsum(share_BV, axis=-1) - share_BV  # the probability of all better tokens
-        keep_BV = (better_BV < settings.top_p) & (sorted_BV > -jnp.inf)
+        # Sums are rounded: at 1 they may leave out tokens that are all but impossible.
+        keep_BV = ((better_BV < settings.top_p) | (settings.top_p >= 1)) & (sorted_BV > -jnp.inf)
         keep_BV |= jnp.arange(V) == 0
         least_B1 = jnp.where(keep_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
         return jnp.where(scores_BV >= least_B1, scores_BV, -jnp.inf)

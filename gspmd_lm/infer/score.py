@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from einops import rearrange
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.files import json_line
 from gspmd_lm.infer.generate import not_numbers, to_devices
 from gspmd_lm.infer.lines import objects, refuse
 from gspmd_lm.infer.programs import Forward, parameters
@@ -182,11 +182,10 @@ class Scorer:
         """Loss, perplexity and bits per byte of a text of `size_bytes`, in windows of the program's length that do not
         overlap.
 
-        Every token is scored once. The first one is given the token with which the tokenizer begins texts, or else its
-        end-of-text token. The first one of each later window is given the token before it.
+        Every token is scored once. The first one is given the `lead` of the tokenizer. The first one of each later
+        window is given the token before it.
         """
-        lead = [self.tokenizer.end, *self.tokenizer.encode_prompt("").tolist()][-1]
-        return measures(list(self.scores(windows(ids, lead, self.program.seq))), size_bytes)
+        return measures(list(self.scores(windows(ids, lead(self.tokenizer), self.program.seq))), size_bytes)
 
     def _placed(self, batch: Sequence[Request]) -> ScoredRows:
         shape = self.program.rows, self.program.seq
@@ -204,6 +203,11 @@ class Scorer:
             if math.isnan(log_likelihood):
                 raise not_numbers("a text", self.program.config.name)
             yield Score(log_likelihood, request.scored, missed == 0)
+
+
+def lead(tokenizer: Tokenizer) -> int:
+    """The token that stands before a text: the one with which the tokenizer begins texts, or else its end of a text."""
+    return [tokenizer.end, *tokenizer.encode_prompt("").tolist()][-1]
 
 
 def windows(ids: Sequence[int] | np.ndarray, lead: int, seq: int) -> list[Request]:
@@ -232,8 +236,7 @@ def read_continuations(path: str | Path, tokenizer: Tokenizer, context: int) -> 
     """The requests of a JSONL file of {"prompt": ..., "continuation": ...}.
 
     A prompt and its continuation are encoded together. As in EleutherAI's evaluation harness, spaces at the end of a
-    prompt belong to the continuation. An empty prompt is the token with which the tokenizer begins texts, or else its
-    end-of-text token.
+    prompt belong to the continuation. An empty prompt is the `lead` of the tokenizer.
 
     Raises InputError that lists every wrong line.
     """
@@ -247,7 +250,7 @@ def read_continuations(path: str | Path, tokenizer: Tokenizer, context: int) -> 
         before = tokenizer.encode_prompt(prompt.rstrip()).tolist()
         whole = tokenizer.encode_prompt(prompt + continuation).tolist()
         if not before:
-            whole, before = [tokenizer.end, *whole], [tokenizer.end]
+            whole, before = [lead(tokenizer), *whole], [lead(tokenizer)]
         if not continuation or len(whole) <= len(before):
             wrong.append(f"{where}: continuation is empty")
         elif len(whole) - 1 > context:
@@ -261,5 +264,5 @@ def read_continuations(path: str | Path, tokenizer: Tokenizer, context: int) -> 
 def write_scores(lines: Sequence[ContinuationLine], scores: Iterator[Score], out: TextIO) -> None:
     """Writes each line's fields with log_likelihood, the number of tokens scored and greedy."""
     for line, score in zip(lines, scores, strict=True):
-        out.write(json.dumps(line.fields | score._asdict(), ensure_ascii=False) + "\n")
+        out.write(json_line(line.fields | score._asdict()))
         out.flush()

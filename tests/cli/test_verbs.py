@@ -1,7 +1,11 @@
 """A published model's way through the command line: converted, generated from, scored, trained on, converted back."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +25,7 @@ MODEL = config.ModelConfig(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=257, context=64, compute_dtype="float32"
 )  # fmt: skip
 QUICKLY = QUICK_FLAGS
+ROOT = Path(__file__).parent.parent.parent
 PLACE, ALONE = (("--rules=" + name, *QUICKLY) for name in ("decode_tp8", "single"))
 
 
@@ -250,3 +255,25 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
     }
     with pytest.raises(errors.InputError, match="no such file"):
         sidecars.exported(None, str(tmp_path / "gone.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [(("keys",), "1"), (("--help",), ""), pytest.param(("--rules=tp8", "--dry_run"), "", marks=pytest.mark.slow)],
+)
+def test_output_that_nobody_reads_ends_a_verb_quietly(arguments, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out:
+        ended = subprocess.run(
+            [sys.executable, "main.py", *arguments], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert ended.returncode in (1, 141) and ended.stderr == ""  # 1: of rich
+
+
+def test_characters_that_an_output_does_not_know_are_escaped():
+    code = "from gspmd_lm import cli; cli._run = lambda argv: print('a « 日') or 0; cli.main(['main.py'])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True,
+                         env=os.environ | {"PYTHONIOENCODING": "ascii"})  # fmt: skip
+    assert out.stdout == rb"a \xab \u65e5" + os.linesep.encode() and out.stderr == b""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import cli
+from gspmd_lm import cli, config
 from gspmd_lm.convert import safetensors
+from gspmd_lm.data import tokenizer
+from gspmd_lm.infer import generation_config
 from gspmd_lm.workdir import checkpoint, layout
 from tests.convert import ours, references
 from tests.quick import QUICK_FLAGS
@@ -204,12 +206,16 @@ def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, fold
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: other\nlicense_name: llama\n---\n# Before\n")
     carried = {
         "LICENSE.txt": "terms", "USE_POLICY.md": "policy", "chat_template.jinja": "{{ messages }}",
-        "additional_chat_templates/tools.jinja": "tools", "generation_config.json": '{"eos_token_id": 1}',
+        "additional_chat_templates/tools.jinja": "tools",
+        "generation_config.json": '{"eos_token_id": 1, "repetition_penalty": 1.5}',
     }  # fmt: skip
     for name, text in carried.items():
         (folder / name).write_text(text)
     (folder / "notes.txt").write_text("mine")
     assert run(f"--from={folder}", f"--workdir={work}")[0] == 0
+    tokens = tokenizer.load_tokenizer(config.load(str(work / "config.yaml")).data.tokenizer)
+    obeyed, _ = generation_config.read(tokens)
+    assert obeyed and obeyed.repetition_penalty == 1.5
     assert run(f"--workdir={work}", f"--to={back}")[0] == 0
     assert {name: (back / name).read_text() for name in carried} == carried
     assert (back / "README.original.md").read_text() == (folder / "README.md").read_text()

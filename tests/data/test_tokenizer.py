@@ -2,6 +2,8 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from gspmd_lm.data import tokenizer, trained
 from gspmd_lm.errors import InputError
@@ -133,3 +135,44 @@ def test_training_refuses_what_cannot_work(tmp_path, bpe_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         trained.train_tokenizer([TEXT], 300, tmp_path / "file" / "tokenizer.json")
+
+
+def saved(folder, model, **parts):
+    """The path of a tokenizer of `model` with the special token </s>."""
+    made = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    made.add_special_tokens(["</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_a_character_that_a_vocabulary_lacks_is_named(tmp_path):
+    path = saved(tmp_path, models.Unigram([("a", -1.0), ("b", -2.0)]))
+    for framed in (False, True):
+        tokens = tokenizer.load_tokenizer(str(path), framed)
+        with pytest.raises(InputError) as caught:
+            tokens.encode_all([b"ab", "abab ö".encode()])
+        assert str(caught.value).startswith(f"data.tokenizer: {path}: cannot encode ' ' in 'abab ö' (")
+        with pytest.raises(InputError, match=r"cannot encode 'ö' in 'aö'.*\n  fix   take another tokenizer"):
+            tokens.encode_prompt("aö")
+        with pytest.raises(InputError, match="cannot encode 'ö'"):
+            tokens.encode_marked(["a", "bö"])
+    with pytest.raises(InputError, match="cannot encode 'ö'"):
+        tokenizer.encode_source(tokens, "aö")
+
+
+def test_characters_that_a_vocabulary_drops_are_counted(tmp_path):
+    model = models.BPE({"a": 0, "b": 1}, [])
+    tokens = tokenizer.load_tokenizer(str(saved(tmp_path, model, pre_tokenizer=pre_tokenizers.WhitespaceSplit())))
+    assert tokens.encode("abzöab ab".encode()).tolist() == [0, 1, 0, 1, 0, 1]
+    assert tokens.replaced_bytes == 2  # the space does not count
+    assert tokens.encode_prompt("öa").tolist() == [0] and tokens.replaced_bytes == 3
+
+
+@pytest.mark.parametrize(("single", "wanted"), [("$A </s>", [0]), ("</s> $A </s>", [2, 0]), ("</s> $A", [2, 0])])
+def test_a_prompt_goes_on_where_a_template_would_end_a_text(tmp_path, single, wanted):
+    template = processors.TemplateProcessing(single=single, special_tokens=[("</s>", 2)])
+    path = saved(tmp_path, models.BPE({"a": 0, "b": 1}, []), post_processor=template)
+    tokens = tokenizer.load_tokenizer(str(path))
+    assert (tokens.encode_prompt("a").tolist(), tokens.encode_prompt("").tolist()) == (wanted, wanted[:-1])

@@ -1,9 +1,14 @@
 """Text from tokens that come one by one."""
 
+import functools
+import random
+
 import pytest
 
 from gspmd_lm.data import tokenizer, trained
-from gspmd_lm.infer.detokenizer import Detokenizer, Stops
+from gspmd_lm.errors import InputError
+from gspmd_lm.infer.detokenizer import Detokenizer, Stops, special_stops
+from tests.infer import spelled
 
 TEXT = "Grüße, 世界! 👩‍🚀 naïve"
 
@@ -43,12 +48,98 @@ def test_what_never_becomes_a_character_is_shown_at_the_end(tokens):
 def test_bytes_that_are_no_characters_do_not_hold_back_what_follows():
     found = pieces_of(tokenizer.load_tokenizer("bytes"), [0xFF] * 10 + [*b"ok"])
     assert "".join(found) == "\ufffd" * 10 + "ok"
-    assert "".join(found[:10]) == "\ufffd" * 7  # the last three might have become a character
+    assert "".join(found[:10]) == "\ufffd" * 9  # the last one might have become a character
 
 
 def test_special_tokens_are_not_text(bpe):
     ids = [*bpe.encode(b"some").tolist(), bpe.end, *bpe.encode(b" words").tolist()]
     assert "".join(pieces_of(bpe, ids)) == "some words"
+
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory):
+    return functools.cache(lambda kind: spelled.tokenizer(kind, tmp_path_factory.mktemp(kind)))
+
+
+def random_ids(tokens, rng):
+    """A text as tokens, some of them with others among them, or only tokens drawn at random: broken bytes."""
+    ids = tokens.encode(spelled.text(rng).encode()).tolist()
+    kind = rng.random()
+    if kind < 0.3:
+        pool = [*tokens.joined_bytes, *range(3)] if kind < 0.1 and tokens.joined_bytes else range(tokens.vocab_size + 2)
+        return [rng.choice(pool) for _ in range(rng.randint(1, 60))]
+    for _ in range(rng.randint(1, 4) if kind < 0.6 else 0):
+        ids.insert(rng.randint(0, len(ids)), rng.randrange(tokens.vocab_size))
+    return ids
+
+
+@pytest.mark.parametrize("kind", spelled.KINDS)
+@pytest.mark.parametrize("texts", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_all_pieces_are_the_text_of_all_tokens_less_that_of_the_prompt(of_kind, kind, texts):
+    tokens, rng = of_kind(kind), random.Random(texts)
+    for _ in range(texts):
+        ids, special = random_ids(tokens, rng), rng.random() < 0.3
+        first = rng.randint(0, len(ids))
+        pieces = Detokenizer(tokens, ids[:first], special)
+        found = "".join([pieces.add(i) for i in ids[first:]]) + pieces.rest()
+        prompt, whole = (tokens.decode(some, special).decode() for some in (ids[:first], ids))
+        alike = next((at for at in range(len(prompt)) if prompt[at : at + 1] != whole[at : at + 1]), len(prompt))
+        assert found == whole[alike:], (ids, first, special)
+
+
+@pytest.mark.parametrize("kind", spelled.KINDS)
+@pytest.mark.parametrize("texts", [50, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_stop_string_ends_a_text_with_the_token_that_completes_it(of_kind, kind, texts):
+    tokens, rng = of_kind(kind), random.Random(texts)
+    for _ in range(texts):
+        ids = tokens.encode(spelled.text(rng).encode()).tolist()
+        whole = tokens.decode(ids, special=False).decode()
+        first = rng.randrange(len(whole) or 1)
+        stop = whole[first : first + rng.randint(1, 4)]
+        if not stop or "\ufffd" in stop:
+            continue
+        pieces, stops, shown = Detokenizer(tokens, ()), Stops([stop]), ""
+        for count, token in enumerate(ids, 1):
+            text, ended = stops.add(pieces.add(token), pieces.held)
+            shown += text
+            assert whole.startswith(shown) and stop not in shown
+            assert ended == (stop in tokens.decode(ids[:count], special=False).decode()) or "\ufffd" in whole
+            if ended:
+                break
+        else:
+            shown += stops.add(pieces.rest())[0]
+        assert shown == whole[: whole.index(stop)], (ids, stop)
+
+
+def test_the_characters_of_a_run_of_byte_tokens_come_together(of_kind):
+    tokens = of_kind("byte-fallback")
+    found = pieces_of(tokens, tokens.encode("ok 👍🏽!".encode()).tolist())
+    assert ([piece for piece in found if piece][-1], "".join(found)) == ("👍🏽!", "ok 👍🏽!")
+
+
+@pytest.mark.parametrize("kind", spelled.KINDS)
+def test_a_token_costs_the_same_in_a_long_text(of_kind, kind, monkeypatch):
+    tokens, decoded = of_kind(kind), []
+    decode = tokens.decode
+    monkeypatch.setattr(tokens, "decode", lambda ids, special: decoded.append(len(ids)) or decode(ids, special))
+    broken = next((i for i in range(tokens.vocab_size) if b"\xef\xbf\xbd" in decode([i])), tokens.vocab_size - 1)
+    ids = [*tokens.encode(spelled.text(random.Random(1)).encode()), *[broken] * 20] * 20 + [broken] * 1000
+    pieces = Detokenizer(tokens, ids)
+    for i in ids:
+        pieces.add(i)
+    assert sum(decoded) < 32 * len(ids)
+
+
+def test_a_special_token_can_end_a_text_and_can_be_shown(of_kind):
+    tokens = of_kind("byte-level")
+    mark = tokens.special["<|tool|>"]
+    ids = [*tokens.encode(b"a "), mark, *tokens.encode(b"b")]
+    pieces = Detokenizer(tokens, (), special=True)
+    assert "".join([*map(pieces.add, ids), pieces.rest()]) == "a <|tool|>b"
+    assert special_stops(["b", "<|tool|>"], tokens) == {mark}
+    assert special_stops(["b<|tool|>"], tokens, special=True) == frozenset() == special_stops(["b"], tokenizer.Bytes())
+    with pytest.raises(InputError, match=r"stop 'b<\|tool\|>' holds the special token <\|tool\|>, .*\n  fix   stop at"):
+        special_stops(["b<|tool|>"], tokens)
 
 
 def stopped(strings, pieces):

@@ -1,6 +1,7 @@
 """What is generated: the same with and without a cache, alone or in a batch, and under every layout."""
 
 import copy
+import dataclasses
 
 import jax
 import numpy as np
@@ -11,10 +12,11 @@ from gspmd_lm.config import LatentAttention, Lora, RopeScaling
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.infer import generate, programs
-from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.infer.sampling import Choice, Sampling
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding.rules import ShardingError
+from tests.infer import spelled
 
 NEW = 10
 DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.02, seed=5)
@@ -212,6 +214,30 @@ def test_stop_strings_and_end_tokens(made, prompts):
     assert stopped.finish_reason == "stop" and len(stopped.tokens) < NEW
     with pytest.raises(InputError, match="empty stop string"):
         one.results(prompts, stops=("",), **options)
+
+
+def test_texts_of_byte_tokens_are_whole_and_a_stop_may_be_a_special_token(made, prompts, tmp_path, monkeypatch):
+    one = copy.copy(alone(made, {}))
+    one.programs = dataclasses.replace(one.programs, sizes=programs.Sizes(rows=3, prompt=7, slots=40))
+    one.tokenizer = tokens = spelled.tokenizer("byte-fallback", tmp_path)
+    mark = tokens.special["<|tool|>"]
+    written = [*tokens.encode("ok 👍🏽!".encode()), mark, *tokens.encode("日本語".encode())]
+    chosen = [Choice(np.full(3, token, np.int32), np.ones(3, np.float32)) for token in written]
+    monkeypatch.setattr(one, "_choices", lambda *_: iter(chosen))
+
+    def result(**options):
+        return one.results(prompts[1:2], new_tokens=len(written), ends=(), **options)[0]
+
+    shown = " ok 👍🏽!{} 日本語"
+    assert (result().text, result(special=True).text) == (shown.format(""), shown.format("<|tool|>"))
+    stopped = result(stops=["本"])
+    assert (stopped.text, stopped.finish_reason) == (shown.format("").partition("本")[0], "stop")
+    assert len(stopped.tokens) == len(written) - len("語".encode())
+    stopped = result(stops=["<|tool|>"])
+    assert (stopped.text, stopped.finish_reason, stopped.tokens[-1]) == (" ok 👍🏽!", "stop", mark)
+    with pytest.raises(InputError, match="holds the special token"):
+        result(stops=["!<|tool|>"])
+    assert result(stops=["!<|tool|>"], special=True).text == " ok 👍🏽"
 
 
 def test_logits_that_are_not_numbers_are_no_text(made, prompts):

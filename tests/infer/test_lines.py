@@ -29,6 +29,12 @@ def test_prompts_and_messages_become_tokens(file):
     assert found[0].fields == {"prompt": "hé", "id": 7}
 
 
+def test_the_mark_that_windows_writes_is_no_part_of_a_file(file):
+    path = file({"prompt": "hi"})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [line.tokens for line in lines.read_prompts(path, Bytes())] == [[*b"hi"]]
+
+
 def test_a_prompt_can_be_a_message_too(file):
     path = file({"prompt": "hi", "tools": [1]})
     (found,) = lines.read_prompts(path, Bytes(), lambda line: [len(line["messages"]), *line["tools"]], chat=True)

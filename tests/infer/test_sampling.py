@@ -58,6 +58,12 @@ def test_equal_scores_at_the_border_are_all_kept():
         assert np.isfinite(filtered(scores, sampling.settings)).tolist() == [[False, True, True, False]]
 
 
+def test_all_of_the_probability_is_all_tokens():
+    """Rounded sums of probabilities reach 1 before the last tokens: top-k 40 of logits that lie far apart."""
+    scores = 10 * logits(rows=8)
+    assert (np.isfinite(filtered(scores, Sampling(1.0, top_k=40).settings)).sum(-1) == 40).all()
+
+
 def test_what_the_better_tokens_reach_exactly_is_enough():
     """Half of the probability is that of the best token: no other is needed to reach one half."""
     with np.errstate(divide="ignore"):
@@ -117,5 +123,12 @@ def test_values_out_of_range_are_listed():
     lines = str(caught.value).split("\n")
     assert [line.split("=")[0] for line in lines[:-1]] == ["temperature", "top_k", "top_p", "min_p", "seed"]
     assert lines[-1].startswith("  fix ")
+    with pytest.raises(InputError) as caught:
+        Sampling("0.7", None, None, "0", "1")  # pyright: ignore[reportArgumentType]
+    assert str(caught.value).split("\n")[:3] == [
+        "temperature='0.7': must be a number: 0 (greedy) or above",
+        "top_k=None: must be a whole number from 1, or 0 to keep all tokens",
+        "top_p=None: must be a number above 0 and up to 1",
+    ]
     with pytest.raises(InputError, match=r"^top_k=2\.5: must be a whole number .*\nseed=0\.5: must"):
         Sampling(temperature=1.0, top_k=2.5, seed=0.5)  # pyright: ignore[reportArgumentType]

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
-from gspmd_lm.data.tokenizer import Bytes
+from gspmd_lm.data.tokenizer import Bytes, HuggingFace
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import score
 from gspmd_lm.model import loss
 from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding.rules import ShardingError
+from tests.infer import spelled
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,35 @@ def test_files_of_continuations(tmp_path, one):
         f"{path}:2: continuation is empty",
         f"{path}:3: 34 tokens do not fit model.context=32",
     ]
+
+
+@pytest.mark.parametrize("single", ["$A </s>", "<unk> $A </s>", "<unk> $A"])
+def test_what_a_template_puts_after_a_text_is_not_scored(tmp_path, single):
+    tokens = framed(tmp_path, single)
+    path, begin = tmp_path / "asked.jsonl", [tokens.special["<unk>"]] if "<unk>" in single else []
+    path.write_text('{"prompt": "Once upon", "continuation": " a time there"}\n{"prompt": "", "continuation": "was"}\n')
+    one, empty = (line.request for line in score.read_continuations(path, tokens, 32))
+    given, scored = (tokens.encode(text).tolist() for text in (b"Once upon", b" a time there"))
+    assert one == score.Request([*begin, *given, *scored], len(scored))
+    was = tokens.encode(b"was").tolist()
+    assert empty == score.Request([*(begin or [tokens.end]), *was], len(was))
+    assert score.lead(tokens) == (begin or [tokens.end])[0]
+
+
+def framed(folder, single):
+    """A tokenizer with a template."""
+    made = Tokenizer.from_file(str(spelled.tokenizer("byte-level", folder).path))
+    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<unk>", 0), ("</s>", 1)])
+    made.save(str(folder / "framed.json"))
+    return HuggingFace(folder / "framed.json")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path, out = tmp_path / "asked.jsonl", io.StringIO()
+    path.write_text('{"prompt": "a", "continuation": "b", "own": [NaN, {"most": 1e999}], "é": 1}\n')
+    found = score.read_continuations(path, Bytes(), 32)
+    score.write_scores(found, iter([score.Score(-1.5, 1, True)]), out)
+    assert '"own": [null, {"most": null}], "é": 1, "log_likelihood": -1.5' in out.getvalue()
 
 
 def test_a_layout_that_does_not_fit_is_an_error(speaking, filled):
