@@ -5,9 +5,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import io
 import itertools
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +38,7 @@ from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
-from gspmd_lm.show import comparison
+from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import decoder, loop, state, step
@@ -82,11 +80,7 @@ def begin(
     Raises InputError if other processes of the run were given something else. flags: of the command line.
     """
     devices = startup.devices_of(rules.devices)
-    stream = sys.stderr if stderr else sys.stdout
-    notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
-    console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,
-                      force_terminal=notebook)  # fmt: skip
-    folder = layout.path_of(workdir) if workdir else None
+    folder, console = layout.path_of(workdir) if workdir else None, terminal.console(160, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
     if processes.several():
         processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
@@ -381,10 +375,9 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
         program = compile.described(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
-            page = io.StringIO()
-            comparison.show([report], Console(file=page, width=120))
+            page = terminal.text_of(lambda console: comparison.show([report], console), 120)
             raise InputError(
-                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
+                f"{page}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return PreRunReport(

@@ -1,10 +1,12 @@
-"""Prints reports on a terminal, as wide as it is and no longer than a screen.
+"""Consoles to print on, and reports on a terminal, as wide as it is and no longer than a screen.
 
 Everything is a `Text` of rich, because text from files must not be read as markup.
 """
 
+import io
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -35,6 +37,23 @@ class Room(NamedTuple):
     @property
     def wide(self) -> bool:
         return self.width >= WIDE
+
+
+def console(width: int, stderr: bool = False) -> Console:
+    """The terminal, as wide as it is. Where its stream goes elsewhere, it has `width` columns.
+
+    In a notebook it prints plain lines. rich would make a page of each, and a kernel asks for colours (FORCE_COLOR).
+    """
+    stream, colours = (sys.stderr if stderr else sys.stdout), False if "ipykernel" in sys.modules else None
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else width, force_jupyter=False,
+                   force_terminal=colours)  # fmt: skip
+
+
+def text_of(print_on: Callable[[Console], None], width: int) -> str:
+    """What `print_on` prints, as plain text of `width` columns, also where a notebook's kernel would display it."""
+    file = io.StringIO()
+    print_on(Console(file=file, width=width, highlight=False, force_jupyter=False, force_terminal=False))
+    return file.getvalue()
 
 
 def show(console: Console, sections: Sequence[Section], title: str = "", about: str = "", lines: int = 0) -> None:
