@@ -45,6 +45,7 @@ from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.optimizer import unfinished
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
+from gspmd_lm.units import plural
 from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
 
 OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
@@ -321,9 +322,9 @@ def opened(
             writer=writer,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-        simulated, several = "simulated " if machine.simulated else "", "s" * (len(session.devices) > 1)
+        device = f"{'simulated ' * machine.simulated}{machine.device_kind} device"
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
-                f"{len(session.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
+                f"{plural(len(session.devices), device)}")  # fmt: skip
         run.say(f"workdir {workdir}")
         if writes and built.config:
             for line in filter(None, (_learning_rate(config), unfinished(config.optimizer, config.train.steps))):
@@ -381,7 +382,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return PreRunReport(
-            paragraph(report),
+            paragraph(report, [problem.message for problem in problems]),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,

@@ -49,6 +49,7 @@ class Report:
     arrays: tuple[PlacedArray, ...]
     rules_text: str = ""  # of the rules file
     attention: str = ""  # the kernel, and why it is not the fastest; "" where there is nothing to choose
+    unit: str = "tokens"  # what `tokens` and speeds count; "rows" of a task that does not say how many tokens it has
     matmuls: str = ""  # of which dtype of 8 bits the operands of products are; "" where they are not of 8 bits
 
     @property

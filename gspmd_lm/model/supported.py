@@ -232,7 +232,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     axis, place = rules.vocabulary.stages, _pipeline_row(rules)
 
     def wrong(message: str, fix: str, instead: str = "", warning: bool = False) -> None:
-        problems.append(Problem(f"pipeline: {message}", place, fix, instead, warning=warning))
+        problems.append(Problem(f"pipeline: {message}", place, fix, instead, warning=warning, code="work-repeated"))
 
     row, over = rules.row("weights", f"{axis}.", axis), rules.stages
     if row is None or not row.mesh_axes:

@@ -100,6 +100,7 @@ class Plan:
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
+    unit: str = "tokens"  # what `tokens` counts: tokens, or rows of a task that does not say how many it has
 
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:

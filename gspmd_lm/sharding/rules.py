@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.units import human_bytes
+from gspmd_lm.units import human_bytes, plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
@@ -43,6 +43,7 @@ class Problem:
     instead: str = ""  # a second fix
     replicated_bytes: int = 0  # the cost of the first fix
     warning: bool = False
+    code: str = "rules-check"  # of a warning, for scripts: see docs/foresight.md
 
     @property
     def place(self) -> str:
@@ -276,7 +277,7 @@ class Rules:
         instead = ""
         if len(names) == 1:
             devices = self.devices // num_shards * max(fitting)
-            instead = f"--mesh={names[0]}={max(fitting)}, with {devices} device{'s' * (devices > 1)}"
+            instead = f"--mesh={names[0]}={max(fitting)}, with {plural(devices, 'device')}"
         setting = self.vocabulary.settings.get(axis)
         if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
@@ -344,12 +345,12 @@ class Rules:
                 problems.append(Problem(message, row.place, fix))
             else:
                 message = f"{row.key}: this config has no {row.array or row.axis}, so the row does nothing"
-                problems.append(Problem(message, row.place, "drop the row", warning=True))
+                problems.append(Problem(message, row.place, "drop the row", warning=True, code="rule-matched-nothing"))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"
                 place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
-                problems.append(Problem(message, place, fix, warning=True))
+                problems.append(Problem(message, place, fix, warning=True, code="work-repeated"))
         return problems
 
 

@@ -17,9 +17,9 @@ from gspmd_lm.sharding.rules import CONTEXTS, MESH_AXES, Rules, flow
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import recorded
-from gspmd_lm.units import human_bytes
+from gspmd_lm.units import human_bytes, plural
 
-COLOURS = dict(zip(MESH_AXES, ("green", "cyan", "magenta", "yellow", "blue", "red"), strict=True))
+COLOURS: dict[str, str] = dict(zip(MESH_AXES, ("green", "cyan", "magenta", "yellow", "blue", "red"), strict=True))
 WHOLE = "dim"  # the style of an array that every device holds whole
 AXES_LEFT_OUT = "A wider terminal, or | cat, shows the logical axes that are not split, too."
 
@@ -142,7 +142,7 @@ def keys(rules: Rules, batch_rows: int) -> Iterator[str]:
         names = {"save": [*remat.save], "offload": [*remat.offload]}
         yield f"remat {flow(names) if remat.policy == 'names' else remat.policy}"
     if rules.microbatches > 1:
-        yield f"{rules.microbatches} microbatches of {batch_rows // rules.microbatches} rows"
+        yield f"{rules.microbatches} microbatches of {plural(batch_rows // rules.microbatches, 'row')}"
     if pipeline and rules.stages:
         (busy, turns), stages = rules.turns, rules.num_shards(rules.stages)
         yield f"pipeline: {stages} stages, each of which computes in {busy} of {turns} turns; {flow(pipeline.plain)}"
