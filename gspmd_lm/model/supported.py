@@ -12,7 +12,8 @@ from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.model.operands import check_matmul_dtype
-from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check
+from gspmd_lm.sharding.problems import Problem, check
+from gspmd_lm.sharding.rules import KERNELS, Rules
 
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 

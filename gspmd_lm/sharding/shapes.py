@@ -15,7 +15,8 @@ from gspmd_lm.sharding import names, of_flax, placement, rules_file
 from gspmd_lm.sharding.annotate import Spec
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Named, Recorder
-from gspmd_lm.sharding.rules import Problem, Rules, check
+from gspmd_lm.sharding.problems import Problem, check
+from gspmd_lm.sharding.rules import Rules
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 

@@ -13,7 +13,8 @@ from gspmd_lm.config import Config
 from gspmd_lm.foresight.table import PlacedArray, Spec, held, rows, split
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import annotate
-from gspmd_lm.sharding.rules import CONTEXTS, MESH_AXES, Rules, flow
+from gspmd_lm.sharding.problems import flow
+from gspmd_lm.sharding.rules import CONTEXTS, MESH_AXES, Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import recorded

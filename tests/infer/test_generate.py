@@ -14,7 +14,7 @@ from gspmd_lm.infer import generate, programs
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.problems import ShardingError
 
 NEW = 10
 DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.02, seed=5)
