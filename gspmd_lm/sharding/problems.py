@@ -47,6 +47,7 @@ class Problem:
     warning: bool = False
     code: str = "rules-check"  # of a warning, for scripts: see docs/foresight.md
     clash: Clash | None = None
+    sizes: tuple[tuple[str, int], ...] = ()  # mesh axes, and with which size each of them fills the devices
     axes: tuple[str, ...] = ()  # that a row may have in place of an unknown one, in all models
 
     def within(self, axes: Collection[str]) -> "Problem":

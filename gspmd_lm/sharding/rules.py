@@ -290,11 +290,12 @@ class Rules:
             problems.append(Problem(f"mesh: {others} does not divide {device_count} devices", place,
                                     f"make the sizes other than {open_axis} a divisor of {device_count}"))  # fmt: skip
         else:
-            fitting = [f"--mesh={name}={size * device_count // known}" for name, size in mesh.items()
+            fitting = [(name, size * device_count // known) for name, size in mesh.items()
                        if size * device_count % known == 0]  # fmt: skip
             message = f"mesh: its sizes multiply to {known}, but the number of devices is {device_count}"
-            fix = fitting[0] if fitting else f"choose sizes whose product is {device_count}"
-            problems.append(Problem(message, place, fix, instead.format(known=known)))
+            fix = f"choose sizes whose product is {device_count}"
+            fix = next((f"--mesh={name}={size}" for name, size in fitting), fix)
+            problems.append(Problem(message, place, fix, instead.format(known=known), sizes=tuple(fitting)))
         problems += [
             Problem(f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
                     self.place(f"dcn.{name}", slices), f"use a divisor of {mesh[name]}")

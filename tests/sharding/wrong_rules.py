@@ -43,6 +43,8 @@ WRONG = {
     "two sizes of -1": Case("mesh: {data: -1, tensor: -1}\nrules: {heads: tensor, batch: data}\n"),
     "mesh bigger than the devices": Case("mesh: {data: 4, tensor: 4}\nrules: {heads: tensor, batch: data}\n"),
     "mesh smaller than the devices": Case("mesh: {data: 2, tensor: 2}\nrules: {heads: tensor, batch: data}\n"),
+    "mesh whose one axis cannot fill the devices": Case(TP, devices=64),
+    "mesh whose batch cannot fill the devices": Case(DP, devices=64),
     "mesh that no size makes fit": Case("mesh: {data: 3, tensor: 3}\nrules: {heads: tensor, batch: data}\n"),
     "-1 beside a size that does not fit": Case("mesh: {data: -1, tensor: 3}\nrules: {mlp: tensor, batch: data}\n"),
     "--mesh names no axis": Case(TP, mesh="tenser=4"),
