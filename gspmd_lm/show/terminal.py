@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text as Line
 
@@ -156,8 +157,18 @@ def _text(cell: Cell, wide: bool) -> Line:
     return Line(cell.text if wide else cell.short or cell.text, style=STYLES.get(cell.style, ""), overflow="fold")
 
 
+class _Bar(ProgressBar):
+    """A bar whose empty part is blank. In rich it is a dark line, with which an empty bar on white paper looks full."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        empty = console.get_style(self.style)
+        for segment in super().__rich_console__(console, options):
+            if not isinstance(segment, Segment) or segment.style != empty:
+                yield segment
+
+
 def _bars(row: Sequence[Cell], wide: bool) -> Iterator[ProgressBar]:
     style = "yellow" if any(cell.kind in WAITS for cell in row) else "blue"
     for cell in row:
         if cell.share is not None:
-            yield ProgressBar(1.0, min(cell.share, 1.0), 60 if wide else 40, complete_style=style, finished_style=style)
+            yield _Bar(1.0, min(cell.share, 1.0), 60 if wide else 40, complete_style=style, finished_style=style)

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from rich.bar import Bar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 
 from gspmd_lm.units import human_clock, human_short
 
@@ -37,6 +38,13 @@ def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
         for name, total in jax.device_get(of_batch).items():
             sums[name] = sums.get(name, 0.0) + np.float64(total)
     return sums
+
+
+class _StepsColumn(ProgressColumn):
+    """The share of steps that are done. The rest is blank: a line of another colour may look like steps, too."""
+
+    def render(self, task: Task) -> Bar:
+        return Bar(task.total or 1, 0, task.completed, color="blue")
 
 
 class Meter:
@@ -133,7 +141,7 @@ class Shown:
         self.lines, self.skipped, self.loss = 0, 0.0, ""
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
+            _StepsColumn(),
             TextColumn("{task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
             TimeElapsedColumn(),

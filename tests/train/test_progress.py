@@ -74,6 +74,8 @@ def test_the_bar_of_a_terminal():
         bar.advance(11, 39_800.0, 125.0)
         bar.bar.refresh()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue()).replace("\r", "\n")
+    bars = re.findall(r"^step 11/100 (.*?) loss", last, re.M)[-1]
+    assert bars.strip() and len(bars.strip()) < 0.2 * len(bars)  # the rest is blank
     assert re.search(r"^step 11/100 .*loss 2\.5000 39\.8k tok/s 0:00:00 2m05s left *$", last, re.M)
     logged, file = shown(False)
     with logged.bar:
