@@ -4,7 +4,6 @@ A config is one of `load_config` or its name, and rules are those of `load_rules
 imported where they are used, so that a config or a rules file is read without jax.
 """
 
-import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -140,18 +139,16 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
         InputError: as `build` does.
     """
     _simulate()
-    from rich.console import Console
-
-    from gspmd_lm.foresight import table
+    from gspmd_lm.show import arrays as shown
+    from gspmd_lm.show import terminal
     from gspmd_lm.train import state
 
     task = _task(task)
     rules = _rules(rules, task)
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
     arrays, warnings = state.arrays_and_warnings(task, filled, "cpu")
-    page = io.StringIO()
-    table.show(task, filled, arrays, Console(file=page, width=160, highlight=False, force_terminal=False))
-    return "\n".join([*(f"warning: {warning}" for warning in warnings), page.getvalue()])
+    page = terminal.text_of(lambda console: shown.show(task, filled, arrays, console), 120)
+    return "\n".join([*(f"warning: {warning}" for warning in warnings), page])
 
 
 def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3) -> "closing[Checkpoints]":

@@ -5,9 +5,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import io
 import itertools
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,13 +38,14 @@ from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Problem, Rules
-from gspmd_lm.show import comparison
+from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph
 from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.optimizer import unfinished
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
+from gspmd_lm.units import plural
 from gspmd_lm.workdir import checkpoint, history, layout, lock, orbax_folder, trackers
 
 OpenRows = Callable[[], tuple[loop.Rows, loop.Rows | None]]  # to train on, and to evaluate on
@@ -82,11 +81,7 @@ def begin(
     Raises InputError if other processes of the run were given something else. flags: of the command line.
     """
     devices = startup.devices_of(rules.devices)
-    stream = sys.stderr if stderr else sys.stdout
-    notebook = False if "ipykernel" in sys.modules else None  # where lines are one text, and colours are asked for
-    console = Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, force_jupyter=notebook,
-                      force_terminal=notebook)  # fmt: skip
-    folder = layout.path_of(workdir) if workdir else None
+    folder, console = layout.path_of(workdir) if workdir else None, terminal.console(160, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
     if processes.several():
         processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
@@ -327,9 +322,9 @@ def opened(
             writer=writer,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-        simulated, several = "simulated " if machine.simulated else "", "s" * (len(session.devices) > 1)
+        device = f"{'simulated ' * machine.simulated}{machine.device_kind} device"
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
-                f"{len(session.devices)} {simulated}{machine.device_kind} device{several}")  # fmt: skip
+                f"{plural(len(session.devices), device)}")  # fmt: skip
         run.say(f"workdir {workdir}")
         if writes and built.config:
             for line in filter(None, (_learning_rate(config), unfinished(config.optimizer, config.train.steps))):
@@ -381,14 +376,13 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
         program = compile.described(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
-            page = io.StringIO()
-            comparison.show([report], Console(file=page, width=120))
+            page = terminal.text_of(lambda console: comparison.show([report], console), 120)
             raise InputError(
-                f"{page.getvalue()}the layout does not fit, and nothing was started\n"
+                f"{page}the layout does not fit, and nothing was started\n"
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return PreRunReport(
-            paragraph(report),
+            paragraph(report, [problem.message for problem in problems]),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,

@@ -23,6 +23,11 @@ def human_duration(value: float) -> str:
     return f"{value:.0f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
+def plural(count: int, noun: str) -> str:
+    """'1 device', '8 devices', '2,048 simulated devices'"""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def human_count(value: float) -> str:
     """'8.03 B', '4.19 M', '2048'"""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):

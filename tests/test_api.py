@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import rich.console
+import rich.jupyter
 
 import gspmd_lm as g
 from gspmd_lm import cli
 from gspmd_lm.foresight import compile
-from gspmd_lm.show import comparison, notebook, run
+from gspmd_lm.show import comparison, notebook, run, terminal
 from gspmd_lm.workdir import history
 from tests.convert import references
 from tests.launched import compiled_here
@@ -58,6 +60,17 @@ def shown(result):
 def test_text_is_plain_also_where_colours_are_asked_for(compared, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
     assert "\x1b" not in repr(compared) + g.dry_run("tiny", "tp8")
+
+
+def test_text_is_text_also_within_a_kernel(compared, plan, monkeypatch, capsys):
+    """There rich displays what it is given, and writes nothing into the file of its console."""
+    texts = [repr(compared), repr(compared[0]), repr(plan), g.show(*compared), g.dry_run("tiny", "tp8")]
+    displayed = []
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(rich.jupyter, "display", lambda *given: displayed.append(given))
+    within = [repr(compared), repr(compared[0]), repr(plan), g.show(*compared), g.dry_run("tiny", "tp8")]
+    terminal.console(80).print("a line")
+    assert within == texts and all(texts) and displayed == [] and capsys.readouterr().out == "a line\n"
 
 
 def test_a_comparison_and_its_explanations_show_themselves(compared):

@@ -11,7 +11,7 @@ from gspmd_lm import errors
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.model import supported
 from gspmd_lm.runtime import compiler
-from gspmd_lm.sharding import axes, rules_file
+from gspmd_lm.sharding import axes, rules, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
 from gspmd_lm.train import state
 
@@ -132,6 +132,9 @@ def test_the_changelog_has_one_line_for_each_change():
 def test_warnings():
     source = (ROOT / "gspmd_lm/foresight/advice.py").read_text()
     codes = re.findall(r'Finding\(\s*"([\w-]+)"', source)
+    for path in (ROOT / "gspmd_lm").glob("*/*.py"):
+        codes += re.findall(r'Problem\([^"]*.*code="([\w-]+)"', path.read_text())
+    codes.append(rules.Problem.code)
     explained = re.findall(r"^\| `([\w-]+)` \|", FORESIGHT[FORESIGHT.index("## Warnings") :], re.M)
     assert set(explained) == set(codes) and len(explained) == len(set(explained))
 

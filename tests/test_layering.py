@@ -299,6 +299,21 @@ def writes(nodes):
                 yield node.lineno
 
 
+def test_one_file_makes_consoles():
+    """Elsewhere it is forgotten that rich displays what it prints in a notebook, and writes nothing into a file."""
+    makers = {
+        module for module in MODULES for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Console"
+    }  # fmt: skip
+    assert makers == {"gspmd_lm.show.terminal"}
+
+
+def test_plurals_are_made_in_one_place():
+    """By hand it is forgotten, and a page says "1 simulated devices"."""
+    makers = [module for module in MODULES if re.search(r"""["']s["'] (\* \(|if len)""", text(module))]
+    assert makers == ["gspmd_lm.units"]
+
+
 def test_files_are_written_whole():
     modules = [module for module in MODULES if module.partition(".")[2] not in WRITERS]
     assert [f"{module}, line {line}" for module in modules for line in writes(tree(module))] == []

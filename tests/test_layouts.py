@@ -1,6 +1,5 @@
 """Every config under every shipped rules file: it resolves, or says what golden/layouts.txt has recorded."""
 
-import io
 import math
 import re
 from pathlib import Path
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fixture)
-from rich.console import Console
 
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
@@ -17,6 +15,8 @@ from gspmd_lm.foresight import table
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.shapes import pairs
+from gspmd_lm.show import arrays as shown
+from gspmd_lm.show import terminal
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parent.parent
@@ -91,10 +91,9 @@ def leaves(arrays):
 def test_bytes_per_device_of_405b(layout, devices):
     """The totals of --dry_run, against the architecture's own arithmetic."""
     cfg, found = config.load("llama3_405b"), filled(layout, devices)
-    out = io.StringIO()
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    table.show(cfg, found, arrays, Console(file=out, width=200))
-    said = dict(re.findall(r"^  (weights|optimizer|gradients) +([\d,]+)  ", out.getvalue(), re.MULTILINE))
+    page = terminal.text_of(lambda console: shown.show(cfg, found, arrays, console), 200)
+    said = dict(re.findall(r"^  (weights|optimizer|gradients) +([\d,]+)  ", page, re.MULTILINE))
     totals = {name: int(number.replace(",", "")) for name, number in said.items()}
 
     m, tensor, fsdp = cfg.model, found.mesh.get("tensor", 1), found.mesh["fsdp"]
@@ -108,15 +107,14 @@ def test_bytes_per_device_of_405b(layout, devices):
     weights = 4 * (m.layers * sum(per_layer.values()) + tables + m.embed) / fsdp  # float32; embed is split over fsdp
     assert totals["weights"] == totals["gradients"] == weights
     assert totals["optimizer"] == pytest.approx(2 * weights, abs=64)  # two moments and counters
-    assert "405,853,388,800 parameters" in out.getvalue()  # as published for Llama 3.1 405B
+    assert "405,853,388,800 parameters" in page  # as published for Llama 3.1 405B
 
 
 def test_the_table_lists_every_array():
     cfg, found = config.load("tiny"), filled("fsdp2_tp4", 8)
-    out = io.StringIO()
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    table.show(cfg, found, arrays, Console(file=out, width=200))
-    lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line.strip()}
+    page = terminal.text_of(lambda console: shown.show(cfg, found, arrays, console), 200)
+    lines = {line.split()[0]: line for line in page.splitlines() if line.strip()}
     for _, path, *_ in (leaf for leaf in leaves(arrays) if leaf[0] == "weights"):
         assert path in lines
     assert re.sub(r"  +", " | ", lines["layers.attention.wq"]) == (
@@ -133,8 +131,8 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
     cfg = config.load("tiny", ["data.batch=512"])
     found = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    shown = table.rows(cfg, found, arrays, state.recorded(cfg, arrays, 1, found).arrays)
-    (logits,) = (row for row in shown if row.path == "logits")
+    listed = table.rows(cfg, found, arrays, state.recorded(cfg, arrays, 1, found).arrays)
+    (logits,) = (row for row in listed if row.path == "logits")
     assert (logits.shape, logits.in_use) == ((512, 16, 264), ((), ("context",), ()))
     assert logits.bytes_per_device == 1024 * 264 * 4
 

@@ -8,11 +8,12 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SHOWN = {  # notebook -> how many cells show a page, and what stands in the others
-    "layouts": (3, ("MB at the peak", "found by: gspmd_lm.plan('tiny', 'v5p:2x2x2')")),
+SHOWN = {  # notebook -> how many cells show a page, what cells print, and what else they show
+    "layouts": (3, ("MB at the peak", "found by: gspmd_lm.plan('tiny', 'v5p:2x2x2')"), ()),
     "train_and_generate": (
         2,
-        ("bytes per device", "step 40", "tensor=8 on 8", "step 60", "<i>def </i>", "<i>class </i>"),
+        ("bytes per device", "step 40", "tensor=8 on 8", "step 60"),
+        ("<i>def </i>", "<i>class </i>"),
     ),
 }
 
@@ -30,9 +31,33 @@ def test_a_notebook(name, tmp_path, monkeypatch):
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
     nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    said = "".join(output.get("text", "") + "".join(output.get("data", {}).values()) for output in outputs)
-    pages, words = SHOWN[name]
-    assert said.count("<iframe srcdoc=") == pages
-    for word in words:
-        assert word in said, word
+    cells = [cell.get("outputs", []) for cell in notebook.cells]
+    printed = "".join(output.get("text", "") for outputs in cells for output in outputs)
+    shown = [[output["data"] for output in outputs if "data" in output] for outputs in cells]
+    pages, in_print, in_data = SHOWN[name]
+    assert all(len(displays) <= 1 for displays in shown), "a cell shows one thing, once"
+    data = [one for displays in shown for one in displays]
+    assert sum("<iframe srcdoc=" in one.get("text/html", "") for one in data) == pages
+    assert all(len(one["text/plain"]) > 0 for one in data), "the text beside a page is that of str()"
+    assert all(word in printed for word in in_print), printed
+    assert all(any(word in one.get("text/html", "") for one in data) for word in in_data), data
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the client, not of what it runs
+def test_texts_within_a_kernel(tmp_path, monkeypatch):
+    """A cell prints text once and displays nothing, though a kernel has rich display what it is given."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    source = """
+import gspmd_lm as g
+config = g.load_config("tiny", ["model.layers=1"])
+found = g.explain(config, "fsdp2_tp4", "cpu:8")
+print([len(text) > 500 for text in (str(found), repr(found), g.show(found), g.dry_run(config, "tp8"))])
+print(g.dry_run(config, "fsdp2_tp4"))"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [one for one in notebook.cells[0].outputs if one.get("name") != "stderr"]
+    assert [one.output_type for one in outputs] == ["stream"], outputs
+    assert outputs[0].text.startswith("[True, True, True, True]\nweights ")
+    assert max(map(len, outputs[0].text.splitlines())) <= 120 and outputs[0].text.count("bytes per device") == 3

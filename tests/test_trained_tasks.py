@@ -15,7 +15,9 @@ import gspmd_lm
 from gspmd_lm import InputError, session
 from gspmd_lm.config import Samples, Train
 from gspmd_lm.foresight import compile
+from gspmd_lm.show import run
 from gspmd_lm.train.programs import PreRunReport
+from gspmd_lm.units import human_short
 from tests.launched import compiled_here
 from tests.quick import QUICK
 
@@ -90,8 +92,11 @@ def test_a_task_is_trained_evaluated_and_resumed_under_other_rules(trained, caps
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     scores = {row["step"]: row["eval_accuracy"] for row in rows if "eval_accuracy" in row}
     assert [*scores] == [20, 40] and scores[20] < 0.7 < 0.9 < scores[40]
-    assert first["loss"] > 1 > last["loss"] and rows[-2]["tokens"] == 40 * classifier.ROWS
+    assert first["loss"] > 1 > last["loss"] and rows[-2]["rows"] == 40 * classifier.ROWS
     assert last.losses[-1] == (40, last["loss"]) and last.run.config["task"] == "classifier"
+    assert {"rows_per_s"} == {name for row in rows for name in row if name.endswith("_per_s")}
+    figures = {fact.name: fact.value for fact in run.figures(last.run)}
+    assert figures["rows"] == human_short(40 * classifier.ROWS) and figures["rows/s"] != "-" and "tokens" not in figures
 
 
 def test_a_run_ends_where_one_device_does_and_goes_on_from_a_checkpoint_bit_by_bit(trained, tmp_path):

@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_on_under_other_rules(steps, runs, tmp_path):
 def test_a_dry_run_lists_every_array_and_compiles_nothing(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     page = gspmd_lm.dry_run(mixer.TASK, layout("tensor"))
-    assert re.search(r"width_0.up +width mixed +32 x 128 +mixed/tensor +mixed/tensor +4,096\n", page)
+    assert re.search(r"width_0.up +width mixed +32 x 128 +mixed/tensor +4,096\n", page)
     assert re.search(r"mixed_width +batch patch mixed +16 x 16 x 128 +batch/data mixed/tensor +16,384\n", page)
     assert re.search(r"labels +batch +16 +batch/data +32\n", page)
     assert set(mixer.VOCABULARY.activations) <= set(re.findall(r"^(\w+) ", page, re.M))

@@ -24,7 +24,7 @@ from gspmd_lm.session import Session
 from gspmd_lm.sharding import shapes
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state, step
-from gspmd_lm.units import human_bytes
+from gspmd_lm.units import human_bytes, plural
 from gspmd_lm.workdir import checkpoint, layout
 from gspmd_lm.workdir.layout import IGNORED, IMPORTED
 
@@ -175,7 +175,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         export.write_folder(folder, model, params, like, values.dtype, imported | written, ends, describe)
     if begun.machine.is_main:
         every = [path for path in folder.rglob("*") if path.is_file()]
-        begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
+        begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {plural(len(every), 'file')}")
     return 0
 
 

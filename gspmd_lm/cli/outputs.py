@@ -34,16 +34,16 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def say(line: str) -> None:
     """Prints a line of progress, which is no result, to stderr."""
-    from rich.console import Console
+    from gspmd_lm.show import terminal
 
-    Console(stderr=True, highlight=False).print(line, soft_wrap=True, markup=False)
+    terminal.console(80, stderr=True).print(line, soft_wrap=True, markup=False)
 
 
 def console(width: int) -> "Console":
     """The terminal, as wide as it is. Where results go elsewhere, they have `width` columns."""
-    from rich.console import Console
+    from gspmd_lm.show import terminal
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+    return terminal.console(width)
 
 
 def write(name: str, text: str) -> None:

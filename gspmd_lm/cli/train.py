@@ -39,15 +39,15 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
-    from gspmd_lm.foresight import table
     from gspmd_lm.runtime import processes
+    from gspmd_lm.show import arrays
 
     profile = _profile(values.profile)
     begun = inputs.begin(values, config, rules)
     built, warnings = session.build_step(begun)
     if values.dry_run:
         if begun.machine.is_main:
-            table.show(begun.config, begun.rules, built.arrays, begun.console)
+            arrays.show(begun.config, begun.rules, built.arrays, begun.console)
         return 0
     if values.train_tokenizer:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)

@@ -36,6 +36,7 @@ from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
 from gspmd_lm.config.windows import padded_rows as padded_rows
 from gspmd_lm.errors import InputError
+from gspmd_lm.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -339,7 +340,7 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
     except pydantic.ValidationError as error:
         lines = [line for problem in error.errors() for line in explained(problem, Config)]
-        raise InputError(f"{place}: {len(lines)} problem{'s' * (len(lines) > 1)}\n" + "\n".join(lines)) from error
+        raise InputError(f"{place}: {plural(len(lines), 'problem')}\n" + "\n".join(lines)) from error
 
 
 def to_dict(config: Config | Train) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.image_families import padded_rows, preprocessing
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.units import plural
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -175,8 +176,7 @@ def model_settings(
         reader.problems.append(f"{name}: {value} is an unknown field, which may change what is computed")
     if not reader.problems:
         return values
-    count = f"{len(reader.problems)} problem{'s' * (len(reader.problems) > 1)}"
-    lines = [f"{place}: {count}", *(f"  {problem}" for problem in reader.problems)]
+    lines = [f"{place}: {plural(len(reader.problems), 'problem')}", *(f"  {problem}" for problem in reader.problems)]
     if unknown:
         flags = " ".join(f"--ignore={shlex.quote(name)}" for name in unknown)
         remedy = fix.format(", ".join(unknown), flags=flags)

@@ -25,6 +25,7 @@ from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.shapes import Arrays, arrays
+from gspmd_lm.units import plural
 
 BLOCK_BYTES = 32 * 2**20  # mapped at a time, because pages that were read count as memory of the process
 _SAMPLED_ROWS = 64
@@ -360,8 +361,10 @@ def _checked(
             if copy in stored and name in files and not _alike(stored[copy], files[name])
         ]
     if lines:
-        count = f"{len(lines)} kind{'s' * (len(lines) > 1)} of tensors"
-        raise InputError(f"{folder}: {count} that do not fit {row.name} as config.json has it\n" + "\n".join(lines))
+        count = plural(len(lines), "kind")
+        raise InputError(
+            f"{folder}: {count} of tensors that do not fit {row.name} as config.json has it\n" + "\n".join(lines)
+        )
     return files
 
 

@@ -14,6 +14,7 @@ from gspmd_lm.data import corpus, formats
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import sum_of
+from gspmd_lm.units import plural
 
 # (a record, its place such as file:line, the field of the conversation) -> a document
 OfRecord = Callable[[dict[str, Any], str, str], bytes]
@@ -153,9 +154,7 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
     size_bytes = sum(file.size_bytes for part in [*parts, held_out_part] for file in part.files)
     count = sum(len(part.files) for part in [*parts, held_out_part])
     name = " and ".join(filter(None, [*(part.name for part in parts), held_out_part.name]))
-    description = (
-        f"{name}: {count:,} file{'s' * (count > 1)}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
-    )
+    description = f"{name}: {plural(count, 'file')}, {size_bytes / 1e6:,.1f} MB, sha256 {total.hexdigest()[:12]}"
     return DocumentSource(
         description.replace("stdlib: ", "the standard library's "),
         str(notes),

@@ -67,7 +67,7 @@ def warnings(
         *(_padded_vocabulary(config) if config else ()),
         *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
           for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
-        *(Finding("rule-matched-nothing", problem.message, problem.fix) for problem in problems),
+        *(Finding(problem.code, problem.message, problem.fix) for problem in problems),
     )  # fmt: skip
 
 

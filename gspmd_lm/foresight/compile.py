@@ -30,7 +30,8 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.runtime import quiet
-from gspmd_lm.sharding.rules import Rules, ShardingError
+from gspmd_lm.sharding.problems import ShardingError
+from gspmd_lm.sharding.rules import Rules
 
 if TYPE_CHECKING:
     from jax.stages import Compiled

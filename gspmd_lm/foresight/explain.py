@@ -117,7 +117,7 @@ def report(
     chosen; `problems` are the warnings of its check."""
     task = decoder.task(computed)
     config = task.config
-    tokens = task.rows if phase == "decode" else task.tokens or task.rows  # of all devices
+    tokens, unit = (task.rows, "tokens") if phase == "decode" else task.batch_size  # of all devices
     if config is None or phase == "train":
         recorded = state.recorded(task, arrays, rules.microbatches, rules)
     else:
@@ -157,6 +157,7 @@ def report(
         parameters=arrays.parameter_count,
         active_parameters=arrays.active_count(config.model) if config else arrays.parameter_count,
         tokens=tokens,
+        unit=unit,
         memory=read.memory,
         collectives=read.collectives,
         prediction=read.prediction,

@@ -1,7 +1,6 @@
 """What fills a device's memory: weights, optimizer state, batch and temporaries, as the compiler counted them."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -176,15 +175,22 @@ def _updates_in_place(fusion: hlo.Instruction) -> bool:
 
 
 def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tuple[str, ...]:
-    """The logical axes of a buffer that has the shape of a named array, or of one per layer; sizes of 1 aside."""
+    """The logical axis of each dimension of a buffer that has the shape of a named array, or of one per layer.
+
+    A dimension of size 1 has '', and () says that no array has the shape.
+    """
     wanted = [size for size in dimensions if size > 1]
-    stacked = any("layers" in named.axes for named in known)
-    fitting = []
+    layers = {size for named in known for axis, size in zip(named.axes, named.shape, strict=True) if axis == "layers"}
+    fitting: list[tuple[DeviceArray, list[str]]] = []
     for named in known:
         pairs = [(axis, size) for axis, size in zip(named.axes, named.shape, strict=True) if size > 1]
         axes, sizes = [axis for axis, _ in pairs], [size for _, size in pairs]
         if wanted == sizes:
             fitting.append((named, axes))
-        elif stacked and math.prod(wanted) and wanted[1:] == sizes and "layers" not in axes:
+        elif wanted and wanted[0] in layers and wanted[1:] == sizes and "layers" not in axes:
             fitting.append((named, ["layers", *axes]))
-    return tuple(min(fitting, key=lambda fit: fit[0].path.split(".")[-1] not in op)[1]) if fitting else ()
+    if not fitting:
+        return ()
+    _, axes = min(fitting, key=lambda fit: fit[0].path.split(".")[-1] not in op)
+    names = iter(axes)
+    return tuple(next(names) if size > 1 else "" for size in dimensions)

@@ -50,6 +50,7 @@ class Report:
     rules_text: str = ""  # of the rules file
     attention: str = ""  # the kernel, and why it is not the fastest; "" where there is nothing to choose
     gather: str = ""  # when stages gather their weights, and why; "" where there is nothing to choose
+    unit: str = "tokens"  # what `tokens` and speeds count; "rows" of a task that does not say how many tokens it has
     matmuls: str = ""  # of which dtype of 8 bits the operands of products are; "" where they are not of 8 bits
 
     @property

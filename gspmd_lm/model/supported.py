@@ -12,7 +12,8 @@ from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.model.operands import check_matmul_dtype
-from gspmd_lm.sharding.rules import KERNELS, Problem, Rules, check, flow
+from gspmd_lm.sharding.problems import Problem, check, flow
+from gspmd_lm.sharding.rules import KERNELS, Rules
 
 _FASTEST = "--set rules.attention=null for the fastest kernel that can do it"
 _EXPERTS = "layers.mlp.w_down"  # the weight that is split as what experts compute
@@ -249,7 +250,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     axis, place = rules.vocabulary.stages, _pipeline_row(rules)
 
     def wrong(message: str, fix: str, instead: str = "", warning: bool = False) -> None:
-        problems.append(Problem(f"pipeline: {message}", place, fix, instead, warning=warning))
+        problems.append(Problem(f"pipeline: {message}", place, fix, instead, warning=warning, code="work-repeated"))
 
     row, over = rules.row("weights", f"{axis}.", axis), rules.stages
     if row is None or not row.mesh_axes:

@@ -121,6 +121,11 @@ class Task:
             return self.vocabulary
         return shapes.used_names(self.initial, self.specs(), self._placing, self.batch(self.rows))
 
+    @property
+    def batch_size(self) -> tuple[int, str]:
+        """What speeds count of a batch: so many tokens, or rows where the task does not say how many tokens it has."""
+        return (self.tokens, "tokens") if self.tokens else (self.rows, "rows")
+
     @functools.cached_property
     def weights(self) -> Arrays:
         """The shapes and names of the parameters. Raises InputError for those that no rules can place."""

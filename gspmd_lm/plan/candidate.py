@@ -10,7 +10,8 @@ from typing import Any
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimate
-from gspmd_lm.sharding.rules import Rules, flow
+from gspmd_lm.sharding.problems import flow
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.units import human_bytes, human_seconds
 
 _OWN_LINES = ("rules", "weights", "optimizer")  # sections with one row per line
@@ -100,6 +101,7 @@ class Plan:
     refused: int = 0  # candidates that a check of the rules refused
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
+    unit: str = "tokens"  # what `tokens` counts: tokens, or rows of a task that does not say how many it has
 
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:

@@ -19,6 +19,7 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.units import plural
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
 LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
@@ -81,14 +82,14 @@ def plan(
     for note in space.notes:
         say(note)
     left_out = f"; {space.left_out:,} meshes and tables were not estimated for want of time" if space.left_out else ""
-    say(f"estimated {len(candidates):,} layouts in {time.monotonic() - began:.0f} s{left_out}")
+    say(f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s{left_out}")
     search = _Search(space, candidates, say, reports, began, minutes, most)
     if rank_by == "time":
         search.run()
     else:
         search.stopped = "layouts are ranked by bytes alone"
     search.stopped += left_out
-    return search.result(traces.task.tokens or traces.task.rows, space.refused, rank_by)
+    return search.result(traces.task.batch_size, space.refused, rank_by)
 
 
 class _Search:
@@ -273,7 +274,7 @@ class _Search:
         error = mean_error(kind_of(self.target, best.rules, experts)) if chip and best else None
         return UNKNOWN_ERROR if error is None else error
 
-    def result(self, tokens: int, refused: int, rank_by: RankBy) -> Plan:
+    def result(self, size: tuple[int, str], refused: int, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
         best, error = self.best, self._error()
         if rank_by == "bytes":
@@ -290,7 +291,8 @@ class _Search:
         return Plan(
             target=self.target,
             config=self.task.name,
-            tokens=tokens,
+            tokens=size[0],
+            unit=size[1],
             candidates=tuple(ranked),
             ties=tuple(ties),
             searched=self.searched,

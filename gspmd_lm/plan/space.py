@@ -35,6 +35,7 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
 from gspmd_lm.train.choices import settled
 from gspmd_lm.train.state import attention_pass
+from gspmd_lm.units import plural
 
 # Compiler options that are tried on the best layout, beside the defaults. On GPUs, smaller combined collectives hide
 # better behind compute where a layer's weights are small; the sizes are those of published runs on two hosts. And what
@@ -311,7 +312,7 @@ def describe(raw: Mapping[str, Any]) -> str:
         parts.append(f"unroll {raw['unroll']}")
     count = sum(map(len, raw.get("compiler_options", {}).values()))
     if count:
-        parts.append(f"{count} compiler option{'s' * (count > 1)}")
+        parts.append(plural(count, "compiler option"))
     return ", ".join(parts)
 
 

@@ -19,6 +19,7 @@ import jaxlib
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import GPU_MEMORY_SHARE, PLATFORMS
 from gspmd_lm.runtime import processes, quiet
+from gspmd_lm.units import plural
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
 
@@ -254,6 +255,6 @@ def _absent(platform: str, reason: str) -> str:
 
 def _too_late(have: int, want: int) -> str:
     return (
-        f"{want} simulated device{'s' * (want > 1)} asked for, but jax already runs with {have}\n"
+        f"{plural(want, 'simulated device')} asked for, but jax already runs with {have}\n"
         f"  fix   use {have}, or call runtime.start before anything touches a device"
     )

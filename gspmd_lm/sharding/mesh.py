@@ -10,7 +10,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from gspmd_lm.hardware.chips import Processor, chip_of
-from gspmd_lm.sharding.rules import Problem, Rules, check
+from gspmd_lm.sharding.problems import Problem, check
+from gspmd_lm.sharding.rules import Rules
 
 
 def build(rules: Rules, devices: Sequence[Any]) -> Mesh:

@@ -101,6 +101,8 @@ def parse(op_name: str) -> OpName:
             table, array = role, rest
         elif "->" in word:
             einsum = _equation_of_axes(word)
+        elif modules and dot and role == modules[-1]:
+            pass  # mlp.route: a method of the module, as flax names what it traces there
         elif _MODULE.match(word) and word not in _NOT_MODULES and number < len(words) - 1:
             modules.append(word)
     owners = tuple(filter(None, scopes.get("of", "").split("+")))
@@ -118,7 +120,19 @@ def parse(op_name: str) -> OpName:
     summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
     window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
     kind = kind or ("attention" if _SCORES.search(op_name) else "")
-    return OpName(phase, tuple(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
+    return OpName(phase, _once(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
+
+
+def _once(modules: list[str]) -> tuple[str, ...]:
+    """A path of modules. Where jax has differentiated a `jax.checkpoint`, it writes the path to it twice.
+
+    One module twice is such a path if it is all there is. With more below it, a module may have the name of its parent.
+    """
+    for length in range(len(modules) // 2, 0, -1):
+        twice = modules[:length] == modules[length : 2 * length]
+        if twice and (length > 1 or len(modules) == 2):
+            return _once(modules[length:])
+    return tuple(modules)
 
 
 def of_each_tensor(op_name: str, count: int) -> list[str]:

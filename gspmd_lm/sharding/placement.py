@@ -20,8 +20,9 @@ from gspmd_lm.sharding.annotate import REPLICAS, Placement, Settings, Spec, Spli
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.permutes import shard_of_sum
+from gspmd_lm.sharding.problems import Problem, check
 from gspmd_lm.sharding.remat_policy import policy
-from gspmd_lm.sharding.rules import Problem, Rules, check
+from gspmd_lm.sharding.rules import Rules
 
 # On one CPU device, loops over layers of up to so many turns are written out unless the rules say otherwise. XLA then
 # copies less: 58 instead of 201 MB a step of bench_4m (benchmarks/one_device.py). Longer loops stay, so that large
@@ -354,7 +355,8 @@ def problems(
 
     `activations` are what the model was recorded to name under the same rules; None where no model runs.
     """
-    collected = list(rules.problems)
+    used = {axis for leaf, _ in params for axis in leaf.axes}.union(*(activations.axes.values() if activations else ()))
+    collected = [problem.within(used) for problem in rules.problems]
     tables = [(table, pair) for pair in params for table in ("rules", "weights", "optimizer")]
     tables += [("optimizer", pair) for pair in optimizer]
     for table, (leaf, like) in tables:

@@ -1,7 +1,7 @@
 """The rules file: which mesh axes split each logical axis, and everything that can be wrong with it.
 
 `rules_file.load` reads a file and collects its problems. `Rules.resolve` maps the logical axes of one array onto mesh
-axes and collects the problems of that array. `check` raises all problems together.
+axes and collects the problems of that array. `problems.check` raises all problems together.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from gspmd_lm.config import core_yaml
-from gspmd_lm.errors import InputError, did_you_mean, either
+from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.units import human_bytes
+from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, place
+from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
@@ -28,32 +28,6 @@ KERNELS = {"cpu": ("xla",), "gpu": ("cudnn", "xla"), "tpu": ("splash", "xla")}
 
 
 _NOT_FACTS = ("path", "vocabulary", "text", "flags", "problems")
-
-
-class ShardingError(InputError):
-    """A rules file contradicts itself, or does not fit the model or the devices. The message lists every problem."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One problem: a message, the row that causes it, and a fix."""
-
-    message: str
-    row: str
-    fix: str
-    instead: str = ""  # a second fix
-    replicated_bytes: int = 0  # the cost of the first fix
-    warning: bool = False
-
-    @property
-    def place(self) -> str:
-        """The array, row or section with which the message begins."""
-        return self.message.partition(": ")[0]
-
-    def __str__(self) -> str:
-        cost = f" (replicates {human_bytes(self.replicated_bytes)} per device)" if self.replicated_bytes else ""
-        instead = f", or {self.instead}" if self.instead else ""
-        return f"{self.message}\n  rule  {self.row}\n  fix   {self.fix}{cost}{instead}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,13 +244,23 @@ class Rules:
             if twice:
                 first, key = taken[twice[0]], f"{row.table}.{path.split('.')[-1]}.{axis}"
                 message = f"{path}: {twice[0]} would split both {first.axis} and {axis}"
-                fix, place = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
-                problems.append(Problem(message, place, fix, f"--set rules.{key}=null"))
+                fix, places = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
+                instead = f"--set rules.{key}=null"
+                clash = Clash(twice[0], *(ClashingRow(one.key, one.axis, one.place, self._elsewhere(one))
+                                          for one in (first, row)))  # fmt: skip
+                problems.append(Problem(message, places, fix, instead, clash=clash))
             taken.update(dict.fromkeys(names, row))
             num_shards = self.num_shards(names)
             if size % num_shards and not (self.pipeline and axis == self.vocabulary.stages):
                 problems.append(self._does_not_divide(row, path, axis, size, names, math.prod(shape) * itemsize))
         return tuple(spec), problems
+
+    def _elsewhere(self, row: Row) -> str:
+        """A mesh in which a row has a mesh axis for itself; '' where the mesh has several mesh axes already."""
+        (name, size), *others = self.mesh.items()
+        own = "data" if row.axis == self.vocabulary.rows else "fsdp"
+        changed = f"{{{own}: 2, {name}: {size // 2}}} and {row.key.partition('.')[2]}: {own}"
+        return "" if others or own == name or size % 4 else changed
 
     def _does_not_divide(
         self, row: Row, path: str, axis: str, size: int, names: tuple[str, ...], total_bytes: int
@@ -287,7 +271,7 @@ class Rules:
         instead = ""
         if len(names) == 1:
             devices = self.devices // num_shards * max(fitting)
-            instead = f"--mesh={names[0]}={max(fitting)}, with {devices} device{'s' * (devices > 1)}"
+            instead = f"--mesh={names[0]}={max(fitting)}, with {plural(devices, 'device')}"
         setting = self.vocabulary.settings.get(axis)
         if axis == self.vocabulary.rows:
             each = f" in each of {self.microbatches} microbatches" if self.microbatches > 1 else ""
@@ -317,11 +301,12 @@ class Rules:
             problems.append(Problem(f"mesh: {others} does not divide {device_count} devices", place,
                                     f"make the sizes other than {open_axis} a divisor of {device_count}"))  # fmt: skip
         else:
-            fitting = [f"--mesh={name}={size * device_count // known}" for name, size in mesh.items()
+            fitting = [(name, size * device_count // known) for name, size in mesh.items()
                        if size * device_count % known == 0]  # fmt: skip
             message = f"mesh: its sizes multiply to {known}, but the number of devices is {device_count}"
-            fix = fitting[0] if fitting else f"choose sizes whose product is {device_count}"
-            problems.append(Problem(message, place, fix, instead.format(known=known)))
+            fix = f"choose sizes whose product is {device_count}"
+            fix = next((f"--mesh={name}={size}" for name, size in fitting), fix)
+            problems.append(Problem(message, place, fix, instead.format(known=known), sizes=tuple(fitting)))
         problems += [
             Problem(f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
                     self.place(f"dcn.{name}", slices), f"use a divisor of {mesh[name]}")
@@ -355,48 +340,10 @@ class Rules:
                 problems.append(Problem(message, row.place, fix))
             else:
                 message = f"{row.key}: this config has no {row.array or row.axis}, so the row does nothing"
-                problems.append(Problem(message, row.place, "drop the row", warning=True))
+                problems.append(Problem(message, row.place, "drop the row", warning=True, code="rule-matched-nothing"))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):
                 message = f"mesh: {name}={size} splits nothing, so its devices compute the same {size} times"
                 place, fix = self.place(f"mesh.{name}", size), f"map an axis to {name}, or drop it"
-                problems.append(Problem(message, place, fix, warning=True))
+                problems.append(Problem(message, place, fix, warning=True, code="work-repeated"))
         return problems
-
-
-def check(problems: Iterable[Problem]) -> list[Problem]:
-    """The warnings among `problems`. Raises ShardingError with all the others; equal findings share one message."""
-    problems = list(problems)
-    groups: dict[tuple[str, str], dict[str, Problem]] = {}  # row and finding -> place -> problem
-    for problem in problems:
-        if not problem.warning:
-            finding = problem.message.removeprefix(problem.place)
-            groups.setdefault((problem.row, finding), {}).setdefault(problem.place, problem)
-    texts = []
-    for alike in groups.values():
-        first, *others = alike.values()
-        total_bytes = sum(problem.replicated_bytes for problem in alike.values())
-        instead = " ".join(dict.fromkeys(filter(None, (problem.instead for problem in alike.values()))))
-        texts.append(str(dataclasses.replace(first, replicated_bytes=total_bytes, instead=instead)))
-        if others:
-            texts.append(f"  also  {', '.join(problem.place for problem in others)}")
-    if texts:
-        raise ShardingError("\n".join(texts))
-    return [problem for problem in problems if problem.warning]
-
-
-def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
-    """The flag that set the value of a key, or of a key above it, else the row of the file.
-
-    Flags that set only parts of the value follow the row.
-    """
-    above = [flag for known, flag in flags.items() if f"{key}.".startswith(f"{known}.")]
-    parts = dict.fromkeys(flag for known, flag in flags.items() if known.startswith(f"{key}."))
-    if above:
-        return above[-1]
-    return f"{path}: {key}: {flow(value)}" + (f" with {' '.join(parts)}" if parts else "")
-
-
-def flow(value: Any) -> str:
-    """A value as one line of YAML."""
-    return core_yaml.dump([value], flow=True).strip()[1:-1]

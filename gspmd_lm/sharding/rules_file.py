@@ -11,6 +11,7 @@ from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.hardware.chips import PLATFORMS
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
+from gspmd_lm.sharding.problems import Problem, ShardingError, flow, place
 from gspmd_lm.sharding.rules import (
     CONTEXTS,
     EXPERT_BUFFER,
@@ -21,14 +22,10 @@ from gspmd_lm.sharding.rules import (
     SCHEDULES,
     TABLES,
     Pipeline,
-    Problem,
     Remat,
     Row,
     Rules,
-    ShardingError,
-    flow,
-    place,
-)  # fmt: skip
+)
 
 SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "interleave", "expert_buffer", "unroll", "attention",
             "context", "compiler_options", "dcn")  # fmt: skip
@@ -71,8 +68,8 @@ class _Reader:
         self.problems: list[Problem] = []
         self.flags: dict[str, str] = {}  # key -> the flag that set it
 
-    def wrong(self, message: str, key: str, value: Any, fix: str) -> None:
-        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix))
+    def wrong(self, message: str, key: str, value: Any, fix: str, axes: Iterable[str] = ()) -> None:
+        self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix, axes=tuple(axes)))
 
     def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
         """Whether `word` is one of `words`. If not, that is a problem."""
@@ -209,10 +206,13 @@ class _Reader:
                 hint = did_you_mean(axis, axes)
                 if not array and axis in self.vocabulary.arrays:
                     hint = f" ({axis} is an array: write {axis}.AXIS)"
-                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}")
+                self.wrong(f"{where}: unknown axis {axis}{hint}", where, target, f"use {either(axes)}", axes)
             for at, name in enumerate(names):
                 if name in names[:at]:
                     self.wrong(f"{where}: {flow(name)} appears twice", where, target, f"name {flow(name)} once")
+                elif mesh and isinstance(name, str) and len(parts := name.replace(",", " ").split()) > 1:
+                    what = f"{where}: {flow(name)} is one name, and no list of mesh axes"
+                    self.wrong(what, where, target, f"write [{', '.join(parts)}]")
                 elif mesh:  # a missing mesh is a problem already
                     what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
                     self.known(name, mesh, what, where, target, rest)

@@ -15,7 +15,8 @@ from gspmd_lm.sharding import names, of_flax, placement, rules_file
 from gspmd_lm.sharding.annotate import Spec
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Named, Recorder
-from gspmd_lm.sharding.rules import Problem, Rules, check
+from gspmd_lm.sharding.problems import Problem, check
+from gspmd_lm.sharding.rules import Row, Rules
 
 Activations = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> logical axes, shape
 
@@ -132,12 +133,41 @@ def checked(
     """
     params = pairs(arrays.named_params, arrays.params)
     optimizer = pairs(arrays.named_optimizer, arrays.optimizer)
-    problems = [
-        problem
-        for activations in list(recorded) or [None]
-        for problem in placement.problems(rules, params, activations, optimizer)
-    ]
-    return check(dict.fromkeys([*problems, *more]))
+    recorders = list(recorded) or [None]
+
+    def problems(chosen: Rules) -> list[Problem]:
+        return [
+            problem
+            for one in recorders
+            for problem in placement.problems(
+                chosen, params, one.under(chosen) if one and chosen is not rules else one, optimizer
+            )
+        ]
+
+    found = problems(rules)
+    causes = {(problem.place, problem.row) for problem in found}
+
+    def fits(other: Rules) -> bool:  # as well as `rules` do
+        return all(problem.warning or (problem.place, problem.row) in causes for problem in problems(other))
+
+    return check(dict.fromkeys([*(_filling(problem, rules, fits) for problem in found), *more]))
+
+
+def _filling(problem: Problem, rules: Rules, fits: Callable[[Rules], bool]) -> Problem:
+    """A problem. Of a mesh that does not fill the devices, the fix is one with which the rules fit the model, too."""
+    if not problem.sizes:
+        return problem
+    for name, size in problem.sizes:
+        if fits(dataclasses.replace(rules, mesh={**rules.mesh, name: size}, problems=())):
+            return dataclasses.replace(problem, fix=f"--mesh={name}={size}")
+    fix, batch = "a rules file for these devices: plan writes one", rules.vocabulary.rows
+    (name, size), *_ = problem.sizes
+    if "data" not in rules.mesh and not any(row.axis == batch for row in rules.rows):
+        times = size // rules.mesh[name]
+        mesh, row = {**rules.mesh, "data": times}, Row("", "rules", "", batch, ("data",))
+        if times > 1 and fits(dataclasses.replace(rules, mesh=mesh, rows=(*rules.rows, row), problems=())):
+            fix = f"--set rules.mesh.data={times} --set rules.rules.{batch}=data"
+    return dataclasses.replace(problem, fix=fix)
 
 
 def _check_dicts(params: Any) -> None:

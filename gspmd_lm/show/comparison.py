@@ -111,12 +111,14 @@ def data(reports: Sequence[Report]) -> str:
 
 def comparison(reports: Sequence[Report]) -> Section:
     """Layouts side by side. `reports` are ranked."""
-    notes = ["* best of those that fit; ranked by predicted time"]
+    timed = any(report.prediction for report in reports)
+    ranking = "predicted time" if timed else "bytes sent, then memory"
+    notes = [f"* best of those that fit; ranked by {ranking}"]
     errors = dict.fromkeys(report.prediction.error for report in reports if report.prediction)
     notes += [f"error of predicted times: {error}" for error in errors]
     layouts_by_finding = collections.defaultdict[tuple[str, str], list[str]](list)
     for report in reports:
-        if report.prediction is None:
+        if report.prediction is None and timed:
             notes.append(f"{report.layout}: no prediction, {report.no_prediction}")
         for finding in dict.fromkeys((warning.code, warning.fix) for warning in report.warnings):
             layouts_by_finding[finding].append(report.layout)
@@ -139,7 +141,7 @@ def comparison(reports: Sequence[Report]) -> Section:
 def compared(reports: Sequence[Report]) -> Table:
     """The table of the comparison, with the best in each row marked.
 
-    A layout that does not fit is never best, and neither is one of several equals.
+    A layout that does not fit is never best, and none is where all figures read alike.
     """
 
     def cell(report: Report, value: str, best: bool = False) -> Cell:
@@ -150,26 +152,31 @@ def compared(reports: Sequence[Report]) -> Table:
         return [label, known, *map(cell, reports, values)]
 
     def line(label: str, known: str, values: Sequence[float | None], show: Callable[[float], str], sign=1) -> Row:
+        texts = [figure(x, show) for x in values]
         able = {i: sign * x for i, x in enumerate(values) if x is not None and reports[i].memory.fits}
-        best = {i for i, x in able.items() if len(set(able.values())) > 1 and x == min(able.values())}
-        return [label, known, *(cell(reports[i], figure(x, show), i in best) for i, x in enumerate(values))]
+        least = texts[min(able, key=able.__getitem__)] if len({texts[i] for i in able}) > 1 else ""
+        return [label, known, *(cell(reports[i], one, i in able and one == least) for i, one in enumerate(texts))]
 
     def predicted(name: str) -> list[float | None]:
         return [getattr(report.prediction, name) if report.prediction else None for report in reports]
 
     sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
+    unit = reports[0].unit
     widths = [report.other_width if report.above_floor is not None else "" for report in reports]
     rows = [words("mesh", "", [mesh(report.mesh) for report in reports])]
     for label in ("config", "target"):
         names = [getattr(report, label) for report in reports]
         rows += [words(label, "", names)] if len(set(names)) > 1 else []
+    times = [
+        line("step time", "predicted", predicted("step_time_s"), human_seconds),
+        line(f"{unit}/s per device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
+        line("MFU", "predicted", predicted("mfu"), "{:.1%}".format, -1),
+        line("exposed communication", "predicted", predicted("exposed_communication_s"), human_seconds),
+    ]
     rows += [
         words("fits", "compiled", ["yes" if report.memory.fits else "NO" for report in reports]),
         line("peak memory", "compiled", [report.memory.peak_bytes for report in reports], human_bytes),
-        line("step time", "predicted", predicted("step_time_s"), human_seconds),
-        line("tokens/s per device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
-        line("MFU", "predicted", predicted("mfu"), "{:.1%}".format, -1),
-        line("exposed communication", "predicted", predicted("exposed_communication_s"), human_seconds),
+        *(times if any(report.prediction for report in reports) else []),
         line("sent", "compiled", sent, human_bytes),
         line("sent / floor", "counted", [report.above_floor for report in reports], "{:.2f}x".format),
         *([words("of it in another width", "compiled", widths)] if any(widths) else []),
@@ -192,8 +199,11 @@ def winner(reports: Sequence[Report]) -> str:
     if best.prediction is None:
         least = min((best, *fitting), key=lambda report: report.sent_bytes)
         smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
-        return (f"No times are predicted here. {least.layout} sends least ({human_bytes(least.sent_bytes)}), and "
-                f"{smallest.layout} needs the least memory ({human_bytes(smallest.memory.peak_bytes)}).")  # fmt: skip
+        return (
+            f"No times are predicted: {best.no_prediction}. {least.layout} sends least "
+            f"({human_bytes(least.sent_bytes)}), and {smallest.layout} needs the least memory "
+            f"({human_bytes(smallest.memory.peak_bytes)})."
+        )
     second = fitting[0]
     if second.prediction is None:
         return f"{name} wins: for the other layouts that fit no time is predicted."
@@ -206,10 +216,11 @@ def winner(reports: Sequence[Report]) -> str:
 
 
 def ranked(reports: Sequence[Report]) -> list[Report]:
-    """The reports, best first: those that fit come before the others, and shorter predicted times come first."""
+    """The reports, best first: those that fit, then shorter predicted times; where there are none, fewer bytes sent."""
 
-    def cost(report: Report) -> tuple[bool, float]:
-        return not report.memory.fits, report.prediction.step_time_s if report.prediction else math.inf
+    def cost(report: Report) -> tuple[bool, float, int, int]:
+        step_s = report.prediction.step_time_s if report.prediction else math.inf
+        return not report.memory.fits, step_s, report.sent_bytes, report.memory.peak_bytes
 
     return sorted(reports, key=cost)
 

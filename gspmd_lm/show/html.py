@@ -21,6 +21,7 @@ MEANINGS = {
     "temporaries": "What is in memory during a step only: activations, gradients and scratch space.",
     "limit": "The memory of a device that a program may use.",
     "tokens/s per device": "Tokens of a step over its time and the number of devices.",
+    "rows/s per device": "Rows of a step over its time and the number of devices.",
     "MFU": "Model FLOPs utilisation: FLOPs that the model needs per second, without those of recomputation, as a share "
     "of what the chip can do. Of attention, only the keys that a token sees count.",
     "exposed communication": "The part of a step in which compute waits for other devices. What is sent while compute "

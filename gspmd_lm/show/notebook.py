@@ -1,12 +1,10 @@
 """What the functions of api.py give back: objects that show themselves, in a notebook as a page, elsewhere as text."""
 
 import dataclasses
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
-from rich.console import Console
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -16,6 +14,7 @@ from gspmd_lm.plan import candidate, outcome
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
+from gspmd_lm.show.terminal import text_of
 from gspmd_lm.train import decoder
 from gspmd_lm.workdir import history
 
@@ -84,7 +83,7 @@ class FoundPlan(Plan):
         return outcome.Outcome(self, self.batch, outcome.hourly_usd(chip.name, {}) if chip else None)
 
     def __repr__(self) -> str:
-        return _printed(lambda console: plan.show([self._outcome], console), 140)
+        return text_of(lambda console: plan.show([self._outcome], console), 140)
 
     def _repr_html_(self) -> str:
         return framed(plan.page([self._outcome], [], self._command))
@@ -113,14 +112,7 @@ class Trained(dict[str, float]):
 
 def text(reports: Sequence[Report], width: int = 120) -> str:
     """The page of a report, or the comparison of several, as the command line prints it."""
-    return _printed(lambda console: comparison.show(reports, console), width)
-
-
-def _printed(show: Callable[[Console], None], width: int) -> str:
-    """What `show` prints: plain text, also where a notebook's kernel asks for colours."""
-    file = io.StringIO()
-    show(Console(file=file, width=width, highlight=False, force_terminal=False))
-    return file.getvalue()
+    return text_of(lambda console: comparison.show(reports, console), width)
 
 
 def framed(document: str) -> str:

@@ -14,7 +14,8 @@ from gspmd_lm.show import comparison, html, terminal
 from gspmd_lm.show.document import Cell, Figure, Notes, Section, Text, figure, table_of
 from gspmd_lm.show.report import hardware
 from gspmd_lm.show.svg import Axis, Plot
-from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds
+from gspmd_lm.train.progress import SHORT
+from gspmd_lm.units import human_bytes, human_count, human_duration, human_seconds, plural
 
 MOST_EXPOSED = 2  # mesh axes in a cell
 IN_FULL = 3  # layouts of which the page says everything
@@ -90,8 +91,8 @@ def summary(outcome: Outcome) -> str:
     plan = outcome.plan
     chips = hardware(outcome.chips, plan.target.chip.kinds[0] if plan.target.chip else "")
     return (
-        f"{plan.config}, {outcome.batch:,} rows a step, on {chips} ({plan.target.text}): {plan.searched:,} layouts "
-        f"estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
+        f"{plan.config}, {plural(outcome.batch, 'row')} a step, on {chips} ({plan.target.text}): "
+        f"{plural(plan.searched, 'layout')} estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
     )
 
 
@@ -100,16 +101,17 @@ def cells(outcome: Outcome, line: Line) -> dict[str, str]:
     target, one = outcome.plan.target, line.candidate
     limit = target.chip.usable_hbm_bytes if target.chip else None
     memory = human_bytes(line.peak_bytes) + (f" ({line.peak_bytes / limit:.0%})" if limit else "")
+    short = SHORT[outcome.plan.unit]
     row = {"#": f"{line.rank}{'=' if line.tied and line.rank > 1 else ''}", "layout": one.name}
     if target.chip is None:
         return row | {"sent": human_bytes(one.estimate.sent_bytes), "memory": memory}
     return row | {
         "step": human_seconds(line.step_time_s),
-        "tok/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
+        f"{short}/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
         "MFU": figure(line.mfu, "{:.1%}".format),
         "memory": memory,
         "exposed": _exposed(line.exposed_by_axis, line.step_time_s) or "-",
-        "$/B tok": figure(line.usd_per_billion_tokens, "{:,.2f}".format),
+        f"$/B {short}": figure(line.usd_per_billion_tokens, "{:,.2f}".format),
         "known by": "compiled" if one.compiled else "estimated",
     }
 

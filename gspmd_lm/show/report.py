@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
@@ -27,24 +27,30 @@ from gspmd_lm.show.document import (
     table_of,
 )
 from gspmd_lm.show.svg import Part, bar, listed
-from gspmd_lm.units import human_bytes, human_count, human_seconds
+from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
 
 COLLECTIVES = (
     Column("kind"), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
     Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
     Column("because of"), Column("source", "code", on_terminal=False),
 )  # fmt: skip
+MOST_WARNED = 4  # warnings of a paragraph
 # Short forms for a narrow terminal.
 PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 
 
-def paragraph(report: Report) -> str:
-    """The paragraph that training prints before it starts: all but the tables and notes."""
+def paragraph(report: Report, said: Collection[str] = ()) -> str:
+    """The paragraph that training prints before it starts: all but the tables and notes.
+
+    said: the messages of warnings that stand above it.
+    """
     memory, time, sent = (terminal.heading(section).plain for section in sections(report)[1:])
     sentences = [f"{title(report)}, {about(report)}", f"{memory} ({listed(memory_parts(report))})"]
     sentences += [f"{time} ({listed(time_parts(report))})" if report.prediction else time, sent]
-    if report.warnings:
-        sentences.append(f"Warnings: {', '.join(dict.fromkeys(warning.code for warning in report.warnings))}")
+    warned = [warning.message for warning in report.warnings if warning.message not in said]
+    if warned:
+        more = f"; and {len(warned) - MOST_WARNED} more" if len(warned) > MOST_WARNED else ""
+        sentences.append(f"Warnings, which explain gives fixes for: {'; '.join(warned[:MOST_WARNED])}{more}")
     return ". ".join(sentences) + "."
 
 
@@ -60,13 +66,12 @@ def title(report: Report) -> str:
 def about(report: Report) -> str:
     """What stands below the title: the mesh, the sizes of model and step, and the kinds of attention and matmuls."""
     if report.parameters is None or report.active_parameters is None or report.tokens is None:
-        count = len(report.arrays)
-        sizes = f"{count} array{'s' * (count != 1)} as arguments, {report.floor.flops:.3g} FLOPs per device"
+        sizes = f"{plural(len(report.arrays), 'array')} as arguments, {report.floor.flops:.3g} FLOPs per device"
     else:
         active = f", {human_count(report.active_parameters)} of them active for a token"
         some = report.active_parameters < report.parameters
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
-        sizes = f"{parameters}, {human_count(report.tokens)} tokens per step"
+        sizes = f"{parameters}, {human_count(report.tokens)} {report.unit} per step"
     sentence = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
     choices = ("attention", report.attention), ("gather", report.gather), ("matmuls", report.matmuls)
     return "; ".join([sentence, *(f"{name}: {choice}" for name, choice in choices if choice)])
@@ -90,7 +95,7 @@ def _memory(report: Report) -> Section:
     if memory.host_bytes:
         facts.append(Fact("on the host", human_bytes(memory.host_bytes)))
     largest = [
-        (human_bytes(temporary.bytes), temporary.shape, " ".join(axis or "?" for axis in temporary.axes),
+        (human_bytes(temporary.bytes), temporary.shape, " ".join(axis or "1" for axis in temporary.axes),
          Cell(temporary.source, temporary.source.removeprefix("gspmd_lm/")), temporary.op)
         for temporary in memory.largest
     ]  # fmt: skip
@@ -125,7 +130,9 @@ def _time(report: Report) -> Section:
         Fact("step time", human_seconds(step_s), f"error: {prediction.error}"),
         Fact("MFU", f"{prediction.mfu:.1%}")
         if prediction.tokens_per_s_per_device is None
-        else Fact("tokens/s per device", f"{prediction.tokens_per_s_per_device:,.0f}", f"MFU {prediction.mfu:.1%}"),
+        else Fact(
+            f"{report.unit}/s per device", f"{prediction.tokens_per_s_per_device:,.0f}", f"MFU {prediction.mfu:.1%}"
+        ),
         Fact("exposed communication", human_seconds(exposed_s), sent),
     ]
     blocks: list[Block] = [
@@ -233,7 +240,7 @@ def _merged(alike: Sequence[Collective]) -> Row:
 def _sums(members: Sequence[Collective], whole: int) -> Row:
     """The row above collectives over the same axes in the same phase."""
     sent = _sent(members)
-    count = f"{len(members)} collective{'s' if len(members) > 1 else ''}, {sent / whole:.1%} of the bytes"
+    count = f"{plural(len(members), 'collective')}, {sent / whole:.1%} of the bytes"
     times = f"{sum(one.times_per_step for one in members):,}"
     over = f"{'+'.join(members[0].mesh_axes)}, {members[0].phase}"
     return over, "", "", times, Cell(human_bytes(sent), share=sent / whole), "", "", count, "", ""
@@ -288,8 +295,8 @@ def mesh(sizes: Mapping[str, int]) -> str:
 
 
 def hardware(count: int, chip: str) -> str:
-    """'64 x TPU v5p'; '8 simulated devices' where the chip is ''"""
-    return f"{count} x {chip}" if chip else f"{count} simulated devices"
+    """'64 x TPU v5p'; '1 simulated device' where the chip is ''"""
+    return f"{count} x {chip}" if chip else plural(count, "simulated device")
 
 
 def fit(memory: Memory) -> str:

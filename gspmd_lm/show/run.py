@@ -22,6 +22,7 @@ _PLOTS: tuple[tuple[str, str, Callable[[float], str], bool, bool], ...] = (
     ("gradient_norm", "Gradient norm", "{:.3g}".format, False, True),
     ("step_time_s", "Step time", human_seconds, True, False),
     ("tokens_per_s", "Tokens per second", short, True, False),
+    ("rows_per_s", "Rows per second", short, True, False),
     ("mfu", "Model FLOPs utilization", "{:.0%}".format, True, False),
 )
 
@@ -49,6 +50,7 @@ def page(runs: Sequence[RunHistory], command: str) -> str:
 def figures(run: RunHistory) -> list[Fact]:
     """The figures that a reader looks for first; '-' where none was logged."""
     best, mfu, epoch, steps = run.best or {}, run.speed("mfu"), run.last("epoch"), run.whole("train", "steps")
+    unit = "tokens" if run.last("rows") is None else "rows"  # of a task that does not say how many tokens it has
     held_out, loss = run.evaluations[-1].get("eval_loss") if run.evaluations else None, "{:.4f}".format
     return [
         Fact("step", f"{run.step:,}", f"of {steps:,}" if steps else ""),
@@ -57,8 +59,8 @@ def figures(run: RunHistory) -> list[Fact]:
         Fact("best", figure(best.get("eval_loss"), loss), "held-out loss"),
         Fact("at step", figure(best.get("step"), "{:,.0f}".format), "the best held-out loss"),
         Fact("step time", figure(run.speed("step_time_s"), human_seconds), "median of the last logged steps"),
-        Fact("tokens/s", figure(run.speed("tokens_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
-        Fact("tokens", figure(run.step * run.step_tokens or None, human_short),
+        Fact(f"{unit}/s", figure(run.speed(f"{unit}_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
+        Fact(unit, figure((run.last("rows") or run.step * run.step_tokens) or None, human_short),
              f"{epoch:.2f} epochs" if epoch is not None else ""),
     ]  # fmt: skip
 

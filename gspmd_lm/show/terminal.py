@@ -1,15 +1,18 @@
-"""Prints reports on a terminal, as wide as it is and no longer than a screen.
+"""Consoles to print on, and reports on a terminal, as wide as it is and no longer than a screen.
 
 Everything is a `Text` of rich, because text from files must not be read as markup.
 """
 
+import io
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text as Line
 
@@ -35,6 +38,23 @@ class Room(NamedTuple):
     @property
     def wide(self) -> bool:
         return self.width >= WIDE
+
+
+def console(width: int, stderr: bool = False) -> Console:
+    """The terminal, as wide as it is. Where its stream goes elsewhere, it has `width` columns.
+
+    In a notebook it prints plain lines. rich would make a page of each, and a kernel asks for colours (FORCE_COLOR).
+    """
+    stream, colours = (sys.stderr if stderr else sys.stdout), False if "ipykernel" in sys.modules else None
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else width, force_jupyter=False,
+                   force_terminal=colours)  # fmt: skip
+
+
+def text_of(print_on: Callable[[Console], None], width: int) -> str:
+    """What `print_on` prints, as plain text of `width` columns, also where a notebook's kernel would display it."""
+    file = io.StringIO()
+    print_on(Console(file=file, width=width, highlight=False, force_jupyter=False, force_terminal=False))
+    return file.getvalue()
 
 
 def show(console: Console, sections: Sequence[Section], title: str = "", about: str = "", lines: int = 0) -> None:
@@ -137,8 +157,18 @@ def _text(cell: Cell, wide: bool) -> Line:
     return Line(cell.text if wide else cell.short or cell.text, style=STYLES.get(cell.style, ""), overflow="fold")
 
 
+class _Bar(ProgressBar):
+    """A bar whose empty part is blank. In rich it is a dark line, with which an empty bar on white paper looks full."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        empty = console.get_style(self.style)
+        for segment in super().__rich_console__(console, options):
+            if not isinstance(segment, Segment) or segment.style != empty:
+                yield segment
+
+
 def _bars(row: Sequence[Cell], wide: bool) -> Iterator[ProgressBar]:
     style = "yellow" if any(cell.kind in WAITS for cell in row) else "blue"
     for cell in row:
         if cell.share is not None:
-            yield ProgressBar(1.0, min(cell.share, 1.0), 60 if wide else 40, complete_style=style, finished_style=style)
+            yield _Bar(1.0, min(cell.share, 1.0), 60 if wide else 40, complete_style=style, finished_style=style)

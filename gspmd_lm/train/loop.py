@@ -209,7 +209,8 @@ class _Training:
         if report := run.programs.report:
             self.say(textwrap.fill(report.paragraph, 80, break_on_hyphens=False))
         has_peak = self.meter.peak_flops_per_s is not None
-        self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak)
+        unit = self.meter.unit
+        self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak, unit=unit)
         self.say(saving.line(self.config, run.step.abstract_state))
         with (
             StopSignal(lambda: self.agreed.want("stop")),
@@ -250,7 +251,7 @@ class _Training:
         Raises RunFailed if too many steps were not finite.
         """
         done = self.done
-        self.shown.advance(done, self.meter.tokens_per_s, self.meter.left_s(done))
+        self.shown.advance(done, self.meter.per_s, self.meter.left_s(done))
         self.run.check_lock()
         self.skipped_steps.add(done, values["skipped_in_a_row"])
         if self.is_main and self.save_clock.due(self.checkpoints.writing):
@@ -369,7 +370,7 @@ class _Training:
         flops = report.flops if report else 0.0
         peak = report.peak_flops_per_s if report and flops else None
         return progress.Meter(
-            self.start, self.stop, task.tokens or task.rows, run.rows[0].epochs_per_step,
+            self.start, self.stop, task.batch_size, run.rows[0].epochs_per_step,
             flops, peak and peak * run.step.mesh.size,
         )  # fmt: skip
 

@@ -9,19 +9,23 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from rich.bar import Bar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 
 from gspmd_lm.units import human_clock, human_short
 
+SHORT = {"tokens": "tok", "rows": "rows"}  # what speeds count -> the same in few letters
 HEADED = 20  # a heading stands above every so many lines
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
     ("|grad|", 7, "gradient_norm", lambda value: _digits(value, 4)),
     ("time", 8, "step_time_s", lambda value: _time(value)),
     ("tok/s", 7, "tokens_per_s", human_short),
+    ("rows/s", 7, "rows_per_s", human_short),
     ("MFU", 5, "mfu", lambda value: f"{value:.0%}"),
     ("tokens", 8, "tokens", human_short),
+    ("rows", 8, "rows", human_short),
     ("epoch", 7, "epoch", lambda value: _digits(value, 3)),
     ("left", 7, "left_s", human_clock),
 )
@@ -36,6 +40,13 @@ def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
     return sums
 
 
+class _StepsColumn(ProgressColumn):
+    """The share of steps that are done. The rest is blank: a line of another colour may look like steps, too."""
+
+    def render(self, task: Task) -> Bar:
+        return Bar(task.total or 1, 0, task.completed, color="blue")
+
+
 class Meter:
     """Turns the results of steps and the clock into the values that are logged.
 
@@ -43,12 +54,24 @@ class Meter:
     saving, after which a new interval begins.
     """
 
-    def __init__(self, start: int, stop: int, tokens: int, epochs: float, flops: float, peak_flops_per_s: float | None):
-        """tokens, epochs, flops: of one step. peak_flops_per_s: of all devices together; None if it is not known."""
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        counted: tuple[int, str],
+        epochs: float,
+        flops: float,
+        peak_flops_per_s: float | None,
+    ):
+        """counted, epochs, flops: of one step. peak_flops_per_s: of all devices together; None if it is not known.
+
+        counted: how many tokens, or rows, and which of the two words.
+        """
         self.start, self.stop = start, stop
-        self.tokens, self.epochs, self.flops, self.peak_flops_per_s = tokens, epochs, flops, peak_flops_per_s
+        self.count, self.unit = counted
+        self.epochs, self.flops, self.peak_flops_per_s = epochs, flops, peak_flops_per_s
         self.first_step_s: float | None = None  # from the beginning until the first step had ended
-        self.tokens_per_s: float | None = None  # in the last interval
+        self.per_s: float | None = None  # tokens or rows, in the last interval
         self.begin()
 
     def begin(self) -> None:
@@ -84,15 +107,15 @@ class Meter:
         now, steps = time.perf_counter(), step - self.at
         if "cross_entropy" in logged:
             logged["perplexity"] = math.exp(min(logged.pop("cross_entropy"), 700.0))
-        logged |= {"tokens": float(step * self.tokens)} | ({"epoch": step * self.epochs} if self.epochs else {})
+        logged |= {self.unit: float(step * self.count)} | ({"epoch": step * self.epochs} if self.epochs else {})
         if self.first_step_s is None:
             self.first_step_s = now - self.began
         else:
             step_time_s = (now - self.interval_began) / steps
-            self.tokens_per_s = self.tokens / step_time_s
+            self.per_s = self.count / step_time_s
             logged |= {
                 "step_time_s": step_time_s,
-                "tokens_per_s": self.tokens_per_s,
+                f"{self.unit}_per_s": self.per_s,
                 "data_wait_s": self.wait_s / steps,
             }
             if self.peak_flops_per_s:
@@ -112,13 +135,13 @@ class Meter:
 class Shown:
     """The lines and the bar of a run from step `start` to step `stop`. Only the first process shows any."""
 
-    def __init__(self, console: Console, start: int, stop: int, *, main: bool, mfu: bool):
-        """mfu: whether the peak of the devices is known, so that lines have that column."""
-        self.console, self.stop, self.main, self.mfu = console, stop, main, mfu
+    def __init__(self, console: Console, start: int, stop: int, *, main: bool, mfu: bool, unit: str = "tokens"):
+        """mfu: whether the peak of the devices is known, so that lines have that column. unit: tokens or rows."""
+        self.console, self.stop, self.main, self.mfu, self.unit = console, stop, main, mfu, unit
         self.lines, self.skipped, self.loss = 0, 0.0, ""
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
+            _StepsColumn(),
             TextColumn("{task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
             TimeElapsedColumn(),
@@ -130,14 +153,14 @@ class Shown:
         self.task = self.bar.add_task("", total=stop, completed=start, loss="", speed="", left="")
 
     def advance(self, step: int, speed: float | None, left_s: float | None) -> None:
-        """Moves the bar to `step`. speed: tokens/s; None where it is not known yet, as is the time left."""
+        """Moves the bar to `step`. speed: tokens or rows per second; None where it is not known yet, as `left_s` is."""
         if self.bar.disable:
             return
         self.bar.update(
             self.task,
             completed=step,
             loss=self.loss,
-            speed=f"{human_short(speed)} tok/s" if speed else "",
+            speed=f"{human_short(speed)} {SHORT[self.unit]}/s" if speed else "",
             left=f"{human_clock(left_s)} left" if left_s is not None else "",
         )
 
@@ -149,9 +172,9 @@ class Shown:
             return
         self.bar.update(self.task, loss=self.loss)
         if self.lines % HEADED == 0:
-            self._print(heading(self.stop, self.mfu))
+            self._print(heading(self.stop, self.mfu, self.unit))
         self.lines += 1
-        self._print(line(step, self.stop, values, self.mfu))
+        self._print(line(step, self.stop, values, self.mfu, self.unit))
         if values["skipped_steps"] > self.skipped:
             self._print(
                 f"step {step}: {values['skipped_steps']:.0f} steps so far changed nothing, because the loss or "
@@ -166,14 +189,14 @@ class Shown:
 COUNTS = ("eval_tokens", "eval_labels", "eval_pairs", "eval_objects")  # of what an evaluation has scored
 
 
-def heading(stop: int, mfu: bool) -> str:
-    """The names of the columns of `line`, which have MFU only where it is known."""
-    return " " * len(_step(stop, stop, 0.0)) + "".join(f"{name:>{width}}" for name, width, _, _ in _columns(mfu))
+def heading(stop: int, mfu: bool, unit: str = "tokens") -> str:
+    """The names of the columns of `line`, which have MFU only where it is known, and tokens or rows."""
+    return " " * len(_step(stop, stop, 0.0)) + "".join(f"{name:>{width}}" for name, width, _, _ in _columns(mfu, unit))
 
 
-def line(step: int, stop: int, values: Mapping[str, float], mfu: bool) -> str:
+def line(step: int, stop: int, values: Mapping[str, float], mfu: bool, unit: str = "tokens") -> str:
     """The line of a step: at most 80 columns. A dash stands for what is not known, as no speed is at the first step."""
-    cells = [f"{show(values[key]) if key in values else '-':>{width}}" for _, width, key, show in _columns(mfu)]
+    cells = [f"{show(values[key]) if key in values else '-':>{width}}" for _, width, key, show in _columns(mfu, unit)]
     return _step(step, stop, values["loss"]) + "".join(cells)
 
 
@@ -196,8 +219,10 @@ def sample(prompt: str, text: str) -> str:
     return "sample: " + "\n        ".join(lines)
 
 
-def _columns(mfu: bool) -> list[tuple[str, int, str, Callable[[float], str]]]:
-    return [column for column in _COLUMNS if column[2] != "mfu" or mfu]
+def _columns(mfu: bool, unit: str) -> list[tuple[str, int, str, Callable[[float], str]]]:
+    others = [other for other in SHORT if other != unit]
+    left_out = {*others, *(f"{other}_per_s" for other in others), *([] if mfu else ["mfu"])}
+    return [column for column in _COLUMNS if column[2] not in left_out]
 
 
 def _step(step: int, stop: int, loss: float) -> str:

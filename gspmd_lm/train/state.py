@@ -122,7 +122,8 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
     for key, value in chosen.items():
         if value not in ("none", "xla", "gather") and key.partition(".")[0] not in named.asked:
             message = f"{key}: the model does not use this key, so the key has no effect"
-            more.append(Problem(message, f"{rules.path}: {key}", f"drop {key}", warning=True))
+            place = f"{rules.path}: {key}"
+            more.append(Problem(message, place, f"drop {key}", warning=True, code="rule-matched-nothing"))
     if not task.config:
         more += _not_placed(task, shapes, rules, named)
     return shapes, model_shapes.checked(shapes, rules, [named], more)

@@ -37,6 +37,8 @@ def test_a_flag_sets_a_size_of_the_mesh(run, flag):
 
 def test_set_lays_rows_over_the_rules(run):
     _, before, _ = run("--rules=tp8", "--dry-run")
+    (table,) = re.findall(r"^weights  .*?(?=^\.\.\.$)", (ROOT / "docs/rules.md").read_text(), re.M | re.S)
+    assert before.startswith(table)
     kept = run("--rules=tp8", "--dry-run", "--set=rules.rules.wo.heads=null", "--set=model.layers=2")[1]
     assert re.search(r"layers.attention.wo .*heads/tensor", before)
     assert not re.search(r"layers.attention.wo .*heads/tensor", kept) and "layers.attention.wo" in kept

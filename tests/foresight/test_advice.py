@@ -17,6 +17,7 @@ from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Problem
+from gspmd_lm.train import state
 
 GB = 10**9
 CONFIG = configs.load("llama3_8b")
@@ -246,6 +247,25 @@ def test_mesh_axes_of_size_1():
 
 def test_rows_that_match_nothing():
     problem = Problem(
-        "rules.expert: this config has no expert, so the row does nothing", "x", "drop the row", warning=True
-    )
+        "rules.expert: this config has no expert, so the row does nothing", "x", "drop the row", warning=True,
+        code="rule-matched-nothing",
+    )  # fmt: skip
     assert only(warned(problems=[problem]), "rule-matched-nothing").fix == "drop the row"
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "message"),
+    [
+        ({"rules": {"expert": "data", "batch": "data"}}, "rule-matched-nothing", "this config has no expert"),
+        ({"rules": {"batch": "data"}, "microbatches": 1, "unroll": 2}, "", ""),
+        ({"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data"}}, "work-repeated", "tensor=4 splits nothing"),
+        ({"mesh": {"stage": 2, "data": 4}, "rules": {"batch": "data"}, "weights": {"layers": "stage"},
+          "pipeline": {"microbatches": 4}}, "work-repeated", "the batch is not split over stage"),
+    ],
+)  # fmt: skip
+def test_a_warning_of_the_check_has_the_code_of_what_it_says(changed, code, message):
+    """That the batch is not split over the stages was said under the name of a row that matches nothing."""
+    rules = rules_file.from_dict({"mesh": {"data": 8}, **changed}, "here.yaml")
+    _, problems = state.arrays_and_warnings(configs.load("tiny"), rules, "cpu")
+    found = [(one.code, one.message) for one in warned(problems=problems)]
+    assert [name for name, _ in found] == [code] * bool(code) and all(message in said for _, said in found)

@@ -15,7 +15,8 @@ from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.sharding import permutes, rules_file
-from gspmd_lm.sharding.rules import Remat, Row, check
+from gspmd_lm.sharding.problems import check
+from gspmd_lm.sharding.rules import Remat, Row
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
 

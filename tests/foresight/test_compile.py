@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile
 from gspmd_lm.hardware import target
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.train import state, step
 
 

@@ -84,7 +84,7 @@ def test_compare_ranks(run, tmp_path):
         (
             ["explain", "tp8", "--target=v5p:4x4x4"],
             "its sizes multiply to 8, but the number of devices is 64",
-            "--mesh=tensor=64",
+            "--set rules.mesh.data=8 --set rules.rules.batch=data",
         ),
         (["explain", "tp9", "--target=cpu:8"], "tp9: no such file", "did you mean"),
         (["explain", "tp8", "fsdp8", "--target=cpu:8", "--export=x"], "holds one executable", "one rules file"),

@@ -70,6 +70,25 @@ def test_the_largest_temporaries_have_their_axes():
     assert (second.shape, second.axes) == ("f32[8,16]", ("seq", "mlp"))  # no argument, nothing on the host, each once
 
 
+@pytest.mark.parametrize(
+    ("dimensions", "axes"),
+    [
+        ((1, 128, 32), ("", "vocab", "embed")),  # a name for each dimension
+        ((4, 32), ("layers", "embed")),
+        ((128, 1, 32, 1), ("vocab", "", "embed", "")),
+        ((6, 32), ()),  # there are 4 layers
+        ((5, 7), ()),
+        ((1, 1), ()),
+    ],
+)
+def test_axes_are_as_many_as_dimensions_and_layers_as_many_as_there_are(dimensions, axes):
+    """Of `f32[1,128256,4096]` it was said that its axes are layers and embed, as those of a norm's scales are."""
+    known = [memory.DeviceArray("final_norm.scale", ("embed",), (32,)),
+             memory.DeviceArray("layers.norm.scale", ("layers", "embed"), (4, 32)),
+             memory.DeviceArray("embedding", ("vocab", "embed"), (128, 32))]  # fmt: skip
+    assert memory._axes(dimensions, "", known) == axes
+
+
 def test_a_refusal_of_libtpu_is_read():
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.75G) exceeds "

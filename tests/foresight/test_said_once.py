@@ -16,7 +16,8 @@ from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import CONTEXTS, ShardingError
+from gspmd_lm.sharding.problems import ShardingError
+from gspmd_lm.sharding.rules import CONTEXTS
 from gspmd_lm.train import state
 
 BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}

@@ -15,7 +15,7 @@ from gspmd_lm.infer import generate, programs
 from gspmd_lm.infer.sampling import Choice, Sampling
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.problems import ShardingError
 from tests.infer import spelled
 
 NEW = 10

@@ -15,7 +15,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.infer import score
 from gspmd_lm.model import loss
 from gspmd_lm.model.transformer import decode
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.problems import ShardingError
 from tests.infer import spelled
 
 

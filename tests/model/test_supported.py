@@ -11,7 +11,8 @@ from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.model import supported
 from gspmd_lm.model.supported import Pass
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import KERNELS, ShardingError
+from gspmd_lm.sharding.problems import ShardingError
+from gspmd_lm.sharding.rules import KERNELS
 
 H100, A100, V5P = (target.parse(text).processor for text in ("h100:8", "a100:8", "v5p:2x2x2"))
 LLAMA = configs.load("llama3_8b", ["data.batch=8", "data.seq=2048"])

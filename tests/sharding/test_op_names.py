@@ -132,6 +132,25 @@ def test_what_names_say(op_name, phase, parts):
     assert (name.phase, (name.modules, name.owners, name.summed_axes, (name.table, name.array))) == (phase, parts)
 
 
+@pytest.mark.parametrize(
+    ("op_name", "path"),
+    [
+        # As jax 0.10.2 writes the gradient of a jax.checkpoint, and flax what a method of a module traces.
+        ("jit(_train)/transpose(jvp(Decoder))/while/body/closed_call/layers/mlp_norm/layers/mlp_norm/checkpoint/mul",
+         "layers.mlp_norm"),
+        ("jit(_train)/transpose(jvp(Decoder))/final_norm/final_norm/checkpoint/reduce_sum", "final_norm"),
+        ("layers/attention/layers/attention/checkpoint/rematted_computation/kind.attention/exp", "layers.attention"),
+        ("jit(_train)/jvp(M)/block/attn/block/attn/q_proj/checkpoint/mul", "block.attn.q_proj"),
+        ("jit(_train)/jvp(Decoder)/while/body/closed_call/layers/mlp/mlp._router_output/reduce_sum", "layers.mlp"),
+        ("jit(_train)/jvp(Decoder)/layers/mlp/mlp._chosen/shard_map/mlp._highest/top_k", "layers.mlp"),
+        # Two modules of one name, the second below the first.
+        ("jit(_train)/jvp(M)/encoder/encoder/layer_0/mul", "encoder.encoder.layer_0"),
+    ],
+)  # fmt: skip
+def test_no_module_is_named_twice(op_name, path):
+    assert op_names.parse(op_name).path == path
+
+
 def test_arguments_of_the_step():
     assert op_names.state_array("state.params['layers']['attention']['wk']") == ("params", "layers.attention.wk")
     assert op_names.state_array("state.optimizer[0].mu['embedding']") == ("optimizer", "embedding")

@@ -13,8 +13,9 @@ from recorded import same_as_recorded, shapes_once, titles  # noqa: F401  (a fix
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import placement, rules, rules_file
-from gspmd_lm.sharding.rules import Problem, ShardingError, check
+from gspmd_lm.sharding.problems import Problem, ShardingError, check
 from gspmd_lm.train import state
+from gspmd_lm.units import human_bytes
 from tests.sharding.wrong_rules import DP, TP, WRONG, Case
 
 
@@ -318,7 +319,7 @@ def test_alike_problems_are_folded_and_their_bytes_added():
     [(0, "0 B"), (999, "999 B"), (1200, "1.2 kB"), (36_864, "36.9 kB"), (1.5e9, "1.5 GB"), (2e15, "2000.0 TB")],
 )
 def test_human_bytes(count, text):
-    assert rules.human_bytes(count) == text
+    assert human_bytes(count) == text
 
 
 FLAG = re.compile(r"--set ([a-z_.]+=(?:\[[^\]]*\]|\{[^}]*\}|[^\sA-Z,]+))|--mesh=(\w+=\d+)(?:, with (\d+) device)?")

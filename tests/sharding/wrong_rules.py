@@ -43,6 +43,8 @@ WRONG = {
     "two sizes of -1": Case("mesh: {data: -1, tensor: -1}\nrules: {heads: tensor, batch: data}\n"),
     "mesh bigger than the devices": Case("mesh: {data: 4, tensor: 4}\nrules: {heads: tensor, batch: data}\n"),
     "mesh smaller than the devices": Case("mesh: {data: 2, tensor: 2}\nrules: {heads: tensor, batch: data}\n"),
+    "mesh whose one axis cannot fill the devices": Case(TP, devices=64),
+    "mesh whose batch cannot fill the devices": Case(DP, devices=64),
     "mesh that no size makes fit": Case("mesh: {data: 3, tensor: 3}\nrules: {heads: tensor, batch: data}\n"),
     "-1 beside a size that does not fit": Case("mesh: {data: -1, tensor: 3}\nrules: {mlp: tensor, batch: data}\n"),
     "--mesh names no axis": Case(TP, mesh="tenser=4"),
@@ -76,12 +78,20 @@ WRONG = {
     "unknown path": Case("mesh: {tensor: 8}\nrules: {layers.atention.wq.heads: tensor}\n"),
     "array lacks the axis": Case("mesh: {tensor: 8}\nrules: {wq.mlp: tensor}\n"),
     "mesh axis that the mesh lacks": Case("mesh: {tensor: 8}\nrules: {heads: tensr, batch: fsdp}\n"),
+    "a list of mesh axes without brackets": Case("mesh: {data: 2, fsdp: 4}\nrules: {batch: 'data, fsdp'}\n"),
+    "a list of mesh axes that are words": Case("mesh: {data: 2, fsdp: 4}\nrules: {batch: data fdsp}\n"),
     "mesh axis twice in a row": Case("mesh: {tensor: 8}\nrules: {heads: [tensor, tensor]}\n"),
     "targets that are no names": Case("mesh: {tensor: 8}\nrules: {heads: 8, batch: {tensor: 2}, mlp: [[tensor]]}\n"),
     "activation in the table of weights": Case(DP + "weights: {residual.seq: data}\noptimizer: {batch: data}\n"),
     # What does not fit the model
     "mesh axis twice in one weight": Case("mesh: {tensor: 8}\nrules: {heads: tensor}\nweights: {embed: tensor}\n"),
     "mesh axis twice in one activation": Case("mesh: {tensor: 8}\nrules: {batch: tensor, mlp: tensor}\n"),
+    "batch over the mesh axis of four other rows": Case(TP.replace("{heads", "{batch: tensor, heads")),
+    "embed over the mesh axis of four other rows": Case(TP.replace("{heads", "{embed: tensor, heads")),
+    "two rows that meet others": Case(
+        "mesh: {fsdp: 2, tensor: 4}\nrules: {batch: fsdp, mlp: tensor, heads: tensor, kv_heads: tensor, seq: tensor}\n"
+        "weights: {embed: fsdp, vocab: fsdp}\n"
+    ),
     "weight that does not divide": Case(TP, ("model.kv_heads=2",)),
     "weight that does not divide over two": Case(
         "mesh: {fsdp: 2, tensor: 4}\nrules: {heads: [fsdp, tensor]}\n", ("model.heads=6", "model.kv_heads=2")

@@ -11,7 +11,7 @@ from rich.console import Console
 from gspmd_lm.foresight.table import split
 from gspmd_lm.show import comparison, report, terminal
 from gspmd_lm.show.document import Findings, Notes, Pair, Table, Text
-from gspmd_lm.units import human_bytes, human_count, human_seconds
+from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
 from tests.foresight import sample
 from tests.reader import Reader
 
@@ -169,7 +169,9 @@ def test_the_winner_and_why():
     assert comparison.winner([sample.LLAMA, sample.REFUSED]) == "fsdp_tp wins: no other layout fits."
     assert comparison.winner([sample.REFUSED, sample.REFUSED]).startswith("None of the 2 layouts fits; ")
     untimed = dataclasses.replace(sample.CPU, rules="rules/more.yaml", collectives=sample.CPU.collectives * 2)
-    assert comparison.winner([sample.CPU, untimed]).startswith("No times are predicted here. fsdp2_tp4 sends least")
+    assert comparison.winner([sample.CPU, untimed]).startswith(
+        f"No times are predicted: {sample.CPU.no_prediction}. fsdp2_tp4 sends least"
+    )
 
 
 def all_texts(section):
@@ -204,3 +206,26 @@ def test_the_terminal_and_the_page_say_the_same(reports):
     for text in found:
         assert text in page or text == "Step time", text  # without a time it is the name of a fact alone
         assert text in printed or text == "step time", text  # which a heading does not say twice
+
+
+def test_without_times_layouts_are_ranked_by_what_they_send():
+    """Rows of dashes, a star for the best of figures that read alike, and a ranking by times that are not there."""
+    first, *rest = sample.CPU.collectives
+    more = dataclasses.replace(first, bytes_per_device_per_step=first.bytes_per_device_per_step + 1)
+    other = dataclasses.replace(sample.CPU, rules="rules/other.yaml", collectives=(more, *rest))
+    page = terminal.text_of(lambda console: comparison.show([other, sample.CPU], console), 120)
+    assert comparison.ranked([other, sample.CPU]) == [sample.CPU, other]
+    assert "ranked by bytes sent, then memory" in page and "step time" not in page and "MFU" not in page
+    assert page.count(sample.CPU.no_prediction) == 1
+    table = comparison.compared([sample.CPU, other])
+    assert not any(cell.text.endswith("*") for row in table.rows for cell in row if not isinstance(cell, str))
+
+
+def test_counts_have_a_plural():
+    assert [plural(count, "device") for count in (0, 1, 2, 2048)] == [
+        "0 devices",
+        "1 device",
+        "2 devices",
+        "2,048 devices",
+    ]
+    assert report.hardware(1, "") == "1 simulated device" and report.hardware(8, "") == "8 simulated devices"

@@ -89,6 +89,14 @@ def test_colours_say_nothing_that_the_text_does_not():
     assert "\x1b[" in coloured
 
 
+@pytest.mark.parametrize("layout", [sample.LLAMA, sample.REFUSED])
+def test_bars_are_as_long_in_colours_as_without(layout):
+    """rich fills up a bar in a dark colour, so that on a white terminal each looked full."""
+    coloured = re.sub(r"\x1b\[[\d;]*m", "", shown([layout], colours="truecolor"))
+    plain = shown([layout])
+    assert [line.rstrip() for line in coloured.splitlines()] == plain.splitlines() and "━" in plain
+
+
 def test_a_paragraph_is_one_line():
     for found in (sample.LLAMA, sample.CPU, sample.REFUSED):
         assert "\n" not in paragraph(found)

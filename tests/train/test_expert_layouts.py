@@ -11,7 +11,7 @@ from benchmarks.collectives import count
 from gspmd_lm.config import LatentAttention, Lora
 from gspmd_lm.foresight import hlo
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import ShardingError
+from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.train import state
 from tests.courses import begun
 

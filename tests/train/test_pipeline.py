@@ -22,7 +22,8 @@ from gspmd_lm.sharding import permutes, pipeline, rules_file
 from gspmd_lm.sharding.annotate import Split, Weight
 from gspmd_lm.sharding.partial_sums import Sum, gradient_slot
 from gspmd_lm.sharding.placement import MeshPlacement
-from gspmd_lm.sharding.rules import GATHERS, ShardingError
+from gspmd_lm.sharding.problems import ShardingError
+from gspmd_lm.sharding.rules import GATHERS
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import state
 from tests import courses

@@ -74,6 +74,8 @@ def test_the_bar_of_a_terminal():
         bar.advance(11, 39_800.0, 125.0)
         bar.bar.refresh()
     last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue()).replace("\r", "\n")
+    bars = re.findall(r"^step 11/100 (.*?) loss", last, re.M)[-1]
+    assert bars.strip() and len(bars.strip()) < 0.2 * len(bars)  # the rest is blank
     assert re.search(r"^step 11/100 .*loss 2\.5000 39\.8k tok/s 0:00:00 2m05s left *$", last, re.M)
     logged, file = shown(False)
     with logged.bar:
@@ -85,7 +87,7 @@ def test_the_first_step_has_no_speed_and_gives_none_to_the_time_left(monkeypatch
     """The clock below is read when the meter is made, when a step is read, and for the time left."""
     now = 0.0
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    meter = Meter(start=4, stop=20, tokens=100, epochs=0.25, flops=1e3, peak_flops_per_s=1e4)
+    meter = Meter(start=4, stop=20, counted=(100, "tokens"), epochs=0.25, flops=1e3, peak_flops_per_s=1e4)
     now = 30.0  # rows were loaded, and devices started
     values = {"loss": 1.0, "cross_entropy": 1.0}
     first = meter.read(5, values)
