@@ -24,7 +24,8 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
 from gspmd_lm.infer.programs import GenerationPrograms
 from gspmd_lm.runtime import startup
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import state, step
 

@@ -36,8 +36,9 @@ from gspmd_lm.model.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime
+from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import paragraph

@@ -11,7 +11,7 @@ from gspmd_lm import errors
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.model import supported
 from gspmd_lm.runtime import compiler
-from gspmd_lm.sharding import axes, rules, rules_file
+from gspmd_lm.sharding import axes, problems, rules, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
 from gspmd_lm.train import state
 
@@ -134,7 +134,7 @@ def test_warnings():
     codes = re.findall(r'Finding\(\s*"([\w-]+)"', source)
     for path in (ROOT / "gspmd_lm").glob("*/*.py"):
         codes += re.findall(r'Problem\([^"]*.*code="([\w-]+)"', path.read_text())
-    codes.append(rules.Problem.code)
+    codes.append(problems.Problem.code)
     explained = re.findall(r"^\| `([\w-]+)` \|", FORESIGHT[FORESIGHT.index("## Warnings") :], re.M)
     assert set(explained) == set(codes) and len(explained) == len(set(explained))
 

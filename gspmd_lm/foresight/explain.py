@@ -27,7 +27,8 @@ from gspmd_lm.model.operands import matmul_operands
 from gspmd_lm.model.supported import Pass, kernel_choice, settled
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import choices, decoder, state
 

@@ -28,7 +28,8 @@ from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
-from gspmd_lm.sharding.rules import Problem, Remat, Rules
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import Arrays, arrays, bytes_per_device
 from gspmd_lm.sharding.shapes import checked as checked_arrays
 

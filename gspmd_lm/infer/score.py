@@ -29,7 +29,8 @@ from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.placement import record
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import checked
 
 NO_TARGET = -1

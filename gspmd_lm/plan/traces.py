@@ -13,7 +13,8 @@ from gspmd_lm.plan.expert_buffers import buffer_share
 from gspmd_lm.plan.operations import NamedNodes, OpGraph
 from gspmd_lm.sharding import placement
 from gspmd_lm.sharding.placement import Recorder
-from gspmd_lm.sharding.rules import Problem, Rules
+from gspmd_lm.sharding.problems import Problem
+from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import decoder, state
 

@@ -14,8 +14,9 @@ from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, 
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.placement import Recorder, mark, record
+from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
-from gspmd_lm.sharding.rules import EXPERT_BUFFER, Problem, Rules
+from gspmd_lm.sharding.rules import EXPERT_BUFFER, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
 

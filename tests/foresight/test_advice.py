@@ -16,7 +16,7 @@ from gspmd_lm.foresight.table import PlacedArray
 from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.rules import Problem
+from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.train import state
 
 GB = 10**9
