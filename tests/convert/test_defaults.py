@@ -49,7 +49,9 @@ def changed(whole: Mapping[str, Any], found: Mapping[str, Any] | str) -> Any:
     """What differs between two settings."""
     if isinstance(found, str):
         return found
-    return {name: (whole.get(name), found.get(name)) for name in whole | found if whole.get(name) != found.get(name)}
+    return {
+        name: (whole.get(name), found.get(name)) for name in {**whole, **found} if whole.get(name) != found.get(name)
+    }
 
 
 @pytest.mark.parity
