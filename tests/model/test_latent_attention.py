@@ -24,6 +24,7 @@ SIZES = dict(latent_attention=LatentAttention(kv_rank=12, q_rank=10, v_head_dim=
 NO_Q_RANK = SIZES | {"latent_attention": LatentAttention(kv_rank=12, v_head_dim=5)}
 
 
+ROUNDING = 5e-4  # of gradients: the scores of these weights are large
 TUNED = AttentionTemperature(scale=0.1, every=3)
 
 
@@ -88,7 +89,7 @@ def test_results_and_gradients_are_those_of_the_equations(small):
     np.testing.assert_allclose(*small_ones, rtol=1e-5, atol=1e-4)
     assert {*gradients[0]} == {"wq_down", "q_norm", "wq_up", "wkv_down", "wk_rope", "kv_norm", "wk_up", "wv_up", "wo"}
     for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted_gradients), strict=True):
-        assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+        assert np.linalg.norm(want) > 0 and np.linalg.norm(got - want) < ROUNDING * np.linalg.norm(want)
 
 
 KINDS = {
