@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 _SYSTEM_ERRORS = {
+    errno.ENOENT: "put it, or the folder that it belongs into, back",
+    errno.ESTALE: "mount the folder again",
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room in your quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
