@@ -7,7 +7,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +19,8 @@ from gspmd_lm.errors import InputError
 
 # Levels of lists and objects: Python follows a deeper value neither when it writes it nor in templates.
 DEEPEST_JSON = 500
+PARTIAL = ".partial"  # the end of the name of what is being made
+LEFT_S = 24 * 3600.0  # after which nobody is at work on it
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its size in bytes and its sha256
 
@@ -80,7 +83,7 @@ def growing(path: Path) -> Iterator[TextIO]:
 def partial_of(path: Path) -> Path:
     """Where the lines of `growing` are until it is left."""
     path = path.resolve()
-    return path.with_name(f"{path.name}.partial")
+    return path.with_name(f"{path.name}{PARTIAL}")
 
 
 def replaceable(path: Path) -> bool:
@@ -105,7 +108,7 @@ def appearing(folder: Path) -> Iterator[Path]:
 
     Whatever a killed process left in the folder to fill is deleted. System errors name `folder`.
     """
-    partial = folder.absolute().with_name(f"{folder.name}.partial")
+    partial = folder.absolute().with_name(f"{folder.name}{PARTIAL}")
     with naming(folder, partial):
         if partial.exists():
             shutil.rmtree(partial)
@@ -166,6 +169,30 @@ def sum_of(file: epath.PathLike) -> tuple[int, str]:
             sha256.update(block)
             size_bytes += len(block)
     return size_bytes, sha256.hexdigest()
+
+
+def trim(entries: Iterable[Path], limit_bytes: int, keep: Collection[str] = ()) -> None:
+    """Deletes the entries of a cache that were not used for the longest time until the others fit in `limit_bytes`.
+
+    entries: files and folders. keep: names, without endings, of entries that stay. An entry that is being made has
+    PARTIAL at the end of its name. It stays too, but what a killed process left of it is deleted a day later. What
+    another process deletes meanwhile is passed over, and so is what this user may not read or delete.
+    """
+    found = []
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            about = entry.stat()
+            if entry.is_dir():
+                found.append((about.st_mtime, sum(file.stat().st_size for file in entry.iterdir()), entry))
+            else:
+                found.append((max(about.st_atime, about.st_mtime), about.st_size, entry))
+    total_bytes, now = sum(size_bytes for _, size_bytes, _ in found), time.time()
+    for used_at, size_bytes, entry in sorted(found):
+        too_much = total_bytes > limit_bytes and entry.stem not in keep
+        if now - used_at > LEFT_S if entry.suffix == PARTIAL else too_much:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+                total_bytes -= size_bytes
 
 
 def is_remote(path: epath.PathLike) -> bool:

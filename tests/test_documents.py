@@ -11,7 +11,7 @@ from gspmd_lm import errors
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.model import supported
 from gspmd_lm.runtime import compiler
-from gspmd_lm.sharding import axes, problems, rules, rules_file
+from gspmd_lm.sharding import axes, problems, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
 from gspmd_lm.train import state
 

@@ -78,6 +78,8 @@ def _is_read() -> bool:
 
 
 _SYSTEM_ERRORS = {
+    errno.ENOENT: "put it, or the folder that it belongs into, back",
+    errno.ESTALE: "mount the folder again",
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room in your quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",

@@ -32,6 +32,21 @@ def cache_folder(name: str) -> Path:
     return (Path(chosen) if chosen else Path(platformdirs.user_cache_dir("gspmd_lm", appauthor=False))) / name
 
 
+def cache_entry(path: Path, *beside: Path) -> Path:
+    """The path to which a user writes an entry of a cache: `path`, or where another user keeps it, one of their own.
+
+    The latter has the user's number behind its name. It is taken if `path`, or a file `beside` it that writing needs,
+    is there and may not be written to.
+    """
+    theirs = any(one.exists() and not os.access(one, os.W_OK, effective_ids=True) for one in (path, *beside))
+    return path.with_name(f"{path.name}.{os.getuid()}") if theirs else path
+
+
+def readable_entry(path: Path) -> Path:
+    """The path from which a user reads a file of a cache: `path`, or `cache_entry` of it where it may not be read."""
+    return cache_entry(path) if path.exists() and not os.access(path, os.R_OK, effective_ids=True) else path
+
+
 def unwritable(path: Path, why: str | None, what: str = "") -> InputError:
     """The error that `what` cannot be written to a path in the cache."""
     return InputError(

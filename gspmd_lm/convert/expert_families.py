@@ -1,7 +1,20 @@
 """The families with experts. Their attention is that of families without."""
 
 from gspmd_lm.convert import names
-from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, EPS_5, HEAD_DIM, LLAMA_SIZES, NO_HEAD_DIM, SILU, UNTIED, Family
+from gspmd_lm.convert.family import (
+    ATTENTION_BIAS,
+    EPS,
+    EPS_5,
+    HEAD_DIM,
+    LLAMA_SIZES,
+    NO_HEAD_DIM,
+    SILU,
+    SIZES,
+    UNTIED,
+    Family,
+    KeyHeads,
+    llama_sizes,
+)
 from gspmd_lm.convert.fields import Constant, Divisor, Fixed, Flag, QueryScale, Renamed, Temperature
 from gspmd_lm.convert.layer_fields import (
     ChunkedLayers,
@@ -63,7 +76,7 @@ EXPERT_FAMILIES = (
     Family(
         "Mixtral", "mixtral", "MixtralForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
+            *llama_sizes(8), EPS_5, HEAD_DIM, Rope(1e6), SILU, Window(None), UNTIED,
             Renamed("num_local_experts num_experts", "experts", 8),
             Renamed("num_experts_per_tok", "experts_per_token", 2),
         ),
@@ -72,7 +85,7 @@ EXPERT_FAMILIES = (
     Family(
         "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
+            *llama_sizes(8), EPS_5, HEAD_DIM, Constant("norm", "layernorm"), Constant("norm_bias", True), SILU,
             Window(None), Rope(1e6, mscales=True), ATTENTION_BIAS, Flag("lm_head_bias", ("unembedding_bias",), False),
             UNTIED, Renamed("num_local_experts num_experts", "experts", 16), Constant("experts_per_token", 2),
             Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
@@ -84,7 +97,7 @@ EXPERT_FAMILIES = (
     Family(
         "Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, Flag("qkv_bias", ("qkv_bias",), True), UNTIED,
+            *llama_sizes(16), EPS, NO_HEAD_DIM, Rope(), SILU, Flag("qkv_bias", ("qkv_bias",), True), UNTIED,
             LayerTypes(4096, _first_every_second, "use_sliding_window"),
             Renamed("num_experts num_local_experts", "experts", 60),
             Renamed("num_experts_per_tok", "experts_per_token", 4),
@@ -97,7 +110,7 @@ EXPERT_FAMILIES = (
     Family(
         "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, UNTIED,
+            *llama_sizes(4), EPS, HEAD_DIM, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, UNTIED,
             Window(4096, "use_sliding_window"), Renamed("num_experts num_local_experts", "experts", 128),
             Renamed("num_experts_per_tok", "experts_per_token", 8), Renamed("moe_intermediate_size", "expert_mlp", 768),
             _SUM_TO_ONE, DenseLayers(),
@@ -107,7 +120,7 @@ EXPERT_FAMILIES = (
     Family(
         "GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
+            *llama_sizes(8), EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False),
             UNTIED, Flag("use_qk_norm", ("qk_norm",), False), *_deepseek_router(1, 1, 1.0),
             Renamed("n_routed_experts num_local_experts", "experts", 128),
             Renamed("num_experts_per_tok", "experts_per_token", 8),
@@ -173,7 +186,7 @@ EXPERT_FAMILIES = (
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, Renamed("head_dim", "head_dim", 64), UNTIED,
+            *llama_sizes(8), EPS_5, Renamed("head_dim", "head_dim", 64), UNTIED,
             Rope(150000.0, default={
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
@@ -190,7 +203,7 @@ EXPERT_FAMILIES = (
     Family(
         "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, Renamed("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers(),
+            *llama_sizes(2), EPS, Renamed("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers(),
             Fixed("attention_bias", False, "has biases in attention with a gate, which are not supported"),
             Constant("norm_offset", 1.0), Constant("qk_norm", True), Constant("attention_gate", True),
             Renamed("num_experts num_local_experts", "experts", 512),
@@ -204,7 +217,7 @@ EXPERT_FAMILIES = (
     Family(
         "Llama 4", "llama4_text", "Llama4ForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:5], Renamed("max_position_embeddings", "context", 131072), EPS_5,
+            *SIZES, KeyHeads(8), Renamed("max_position_embeddings", "context", 131072), EPS_5,
             Renamed("head_dim", "head_dim", 128), Rope(5e5), SILU, ATTENTION_BIAS, UNTIED, ChunkedLayers(),
             Temperature(), Flag("use_qk_norm", ("qk_norm",), True), Constant("qk_norm_kind", "unscaled"),
             Renamed("num_local_experts num_experts", "experts", 16),

@@ -128,12 +128,30 @@ GPT2_SIZES = (
     Renamed("n_inner", "mlp", four_times),
     *ONE_WIDTH,
 )
-LLAMA_SIZES = (
-    *SIZES,
-    Renamed("num_key_value_heads", "kv_heads", heads),
-    Renamed("intermediate_size", "mlp"),
-    Renamed("max_position_embeddings", "context"),
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyHeads:
+    """num_key_value_heads. null means as many as heads, and so does a missing field whose default is 0."""
+
+    default: int = 0
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        name = "num_key_value_heads"
+        usual = values["heads"] if name in reader.raw or not self.default else self.default
+        values["kv_heads"] = reader.number([name], usual)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {"num_key_value_heads": model.kv_heads}
+
+
+def llama_sizes(kv_heads: int = 0) -> tuple[FieldCodec, ...]:
+    """The sizes of Llama and its kin. kv_heads: the number of key heads where no field says it, as for `KeyHeads`."""
+    width, context = Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context")
+    return (*SIZES, KeyHeads(kv_heads), width, context)
+
+
+LLAMA_SIZES = llama_sizes()
 EPS = Renamed("rms_norm_eps", "norm_eps", 1e-6)
 EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
 HEAD_128 = Renamed("head_dim", "head_dim", 128)

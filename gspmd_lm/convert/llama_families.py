@@ -19,10 +19,13 @@ from gspmd_lm.convert.family import (
     NO_HEAD_DIM,
     PLAIN_LAYERNORM,
     SILU,
+    SIZES,
     TANH,
     TIED,
     UNTIED,
     Family,
+    KeyHeads,
+    llama_sizes,
 )
 from gspmd_lm.convert.fields import Activation, Cap, Constant, Divisor, Fixed, Flag, MustEqual, QueryScale, Renamed
 from gspmd_lm.convert.layer_fields import EachLayer, LayerTypes, NoRopeLayers, SparseActivation, Window, every_second
@@ -92,23 +95,26 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "Mistral", "mistral", "MistralForCausalLM", "model.",
-        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Window(4096), UNTIED),
+        (*llama_sizes(8), EPS, HEAD_DIM, Rope(), SILU, Window(4096), UNTIED),
         names.LLAMA, INV_FREQ, ("document_attention",),  # it matters only in training on rows of several documents
     ),
     Family(
         "Qwen2", "qwen2", "Qwen2ForCausalLM", "model.",
-        (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, Constant("qkv_bias", True), _QWEN_LAYERS, UNTIED),
+        (*llama_sizes(32), EPS, HEAD_DIM, Rope(), SILU, Constant("qkv_bias", True), _QWEN_LAYERS, UNTIED),
         names.LLAMA, INV_FREQ,
     ),
     Family(
         "Qwen3", "qwen3", "Qwen3ForCausalLM", "model.",
-        (*LLAMA_SIZES, EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, _QWEN_LAYERS, UNTIED),
+        (
+            *llama_sizes(32), EPS, HEAD_128, Rope(), SILU, Constant("qk_norm", True), ATTENTION_BIAS, _QWEN_LAYERS,
+            UNTIED,
+        ),
         names.LLAMA_QK, INV_FREQ,
     ),
     Family(
         "Gemma", "gemma", "GemmaForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, Constant("norm_offset", 1.0), Rope(),
+            *llama_sizes(16), EPS, *_GEMMA, Constant("norm_offset", 1.0), Rope(),
             Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
         ),
         names.LLAMA, INV_FREQ,
@@ -116,7 +122,7 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(), LayerTypes(4096, every_second),
+            *llama_sizes(4), EPS, *_GEMMA, *_GEMMA_CAPS, Rope(), LayerTypes(4096, every_second),
             Cap("attn_logit_softcapping", "attention_softcap", 50.0),
             Cap("final_logit_softcapping", "logit_softcap", 30.0),
         ),
@@ -125,7 +131,8 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS, *_GEMMA, *_GEMMA_CAPS, Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+            *llama_sizes(4), EPS, *_GEMMA, *_GEMMA_CAPS,
+            Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
             Constant("qk_norm", True), LayerTypes(4096, _all_but_every(6), older=_pattern_length),
             Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
             Cap("final_logit_softcapping", "logit_softcap", None),
@@ -135,7 +142,7 @@ LLAMA_FAMILIES = (
     Family(
         "Gemma 3n", "gemma3n_text", "Gemma3nForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:5], EachLayer("intermediate_size", "mlp", 16384),
+            *SIZES, KeyHeads(2), EachLayer("intermediate_size", "mlp", 16384),
             Renamed("max_position_embeddings", "context", 32768), EPS, *_GEMMA,
             Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"), LayerTypes(512, _all_but_every(5, "")),
             Activation("hidden_activation", "gelu_pytorch_tanh", TANH), Constant("post_norms", True),
@@ -155,7 +162,7 @@ LLAMA_FAMILIES = (
     Family(
         "Ministral 3", "ministral3", "Ministral3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, HEAD_128, SILU, Window(None), UNTIED,
+            *llama_sizes(8), EPS_5, HEAD_128, SILU, Window(None), UNTIED,
             Rope(temperature=True, default={
                 "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
                 "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1,
@@ -175,13 +182,13 @@ LLAMA_FAMILIES = (
     ),
     Family(
         "GLM-4", "glm", "GlmForCausalLM", "model.",
-        (*LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), True), UNTIED),
+        (*llama_sizes(2), GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), True), UNTIED),
         names.GLM, INV_FREQ,
     ),
     Family(
         "GLM-4-0414", "glm4", "Glm4ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Constant("post_norms", True),
+            *llama_sizes(2), GLM_EPS, HEAD_128, Rope(part=0.5), SILU, Constant("post_norms", True),
             Flag("attention_bias", ("qkv_bias",), True), UNTIED,
         ),
         names.GLM4, INV_FREQ,
@@ -229,15 +236,15 @@ LLAMA_FAMILIES = (
     Family(
         "SmolLM3", "smollm3", "SmolLM3ForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:4], Renamed("num_key_value_heads", "kv_heads", 4), *LLAMA_SIZES[5:], EPS, HEAD_DIM, Rope(2e6),
-            SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
+            *llama_sizes(4), EPS, HEAD_DIM, Rope(2e6), SILU, ATTENTION_BIAS, _MLP_BIAS, NoRopeLayers(), TIED,
         ),
         names.LLAMA, INV_FREQ, ("max_window_layers",),
     ),
     Family(
         "StarCoder2", "starcoder2", "Starcoder2ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, *PLAIN_LAYERNORM, Renamed("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(), Window(None),
+            *llama_sizes(2), *PLAIN_LAYERNORM, Renamed("norm_epsilon", "norm_eps", 1e-5), HEAD_DIM, Rope(),
+            Window(None),
             Activation("hidden_act", "gelu_pytorch_tanh", TANH), Flag("use_bias", _ALL_BIASES, True), TIED,
         ),
         names.STARCODER2, INV_FREQ, ("norm_type", "mlp_type"),
@@ -245,7 +252,7 @@ LLAMA_FAMILIES = (
     Family(
         "StableLM", "stablelm", "StableLmForCausalLM", "model.",
         (
-            *LLAMA_SIZES, Constant("norm", "layernorm"), Constant("norm_bias", True), NO_HEAD_DIM, SILU,
+            *llama_sizes(32), Constant("norm", "layernorm"), Constant("norm_bias", True), NO_HEAD_DIM, SILU,
             Renamed("layer_norm_eps", "norm_eps", 1e-5), Rope(part=0.25), Flag("use_qkv_bias", ("qkv_bias",), False),
             Flag("use_parallel_residual", ("block",), False, "parallel", "sequential"), UNTIED,
             Fixed("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),
@@ -263,8 +270,8 @@ LLAMA_FAMILIES = (
     Family(
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM", "model.",
         (
-            *LLAMA_SIZES[:4], Renamed("num_key_value_heads", "kv_heads", 8), *LLAMA_SIZES[5:], EPS, HEAD_128, Rope(),
-            SILU, Flag("attention_bias", ("qkv_bias",), True), _MLP_BIAS, UNTIED,
+            *llama_sizes(8), EPS, HEAD_128, Rope(), SILU, _MLP_BIAS, UNTIED,
+            Flag("attention_bias", ("qkv_bias",), True),
             Flag("attention_out_bias", ("attention_out_bias",), False),
         ),
         names.LLAMA, INV_FREQ,
@@ -272,7 +279,7 @@ LLAMA_FAMILIES = (
     Family(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", "model.",
         (
-            *LLAMA_SIZES, EPS_5, HEAD_128, Rope(5e5), SILU,
+            *llama_sizes(2), EPS_5, HEAD_128, Rope(5e5), SILU,
             Flag("use_bias", _ALL_BIASES, False), TIED,
         ),
         names.ERNIE, INV_FREQ,

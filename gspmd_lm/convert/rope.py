@@ -26,6 +26,7 @@ CHATGLM2_VOCAB = 65024  # of ChatGLM 2 and 3
 BETA = "llama_4_scaling_beta"
 _MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+_UNSCALED = _ALWAYS | {BETA}  # what positions without scaling may have
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
 BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
 
@@ -61,10 +62,11 @@ class Rope:
         newer = reader.get(["rope_parameters"])
         if older and newer and older != newer:
             reader.refuse("rope_scaling", older, "contradicts rope_parameters")
+        for field, value in (("rope_scaling", older), ("rope_parameters", newer)):
+            if not isinstance(value, dict | None):
+                reader.refuse(field, value, "is not an object")
+                return
         rope = older or newer or self.default
-        if not isinstance(rope, dict):
-            reader.refuse(name, rope, "is not an object")
-            return
         if rope.keys() & BY_LAYER.keys():
             if not self.sliding_theta or older:
                 reader.refuse(name, rope, "sets positions for kinds of layers, which this family does not have")
@@ -110,7 +112,10 @@ class Rope:
             values["rope_scaling"] = {"kind": kind, **scaling}
 
     def _kind(self, reader: ConfigReader, name: str, rope: Mapping[str, Any]) -> str:
-        kind = str(rope.get("rope_type") or rope.get("type") or "default")
+        named = rope.get("rope_type") or rope.get("type")
+        kind = str(named or "default")
+        if not named and (scaled := sorted(key for key in rope.keys() - _UNSCALED if rope[key] is not None)):
+            reader.refuse(name, dict(rope), f"has {', '.join(scaled)}, and no rope_type says what they scale")
         kind = dict(self.older_kinds).get(kind, kind)
         if kind not in _NEEDED:
             reader.refuse(f"{name}.rope_type", kind, f"is not supported; use one of {', '.join(_NEEDED)}")

@@ -25,8 +25,20 @@ _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
 
 
 def carried(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
-    """The files of a folder that are carried along: name within the folder -> path."""
+    """The files of a folder that are carried along: name within the folder -> path.
+
+    Raises InputError if one of them is a link to a file elsewhere, which would be published with the others. The hub's
+    own cache has all files as links to its blobs.
+    """
     every = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    root = folder.resolve()
+    own = (root, root.parents[1] / "blobs") if root.parent.name == "snapshots" else (root,)
+    for path in sorted(every):
+        if not any(path.resolve().is_relative_to(place) for place in own):
+            raise InputError(
+                f"{path}: a link to {path.resolve()}, outside of the folder, which would be copied into another one\n"
+                "  fix   put a copy of the file there if it belongs to the model, or remove the link"
+            )
     return {path.relative_to(folder).as_posix(): path for path in sorted(every)}
 
 

@@ -21,7 +21,7 @@ import filelock
 import numpy as np
 
 from gspmd_lm import files
-from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.config.paths import cache_entry, cache_folder, unwritable
 from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import TARGET
@@ -99,7 +99,8 @@ def open_cache(
         if cache := _read(folder, splits):
             return cache
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder.with_suffix(".lock"))
+        folder = cache_entry(folder, folder.with_suffix(".lock"), folder.with_suffix(files.PARTIAL))
+        lock = filelock.FileLock(f"{folder}.lock")
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -187,7 +188,7 @@ def _build(
     held_out: float,
     progress: Progress | None,
 ) -> None:
-    partial = folder.with_suffix(".partial")
+    partial = folder.with_name(f"{folder.name}{files.PARTIAL}")
     begun = _begun(partial)
     if not begun:
         shutil.rmtree(partial, ignore_errors=True)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gspmd_lm.config.paths import cache_folder, download, read_text, unwritable
+from gspmd_lm.config.paths import cache_folder, download, read_text, readable_entry, unwritable
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
 from gspmd_lm.errors import InputError, did_you_mean
@@ -206,7 +206,7 @@ def _standard_library(place: str) -> list[Path]:
 
 def _pairs_of_standard_library(place: str, progress: Progress | None) -> Path:
     """The file of `pairs` of the interpreter's library, which is written once."""
-    path = cache_folder("data") / f"stdlib-pairs-{platform.python_version()}.jsonl"
+    path = readable_entry(cache_folder("data") / f"stdlib-pairs-{platform.python_version()}.jsonl")
     if not path.exists():
         if progress:
             progress("reading the functions of the standard library", 0, 0)

@@ -13,7 +13,7 @@ import tokenizers
 from gspmd_lm import files
 from gspmd_lm.config import Data
 from gspmd_lm.config.data import MOST_OF_SEVERAL
-from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.config.paths import cache_folder, readable_entry, unwritable
 from gspmd_lm.data.encodings import encoded
 from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.sources import DocumentSource, Progress
@@ -81,7 +81,7 @@ class Labelled:
 
     def _found_classes(self, source: DocumentSource, progress: Progress | None) -> tuple[str, ...]:
         key = hashlib.sha256(f"classes {source.fingerprint}".encode()).hexdigest()[:24]
-        path = cache_folder("data") / f"{key}.classes.json"
+        path = readable_entry(cache_folder("data") / f"{key}.classes.json")
         if path.is_file():
             return tuple(files.read_json(path))
         labels = [json.loads(document)[1] for document in source.walk(source.parts, "reading labels", progress)]

@@ -10,7 +10,7 @@ import filelock
 import fsspec.core
 
 from gspmd_lm import files
-from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.config.paths import cache_entry, cache_folder, unwritable
 from gspmd_lm.data import formats
 from gspmd_lm.errors import InputError
 
@@ -69,7 +69,9 @@ def copies(
     for name, about in facts.items():
         version = hashlib.sha256(f"{kind} {name} {sorted(about.items(), key=str)}".encode()).hexdigest()[:16]
         copy = cache_folder("copies") / version / Path(name).name
-        _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(report, done))
+        if not _is_copied(copy):
+            copy = cache_entry(copy.parent, copy.parent.with_suffix(".lock")) / copy.name
+            _copy(store, name, copy, f"{place}: {kind}://{name}", functools.partial(report, done))
         done += about.get("size") or 0
         local_copies.append(copy)
     return local_copies
@@ -79,12 +81,12 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
     """Copies one file; of several processes on a machine, one does, and the others wait for it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(copy.parent.with_suffix(".lock"))
+        lock = filelock.FileLock(f"{copy.parent}.lock")
         lock.acquire()
     except OSError as error:
         raise unwritable(copy.parent, error.strerror) from error
     try:
-        if copy.is_file() and not files.damage(copy.parent, (copy.name,)):
+        if _is_copied(copy):
             return
         with files.replacing(copy) as new, new.open("wb") as out:
             for block in _blocks(store, name, place):
@@ -93,6 +95,10 @@ def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int],
         files.seal(copy.parent, (copy.name,))
     finally:
         lock.release()
+
+
+def _is_copied(copy: Path) -> bool:
+    return copy.is_file() and not files.damage(copy.parent, (copy.name,))
 
 
 def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:

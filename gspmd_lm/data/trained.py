@@ -12,7 +12,7 @@ from etils import epath
 
 from gspmd_lm import files
 from gspmd_lm.config import Config
-from gspmd_lm.config.paths import cache_folder, unwritable
+from gspmd_lm.config.paths import cache_entry, cache_folder, unwritable
 from gspmd_lm.data import sources
 from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
 from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, trained_size
@@ -115,6 +115,9 @@ def tokenizer_of_source(
     key = hashlib.sha256(facts.encode()).hexdigest()[:24]
     path = cache_folder("tokenizers") / key / FILE
     try:
+        if path.exists() and not files.damage(path.parent, (FILE,)):
+            return path
+        path = cache_entry(path.parent) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock")):
             if not path.exists() or files.damage(path.parent, (FILE,)):

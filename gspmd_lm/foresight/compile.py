@@ -3,6 +3,7 @@
 `programs` is for callers; run as a module, this file is the process that compiles one program.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -10,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -130,19 +132,21 @@ def programs(
         of_one_s_own = not all(isinstance(request.config, Config) for request in requests)
         nowhere = of_one_s_own or cache == "none"
         root = Path(scratch) if nowhere else Path(cache) if cache else paths.cache_folder("explain")
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"{root}: compiled programs cannot be kept there ({error.strerror})\n"
-                "  fix   set GSPMD_LM_CACHE to a folder that you may write to"
-            ) from error
         distinct = {request.key(): request for request in requests}
+        _make(root)
         with ThreadPoolExecutor(side_by_side(len(distinct))) as pool:
             waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
             compiled = {key: future.result() for key, future in waiting.items()}
-        _trim(root, keep=compiled)
+        files.trim(root.iterdir(), CACHE_LIMIT_BYTES, keep=compiled)
         return [compiled[request.key()] for request in requests]
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder of the cache. Raises InputError if that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise paths.unwritable(folder, error.strerror, "compiled programs ") from error
 
 
 def side_by_side(wanted: int) -> int:
@@ -151,29 +155,20 @@ def side_by_side(wanted: int) -> int:
     return max(1, min(wanted, len(os.sched_getaffinity(0)), pages // PROCESS_BYTES))
 
 
-def _trim(root: Path, keep: Mapping[str, Any]) -> None:
-    """Deletes the entries that were not used for the longest time until the others fit."""
-    entries = [(entry.stat().st_mtime, sum(file.stat().st_size for file in entry.iterdir()), entry)
-               for entry in root.iterdir() if entry.is_dir() and not entry.name.endswith(".partial")]  # fmt: skip
-    total_bytes = sum(size for _, size, _ in entries)
-    for _, size, entry in sorted(entries):
-        if total_bytes <= CACHE_LIMIT_BYTES:
-            break
-        if entry.name not in keep:
-            shutil.rmtree(entry, ignore_errors=True)
-            total_bytes -= size
-
-
 def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledProgram:
+    folder = folder if not (theirs := paths.cache_entry(folder)).exists() else theirs
     if folder.exists() and (damage := files.damage(folder, ENTRY)):
         say(f"the kept program of {request.name} is damaged ({damage}) and is made anew")
         shutil.rmtree(folder, ignore_errors=True)  # another process may be at it too
+        folder = paths.cache_entry(folder)
     if folder.exists():
-        os.utime(folder)
+        with contextlib.suppress(PermissionError):  # of another user
+            os.utime(folder)
     else:
         say(f"compiling {request.name} ...")
         started = time.monotonic()
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+        partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{files.PARTIAL}")
+        _make(partial)
         try:
             (partial / "request.pickle").write_bytes(pickle.dumps(request))
             _run_compiler(request, partial)

@@ -6,12 +6,13 @@ leaves a note of its sha256 in the cache folder, or with an explicit word of tru
 
 import hashlib
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 from gspmd_lm import files
-from gspmd_lm.config.paths import cache_folder
+from gspmd_lm.config.paths import cache_entry, cache_folder
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 
@@ -40,7 +41,13 @@ def record(path: Path) -> None:
     folder = cache_folder("exported")
     folder.mkdir(parents=True, exist_ok=True)
     sha256 = files.sum_of(path)[1]
-    files.replace(folder / sha256, json.dumps({"path": str(path.absolute())}) + "\n")
+    files.replace(cache_entry(folder / sha256), json.dumps({"path": str(path.absolute())}) + "\n")
+
+
+def _is_recorded(sha256: str) -> bool:
+    """Whether this user wrote a file with this checksum. Records by other users of the cache do not count."""
+    found = cache_folder("exported").glob(f"{sha256}*")
+    return any(record.stat().st_uid == os.getuid() for record in found)
 
 
 def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool = False) -> Any:
@@ -71,7 +78,7 @@ def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool 
             f"{place}: was made for {made_for[1]}, not for {name} here ({why})\n"
             f"  fix   {anew}, with the same config, rules and packages"
         )
-    if not trust and not (cache_folder("exported") / hashlib.sha256(content).hexdigest()).exists():
+    if not trust and not _is_recorded(hashlib.sha256(content).hexdigest()):
         raise InputError(
             f"{place}: was not exported by this user here, and to load it is to run the code in it\n"
             "  fix   --trust if you know where it comes from, or explain --export here"

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder
 from gspmd_lm.errors import InputError
 
@@ -59,7 +60,7 @@ def enable(directory: str | None = None) -> CompileCache:
         folder = epath.Path(chosen or cache_folder("compile"))
         folder.mkdir(parents=True, exist_ok=True)
         if not chosen:  # whoever names a folder keeps it small
-            _trim(Path(folder), LIMIT_BYTES)
+            files.trim(Path(folder).glob("*-cache"), LIMIT_BYTES)
     except ImportError as error:
         raise InputError(
             f"{chosen}: the compile cache cannot be opened ({error})\n  fix   pip install the package that it names"
@@ -84,21 +85,6 @@ def enable(directory: str | None = None) -> CompileCache:
     jax.monitoring.register_event_listener(cache._count)
     jax.monitoring.register_event_duration_secs_listener(cache._add_time)
     return cache
-
-
-def _trim(folder: Path, limit_bytes: int) -> None:
-    """Deletes the least recently used entries until the others fit in `limit_bytes`."""
-    entries = []
-    for file in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process may delete it first
-            stat = file.stat()
-            entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, file))
-    total_bytes = sum(size for _, size, _ in entries)
-    for _, size, file in sorted(entries):
-        if total_bytes <= limit_bytes:
-            break
-        file.unlink(missing_ok=True)
-        total_bytes -= size
 
 
 def _with_checksums() -> None:
@@ -129,7 +115,8 @@ def _repair_on_reading(folder: epath.Path) -> None:
             show(message, *args, **kwargs)
             return
         for entry in folder.glob(f"{glob.escape(match[1])}-*-cache"):
-            entry.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # of another user
+                entry.unlink(missing_ok=True)
         _log.warning("%s: entries of %s could not be read and are made anew", folder, match[1])
 
     warnings.showwarning = repair_or_show

@@ -144,9 +144,10 @@ class Run:
 
     def _restored(self, checkpoints: Checkpoints, chosen: Chosen) -> tuple[int, State]:
         state = checkpoints.read(chosen, self.step.abstract_state)
-        if chosen.extra["data"] != self.rows[0].fingerprint:
+        if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
         changes = history.changes(self.workdir, described(self.config or self.step.task))
+        changes += saving.moved_rows(chosen.step, chosen.extra, self.step.task.rows)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
         return chosen.step, state
 
@@ -297,7 +298,8 @@ class _Training:
 
     def _save(self) -> None:
         run, best = self.run, self.best
-        extra = {"data": run.rows[0].fingerprint, "rules": run.step.rules.path, "best": dataclasses.asdict(best)}
+        extra = {"data": run.rows[0].fingerprint, "batch": run.step.task.rows, "rules": run.step.rules.path,
+                 "best": dataclasses.asdict(best)}  # fmt: skip
         with self.save_clock.saving():
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from gspmd_lm.config import Train
+from gspmd_lm.errors import InputError
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir.checkpoint import Checkpoints
 
@@ -66,8 +67,19 @@ class Best:
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> "Best":
-        """The best evaluation that a checkpoint holds; without one, nothing is best yet."""
-        return cls(**extra.get("best", {}))
+        """The best evaluation that a checkpoint holds; without one, nothing is best yet.
+
+        Raises InputError for one that no run has written.
+        """
+        found = extra.get("best", {})
+        kinds = {"step": int | None, "loss": int | float | None, "since": int, "evaluated": int | None}
+        if not isinstance(found, dict) or not all(
+            name in kinds and isinstance(value, kinds[name]) for name, value in found.items()
+        ):
+            raise InputError(
+                f"the checkpoint's best evaluation is not one: {str(found)[:100]}\n  fix   give --step of another one"
+            )
+        return cls(**found)
 
     def after(self, step: int, loss: float) -> "Best":
         """The best after an evaluation of `step`. A loss that is not finite is not better."""
@@ -78,6 +90,19 @@ class Best:
     def ends(self, patience: int) -> bool:
         """Whether a run with this patience ends here; 0 never ends it."""
         return 0 < patience <= self.since
+
+
+def moved_rows(step: int, extra: dict[str, Any], batch: int) -> list[str]:
+    """A warning that a run which goes on from `step` skips or repeats rows, if it has another batch now; else nothing.
+
+    The place of a row is a function of the step. extra: of the checkpoint, which says the batch so far.
+    """
+    before = extra.get("batch", batch)
+    if not isinstance(before, int) or before == batch:
+        return []
+    what = "skipped" if batch > before else "read again"
+    return [f"warning: step {step} is at row {step * batch:,} with batches of {batch} rows, and was at "
+            f"{step * before:,} with those of {before}: {abs(step * (batch - before)):,} rows are {what}"]  # fmt: skip
 
 
 def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:

@@ -5,10 +5,9 @@ The newest healthy checkpoint is never rotated away. A checkpoint that no finite
 asked for.
 """
 
-import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.files import json_object
 from gspmd_lm.runtime.processes import from_first
 from gspmd_lm.workdir import compatible, layout, orbax_folder
+from gspmd_lm.workdir.health import Health
 
-VERDICT = "verdict.json"  # in the folder of a step: whether it is healthy
+RUN = "run/metadata"  # in the folder of a step: what `compatible.read_run` reads
 _ITEMS = ("state", "run")  # in the folder of a step: Orbax's arrays, and a JSON file with architecture and extra
 
 _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format: a committed folder is named by its step
@@ -33,27 +32,35 @@ _log = logging.getLogger(__name__)
 
 def of_run(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
-) -> "closing[Checkpoints]":
+) -> AbstractContextManager["Checkpoints"]:
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
     return opened(workdir, config.train, compatible.facts(config.model), report)
 
 
+@contextmanager
 def opened(
     workdir: epath.Path | str,
     train: Train,
     architecture: Mapping[str, Any],
     report: Callable[[str], None] = lambda _: None,
-) -> "closing[Checkpoints]":
-    """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `of_run`."""
-    return closing(
-        Checkpoints(
-            str(epath.Path(workdir) / layout.CHECKPOINTS),
-            keep=train.keep_checkpoints,
-            keep_every=train.keep_every,
-            architecture=architecture,
-            report=report,
-        )
+) -> Iterator["Checkpoints"]:
+    """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `of_run`.
+
+    An error within the context is raised even if a save in progress fails, too, of which only `report` is told.
+    """
+    directory = str(epath.Path(workdir) / layout.CHECKPOINTS)
+    checkpoints = Checkpoints(
+        directory, keep=train.keep_checkpoints, keep_every=train.keep_every, architecture=architecture, report=report
     )
+    try:
+        yield checkpoints
+    except BaseException:
+        try:
+            checkpoints.close()
+        except RunFailed as error:
+            report(str(error).partition("\n")[0])
+        raise
+    checkpoints.close()
 
 
 class Chosen(NamedTuple):
@@ -98,7 +105,7 @@ class Checkpoints:
         self._undamaged = -1  # the step that last agreed with its manifest
         self._opened_for_saving = False
         self._saved: list[str] = []  # the names of the arrays that are being written
-        self._health = _Health(self.directory)
+        self._health = Health(self.directory)
         self._kept_too = orbax_folder.Steps()
         logging.getLogger("absl").addFilter(orbax_folder.is_worth_reading)
 
@@ -140,7 +147,7 @@ class Checkpoints:
         Raises:
             RunFailed: the earlier save failed, or this one cannot begin. Nothing is saved then.
         """
-        run = compatible.as_json({"architecture": self._architecture, "extra": extra})
+        run = compatible.as_json({"architecture": self._architecture, "step": step, "extra": extra})
         self.wait()
         manager = self._manager
         if step == self._at and step in manager.all_steps():
@@ -282,7 +289,7 @@ class Checkpoints:
 
     def _not_written(self, error: Exception) -> RunFailed:
         kept = [step for step in self._steps() if step != self._at] if jax.process_index() == 0 else []
-        newest = f"checkpoint {kept[-1]} is the newest and is intact" if kept else "there is no other checkpoint yet"
+        newest = f"it begins from checkpoint {kept[-1]} if that is intact" if kept else "there is no other checkpoint"
         text = " ".join(str(error).split())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # at exit it would tell of each other write that failed
         return RunFailed(
@@ -336,50 +343,22 @@ class Checkpoints:
         )
 
     def _damage(self, step: int, items: Sequence[str]) -> str:
-        return "" if step == self._undamaged else files.damage(self.directory / str(step), items)
+        if step == self._undamaged:
+            return ""
+        folder = self.directory / str(step)
+        if not (damage := files.damage(folder, items)):
+            try:
+                compatible.read_run(folder / RUN, step)
+            except InputError as error:
+                damage = str(error)
+        return damage
 
     def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
         """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
-        run = json_object((folder / "run" / "metadata").read_bytes(), folder / "run" / "metadata")
+        run = compatible.read_run(folder / RUN, step)
         compatible.check_model(run["architecture"], self._architecture, f"{folder}")
         return folder, run
-
-
-class _Health:
-    """Which steps in a directory are healthy: as written on disk, not written yet, or still to be seen here."""
-
-    def __init__(self, directory: epath.Path):
-        self.directory = directory
-        self.unknown: set[int] = set()  # steps saved or restored here that no finite step has followed yet
-        self.unwritten: dict[int, bool] = {}
-
-    def confirm(self, finite_step: int) -> None:
-        """Notes that `finite_step` was finite, so that the steps before it are healthy."""
-        healthy = {step for step in self.unknown if step < finite_step}
-        self.unknown -= healthy
-        self.unwritten |= dict.fromkeys(healthy, True)
-
-    def reject(self) -> None:
-        """Notes that no finite step followed the step that was saved or restored last."""
-        self.unwritten |= dict.fromkeys(self.unknown, False)
-        self.unknown.clear()
-
-    def is_healthy(self, step: int) -> bool | None:
-        """Whether a finite step followed `step`; None if that is not known or the verdict is damaged."""
-        if step in self.unwritten:
-            return self.unwritten[step]
-        try:
-            return bool(json_object((self.directory / str(step) / VERDICT).read_bytes(), VERDICT)["good"])
-        except (OSError, InputError, KeyError):
-            return None
-
-    def write(self, committed: Collection[int]) -> None:
-        """Writes the verdicts on `committed` steps, the ones whose folders exist."""
-        for step, healthy in self.unwritten.items() if jax.process_index() == 0 else ():
-            if step in committed:  # its folder was not rotated away
-                files.replace(self.directory / str(step) / VERDICT, json.dumps({"good": healthy}))
-        self.unwritten.clear()
 
 
 def _listed(steps: Sequence[int]) -> str:

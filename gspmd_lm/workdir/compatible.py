@@ -8,9 +8,11 @@ from typing import Any, get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.errors import InputError
+from gspmd_lm.files import json_object
 
 SHOWN = 6  # lines of each kind in a message
 # Fields of ModelConfig that change neither the tree of the parameters nor their meaning.
@@ -47,6 +49,20 @@ def facts(model: ModelConfig) -> dict[str, Any]:
     return values | {"balance": "bias" if model.balance_bias else "none"}  # a loss adds no weights
 
 
+def read_run(path: epath.Path, step: int) -> dict[str, Any]:
+    """What a run saved beside the arrays of checkpoint `step`: `architecture` and `extra`, each an object.
+
+    Raises InputError if the file says something else, or is of another step: a folder may be a copy or a link.
+    """
+    run = json_object(path.read_bytes(), path)
+    wrong = [name for name in ("architecture", "extra") if not isinstance(run.get(name), dict)]
+    if wrong:
+        raise InputError(f"{path}: {' and '.join(wrong)}: not an object")
+    if (saved := run.get("step", step)) != step:  # older checkpoints do not have it
+        raise InputError(f"{path}: of step {saved}, not {step}: the folder is a copy of another checkpoint, or a link")
+    return run
+
+
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
     saved = _completed(saved)
@@ -63,7 +79,7 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
     if differences:
         fix = "  fix   use the config it was saved with, or another --workdir"
         if all(name.startswith("padded_") for name in names):
-            sets = " ".join(f"--set model.{name}={wanted[name]}" for name in names)
+            sets = " ".join(f"--set model.{name}={wanted.get(name, 0)}" for name in names)
             fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
         raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
 
@@ -92,7 +108,7 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
 
     part: `wanted` is a part of what was saved.
     """
-    saved_arrays, wanted_arrays = dict(_arrays(saved)), dict(_arrays(wanted))
+    saved_arrays, wanted_arrays = dict(described_arrays(saved)), dict(described_arrays(wanted))
 
     def same(name: str) -> bool:
         pair = saved_arrays[name], wanted_arrays[name]
@@ -128,7 +144,7 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _arrays(tree: Any) -> Iterator[tuple[str, str]]:
+def described_arrays(tree: Any) -> Iterator[tuple[str, str]]:
     """The dotted name and the dtype[shape] of each array; random keys as the integers that Orbax stores."""
     for name, leaf in named(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -6,6 +6,7 @@ There it is an object that can be created only if it does not exist, and that it
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import secrets
@@ -24,7 +25,7 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
-from gspmd_lm.workdir.layout import HOLDER, LOCK
+from gspmd_lm.workdir.layout import CONFIG, HOLDER, LOCK
 
 BEAT_S = 30.0
 STALE_S = 300.0  # how long a holder may be silent
@@ -61,9 +62,10 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         if left := _read(holder):
             say(f"{workdir}: the lock of {_described(left)} is taken over: that process is gone")
         files.replace(holder, json.dumps(_me()))
-        yield lambda: None
+        yield functools.partial(_check_there, Path(workdir))
     finally:
-        holder.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what the folder does not let the run write is said by the run
+            holder.unlink(missing_ok=True)
         lock.release()
 
 
@@ -91,8 +93,21 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
         try:
             yield check
         finally:
-            if fresh and {file.name for file in workdir.iterdir()} <= {LOCK, HOLDER}:
-                workdir.rmtree()
+            with contextlib.suppress(OSError):  # it is gone, say
+                if fresh and {file.name for file in workdir.iterdir()} <= {LOCK, HOLDER}:
+                    workdir.rmtree()
+
+
+def _check_there(workdir: Path) -> None:
+    """Raises RunFailed if a folder has lost what a run keeps in it: it was moved or deleted, or its disk is gone.
+
+    Otherwise the run would go on in a new folder of that name.
+    """
+    if not any((workdir / name).exists() for name in (HOLDER, CONFIG)):
+        raise RunFailed(
+            f"{workdir}: {CONFIG} and {HOLDER} are gone; the folder was moved, emptied or unmounted during "
+            "the run\n  fix   put it back, then start the same command: it goes on from the newest checkpoint there"
+        )
 
 
 def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:

@@ -43,6 +43,11 @@ class Log:
         """
         self.metrics = _JsonLines(workdir / METRICS, start_step, say)
         self.samples = _JsonLines(workdir / SAMPLES, start_step, say)
+        if start_step and not self.metrics.rows:
+            say(f"warning: {workdir / METRICS}: has no rows of the {start_step} steps so far, and begins anew")
+        if not start_step and self.metrics.rows:
+            say(f"warning: {workdir / METRICS}: has rows of steps that no checkpoint holds; the run begins anew, and "
+                "they are replaced")  # fmt: skip
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
             say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
@@ -93,7 +98,7 @@ class _JsonLines:
             files.replace(aside, old)
             say(f"warning: {path}: {damaged}; {aside.name} is the file as it was")
         kept = [line for line, row in zip(lines, rows, strict=True) if row and row["step"] <= start_step]
-        self.dropped = len(lines) - len(kept)
+        self.rows, self.dropped = len(lines), len(lines) - len(kept)
         text = b"".join(line + b"\n" for line in kept)
         if old != text:
             files.replace(path, text)

@@ -1,9 +1,12 @@
 """Folders in which Orbax keeps arrays: whether one can be used, what it holds, its arrays, and their manager."""
 
+import contextlib
 import copy
 import glob
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
+from orbax.checkpoint._src.futures import future, signaling_client
 
 from gspmd_lm import files
 from gspmd_lm.errors import InputError
@@ -47,10 +51,29 @@ def opened(directory: str) -> epath.Path:
     return path
 
 
+@contextlib.contextmanager
+def _legible(folder: epath.Path) -> Iterator[None]:
+    """A context in which whatever Orbax makes of files that somebody has changed is an InputError about the folder."""
+    try:
+        yield
+    except (InputError, OSError, jax.errors.JaxRuntimeError):  # the last of memory
+        raise
+    except Exception as error:  # it has no class for them
+        text = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{folder}: cannot be read ({type(error).__name__}: {text})\n"
+            "  fix   restore another step, or start in another --workdir"
+        ) from error
+
+
 def tree(folder: epath.Path) -> Any:
-    """The tree of a folder's array metadata: shapes and dtypes."""
-    with closing(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.metadata(folder).tree
+    """The tree of a folder's array metadata: shapes and dtypes. Raises InputError if it cannot be read."""
+    with _legible(folder), closing(ocp.PyTreeCheckpointHandler()) as reader:
+        found = reader.metadata(folder).tree
+        if not isinstance(found, dict):
+            raise TypeError(f"a {type(found).__name__} of arrays")
+        dict(compatible.described_arrays(found))
+        return found
 
 
 def names(folder: epath.Path) -> set[str]:
@@ -67,7 +90,8 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
     Otherwise it would refuse an optimizer whose tree lacks an empty part.
     """
     saved, arrays = tree(folder), dict(compatible.named(wanted))
-    with closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_in_flight_gb(arrays.values()))) as reader:
+    limit = _in_flight_gb(arrays.values())
+    with _legible(folder), closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
         parts = {name.partition(".")[0] for name in arrays}
         asked: Any = {name: part for name, part in saved.items() if name in parts}
         asked = jax.tree_util.tree_map_with_path(
@@ -76,6 +100,9 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
         restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
         args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
         restored = dict(compatible.named(reader.restore(folder, args=args)))
+        other = [name for name, like in arrays.items() if restored[name].dtype != like.dtype]
+        if other:  # the metadata no longer says that it is a random key
+            raise TypeError(f"{other[0]}: {restored[other[0]].dtype}, not {arrays[other[0]].dtype}")
     return jax.tree_util.tree_map_with_path(lambda path, _: restored[compatible.name_of(path)], wanted)
 
 
@@ -96,6 +123,7 @@ def manager(
 
     `before_commit` is called on the first process, in the background thread, before the folder of a step counts.
     """
+    _wait_by_a_clock_that_does_not_jump()
     policies = ocp.checkpoint_managers
     kept: list[Any] = [policies.LatestN(keep), kept_too]
     if keep_every:
@@ -112,6 +140,16 @@ def manager(
     )
     handlers = {"state": _writer(), "run": ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def _wait_by_a_clock_that_does_not_jump() -> None:
+    """Makes Orbax measure how long a save takes by a clock that nobody sets.
+
+    Orbax 0.12.8 measures it by the time of day. Where that was set forward during a save, as after a laptop's sleep,
+    the save had taken too long, and the run ended.
+    """
+    for module in (future, signaling_client):
+        vars(module)["time"] = types.SimpleNamespace(time=time.monotonic)  # all that they use of it
 
 
 def _writer() -> ocp.PyTreeCheckpointHandler:

@@ -20,12 +20,14 @@ ENDS_S = 15.0  # for the other processes, once one is gone
 PATIENCE_S = 600
 
 
-def start(arguments, folder, log, **environment):
-    """A process of the command line whose caches lie in `folder`."""
+def start(arguments, folder, log, before=(), **environment):
+    """A process of the command line whose caches lie in `folder`. before: a command that starts it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PJRT_", "NPROC"))}
     env |= {"GSPMD_LM_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1", **environment}
     with log.open("ab") as out:
-        return subprocess.Popen([sys.executable, "main.py", *arguments], cwd=ROOT, env=env, stdout=out, stderr=out)
+        return subprocess.Popen(
+            [*before, sys.executable, "main.py", *arguments], cwd=ROOT, env=env, stdout=out, stderr=out
+        )
 
 
 def finished(arguments, folder, log):

@@ -18,7 +18,6 @@ from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import DROPOUT, FAMILIES, IRRELEVANT
 from gspmd_lm.errors import InputError
 from tests.convert import references
-from tests.convert.reference_cases import DEBERTA, DEBERTA_1
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch and transformers warn of is theirs
 
@@ -66,26 +65,6 @@ def test_every_field_of_transformers_is_known(row):
     found = config_class(row)
     names = {field.name for field in dataclasses.fields(found)} | found().to_dict().keys() | set(found.attribute_map)
     assert {name for name in names if not DROPOUT.search(name)} <= architecture.known_fields(row, {})
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.model_type)
-def test_a_missing_field_means_what_it_means_to_transformers(row):
-    no_sizes = {"max_relative_positions": -1}
-    other = {"deberta": DEBERTA_1 | no_sizes, "deberta-v2": DEBERTA | no_sizes | {"position_buckets": -1}}.get(
-        row.model_type, {}
-    )
-    if row.text_type:
-        other = {"text_config": config_class(row, row.text_type)().to_dict()}
-    raw = config_class(row)().to_dict() | {"dtype": None} | other
-    whole = architecture.model_settings(row, raw, "x")
-    sizes = {"num_key_value_heads"}  # what it is, the shapes of tensors tell
-    for name in raw.keys() - sizes:
-        less = {field: value for field, value in raw.items() if field != name}
-        try:
-            assert architecture.model_settings(row, less, "x") == whole, name
-        except InputError as error:
-            assert "missing" in str(error), error
 
 
 def asked_for(row):

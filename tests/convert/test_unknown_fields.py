@@ -159,6 +159,11 @@ def test_an_ignored_field_is_kept_on_export():
         ("gemma-3", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention: 5 is not an object"),
         ("gemma-3", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: 'x' is not an object"),
         ("gemma-3", {"rope_parameters": 7}, "rope_parameters: 7 is not an object"),
+        *(("llama-2", {"rope_scaling": one}, f"rope_scaling: {re.escape(repr(one))} is not an object")
+          for one in (0, False, "", "linear", [], [2.0])),
+        ("llama-2", {"rope_scaling": {"factor": "x"}}, "rope_scaling: .* has factor, and no rope_type says what they"),
+        ("llama-2", {"rope_scaling": {"a": 1, "factor": 2}}, "has a, factor, and no rope_type says"),
+        ("llama-2", {"rope_parameters": {"factor": 2.0, "rope_theta": 7.0}}, "rope_parameters: .* has factor, and no"),
         ("mistral-0.1", {"layer_types": 5}, "layer_types: 5 does not fit sliding_window"),
     ],
 )  # fmt: skip

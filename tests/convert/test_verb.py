@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import cli, config
-from gspmd_lm.convert import safetensors
+from gspmd_lm.convert import safetensors, sidecars
 from gspmd_lm.data import tokenizer
+from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generation_config
 from gspmd_lm.workdir import checkpoint, layout
 from tests.convert import ours, references
@@ -229,6 +230,42 @@ def test_terms_and_templates_are_carried_and_a_card_says_what_was_done(run, fold
     assert run(f"--from={back}", f"--workdir={tmp_path / 'w2'}")[0] == 0
     assert run(f"--workdir={tmp_path / 'w2'}", f"--to={tmp_path / 'again'}")[0] == 0
     assert (tmp_path / "again" / "README.original.md").read_text() == card
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "README.md", "additional_chat_templates/x.jinja", "tokenizer.json"])
+def test_links_lead_no_other_files_into_an_export(run, folder, tmp_path, name):
+    """Neither on the way in nor on the way out, nor by way of a folder that is a link."""
+    (tmp_path / "private").mkdir()
+    secret = tmp_path / "private" / Path(name).name
+    secret.write_text((folder / name).read_text() if (folder / name).exists() else "secret")
+    if "/" in name:
+        (folder / name).parent.symlink_to(secret.parent)
+    else:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret)
+    code, _, err = run(f"--from={folder}", f"--workdir={tmp_path / 'w'}")
+    assert code == 2 and f"{folder / name}: a link to {secret}, outside of the folder" in err
+    assert not (tmp_path / "w").exists()
+    with pytest.raises(InputError, match="outside of the folder"):
+        sidecars.exported(folder, "bytes")
+
+
+def test_links_of_the_hubs_cache_and_within_a_folder_are_followed(folder, tmp_path):
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "0123"
+    for path in (blobs, snapshot / "additional_chat_templates"):
+        path.mkdir(parents=True)
+    (blobs / "abc").write_text("terms")
+    (snapshot / "LICENSE").symlink_to("../../blobs/abc")
+    (snapshot / "additional_chat_templates" / "x.jinja").symlink_to("../../../blobs/abc")
+    (snapshot / "NOTICE").symlink_to("LICENSE")
+    (tmp_path / "linked").symlink_to(snapshot)
+    for place in (snapshot, tmp_path / "linked"):
+        assert {*sidecars.carried(place)} == {"LICENSE", "NOTICE", "additional_chat_templates/x.jinja"}
+    (snapshot / "NOTICE").unlink()
+    (snapshot / "NOTICE").symlink_to("../../refs")
+    (tmp_path / "hub" / "refs").touch()
+    with pytest.raises(InputError, match="NOTICE: a link to"):
+        sidecars.carried(snapshot)
 
 
 @pytest.fixture

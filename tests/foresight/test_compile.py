@@ -7,6 +7,7 @@ import shutil
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import compile
 from gspmd_lm.hardware import target
@@ -131,14 +132,13 @@ def test_a_compiler_that_dies_is_reported(request_of, tmp_path, monkeypatch):
         compile.programs([request_of("fsdp8")], cache=str(tmp_path))
 
 
-def test_old_entries_go_when_the_folder_is_full(tmp_path, monkeypatch):
+def test_old_entries_go_when_the_folder_is_full(tmp_path):
     for age, name in enumerate(("newest", "kept", "oldest")):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "program.txt.gz").write_bytes(b"x" * 100)
         os.utime(folder, (1000 - age, 1000 - age))
-    monkeypatch.setattr(compile, "CACHE_LIMIT_BYTES", 250)
-    compile._trim(tmp_path, keep={"kept": None})
+    files.trim(tmp_path.iterdir(), 250, keep={"kept": None})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "newest"]
 
 

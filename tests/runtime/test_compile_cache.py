@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from gspmd_lm import files
 from gspmd_lm.errors import InputError
 from gspmd_lm.runtime import compile_cache
 from tests.launched import launch, output
@@ -53,9 +54,9 @@ def test_the_cache_keeps_the_entries_used_last(tmp_path):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     os.utime(tmp_path / "old-cache", (2000, 100))  # read since
-    compile_cache._trim(tmp_path, 250)
+    files.trim(tmp_path.glob("*-cache"), 250)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["new-cache", "old-cache"]
-    compile_cache._trim(tmp_path, 250)
+    files.trim(tmp_path.glob("*-cache"), 250)
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from gspmd_lm.foresight.equations import inner_jaxprs
 from gspmd_lm.model.weights import first_output
-from gspmd_lm.sharding import annotate
+from gspmd_lm.sharding import annotate, mesh, rules_file
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import reduced
+from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.sharding.quantised import at_rest, quantise, whole
 from tests.sharding.test_partial_sums import BLOCK_INPUT, HIDDEN, RESIDUAL, SPLITS, B, T, drawn, placement_of, weight
 
@@ -89,6 +90,24 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(dtype, bad):
         product = found.values.astype(np.float32).sum(1) * found.scale
     assert not np.isfinite(product[0]) and product[1] == 0
     np.testing.assert_allclose(product[2], -123, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replicas_share_the_scales_of_what_they_add_to_the_gradient_of_a_weight(dtype):
+    """Each has some of the tokens, and is rounded as all tokens are on one device."""
+    x_RMN = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32) * np.array([[[1]], [[5]]], np.float32)
+    rules = rules_file.from_dict({"mesh": {"data": 2}, "rules": {"batch": "data"}}, "here.yaml")
+    placement = MeshPlacement(rules, mesh.build(rules, jax.devices()[:2]), replicas="copies")
+
+    def one(x_MN):
+        return quantise(x_MN, "MN", "M", DTYPES[dtype][1], over_tokens=True)
+
+    with placed_by(placement):
+        found = jax.vmap(one, axis_name="copies")(x_RMN)
+    with placed_by(None):
+        wanted = one(x_RMN.reshape(8, 3))
+    np.testing.assert_array_equal(found.scale, np.stack([wanted.scale] * 2))
+    np.testing.assert_array_equal(np.float32(found.values).reshape(8, 3), np.float32(wanted.values))
 
 
 def block(arrays, x_BTD, dtype):

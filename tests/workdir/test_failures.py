@@ -1,19 +1,25 @@
 """What becomes of checkpoints when files are damaged, disks are full and processes are killed."""
 
+import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.errors import InputError
-from gspmd_lm.workdir.checkpoint import Checkpoints
+from gspmd_lm import files
+from gspmd_lm.config import Train
+from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.workdir.checkpoint import Checkpoints, opened
 from tests.workdir.saved import (
+    ARCHITECTURE,
     Run,
     abstract,
     assert_equal,
@@ -100,6 +106,48 @@ def test_damage_that_restoring_does_not_read_is_no_damage(run):
     assert restarted.steps() == [1, 2, 3]
 
 
+FORGED = {
+    "run/metadata": (
+        (), ("architecture",), ("extra",), ("step",), ("architecture", "layers"),
+    ),
+    "state/_METADATA": ((), ("tree_metadata",), ("use_ocdbt",), ("tree_metadata", "('step',)", "value_metadata")),
+}  # fmt: skip
+
+
+def test_forged_metadata_is_refused_or_changes_nothing(run):
+    """Whoever forges the checksums, too, gets a message and no traceback, and no other value is read."""
+    run.save(1)
+    folder, refused = run.directory / "1", 0
+    for name, places in FORGED.items():
+        before = (folder / name).read_bytes()
+        for place, value in itertools.product(places, (None, [1], {"a": {}}, "x", 7)):
+            raw = at = {"": json.loads(before)}
+            for key in ("", *place)[:-1]:
+                at = at[key]
+            at[("", *place)[-1]] = value
+            (folder / name).write_text(json.dumps(raw[""]))
+            files.seal(folder, ("state", "run"))
+            try:
+                assert_equal(run.open().restore(abstract(make_state(1)))[1], make_state(1))
+            except InputError:
+                refused += 1
+        (folder / name).write_bytes(before)
+    assert refused > 30
+
+
+@pytest.mark.parametrize("link", [True, False], ids=["link", "copy"])
+def test_a_checkpoint_under_another_number_is_not_taken_at_its_word(run, link):
+    run.save(1, 2)
+    make = (lambda old, new: new.symlink_to(old)) if link else shutil.copytree
+    make(run.directory / "1", run.directory / "7")
+    step, state, _ = run.open().restore(abstract(make_state(2)))
+    assert step == 2 and run.reports[0].startswith(f"checkpoint 7 in {run.directory} is damaged (")
+    assert "of step 1, not 7: the folder is a copy of another checkpoint, or a link" in run.reports[0]
+    assert_equal(state, make_state(2))
+    with pytest.raises(InputError, match="of step 1, not 7"):
+        run.open().restore(abstract(make_state(2)), step=7)
+
+
 def test_all_damaged(run):
     run.save(1, 2)
     flip(run, 1)
@@ -160,6 +208,19 @@ def test_a_failed_write_is_raised_by_the_next_call(run, monkeypatch, call):
         assert run.open().steps() == [4]
 
 
+def test_an_error_of_a_run_is_raised_though_its_save_fails_too(run, monkeypatch):
+    reports = []
+    train = Train(steps=1)
+    with (
+        pytest.raises(RunFailed, match=r"^the first error$"),
+        opened(run.directory.parent, train, ARCHITECTURE, reports.append) as checkpoints,
+    ):
+        fail_while_writing(run, checkpoints, monkeypatch)
+        raise RunFailed("the first error")
+    (report,) = reports
+    assert report.startswith(f"checkpoint 2 was not written to {run.directory}: ") and "No space left" in report
+
+
 VANISHED = """
 import shutil, sys
 import jax
@@ -180,6 +241,16 @@ def test_a_directory_that_vanished_is_an_error_and_the_process_ends(run):
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 1
     assert f"RunFailed: checkpoint 2 was not written to {run.directory}: [Errno 20] Not a dir" in process.stderr
+
+
+def test_a_clock_that_is_set_forward_during_a_save_ends_no_run(run, monkeypatch):
+    """As after a laptop's sleep. Each look at the time of day is a day later than the one before."""
+    days = itertools.count(int(time.time()), 24 * 3600)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: float(next(days)))
+        run.save(1, 2)
+    assert run.open().steps() == [1, 2]
+    assert_equal(run.open().restore(abstract(make_state(2)))[1], make_state(2))
 
 
 def test_a_file_as_directory_is_refused(tmp_path):

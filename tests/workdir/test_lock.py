@@ -60,6 +60,25 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_said(holder, tmp_path):
         assert len(said) == 1
 
 
+@pytest.mark.parametrize("harm", ["moved", "emptied", "locked"])
+def test_a_workdir_that_is_gone_is_said_and_leaving_it_hides_no_error(tmp_path, harm, monkeypatch):
+    workdir = tmp_path / "run"
+    with pytest.raises(RunFailed) as error, lock.exclusive(epath.Path(workdir), True, print) as check:
+        check()
+        (workdir / "config.yaml").touch()
+        (workdir / "lock.json").unlink()
+        check()
+        if harm == "locked":
+            monkeypatch.setattr(lock.Path, "unlink", lambda *args, **more: os.unlink(tmp_path))  # fails
+            raise RunFailed("the first error")
+        workdir.rename(tmp_path / "elsewhere")
+        if harm == "emptied":
+            workdir.mkdir()
+        check()
+    said = "the first error" if harm == "locked" else f"{workdir}: config.yaml and lock.json are gone; the folder was"
+    assert str(error.value).startswith(said)
+
+
 @pytest.fixture
 def store(monkeypatch):
     """An object store in memory whose locks beat fast."""
