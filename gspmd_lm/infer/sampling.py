@@ -83,7 +83,7 @@ class Sampling:
 
 
 def _is_within(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, Real) and least <= value <= most
+    return isinstance(value, Real) and least <= float(value) <= most
 
 
 def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array, position_B: jax.Array) -> Choice:
