@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import random
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import files
+
+
+def test_numbers_that_are_not_finite_are_null_in_a_line():
+    value = {"é": [math.nan, {"most": -math.inf}], "n": 1}
+    assert files.json_line(value) == '{"é": [null, {"most": null}], "n": 1}\n'
 
 
 def test_a_file_is_replaced_or_left_as_it_was(tmp_path, monkeypatch):

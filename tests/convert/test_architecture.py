@@ -232,6 +232,22 @@ def test_a_family_that_is_not_known():
     assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class
 
 
+def test_the_token_that_generation_config_forces_at_the_beginning(tmp_path):
+    """transformers 5 writes it there, and no longer into config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "bart", "vocab_size": 64, "d_model": 8, "max_position_embeddings": 16,
+        **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
+    }))  # fmt: skip
+    forced = tmp_path / "generation_config.json"
+    for value, first in ((None, ()), (7, (7,))):
+        forced.write_text(json.dumps({"forced_bos_token_id": value}))
+        encoder = architecture.new_config(tmp_path).model.encoder
+        assert encoder and encoder.first_tokens == first
+    forced.write_text('{"forced_bos_token_id": "x"}')
+    with pytest.raises(InputError, match=r"generation_config\.json: forced_bos_token_id=x: is not a token\n  fix "):
+        architecture.new_config(tmp_path)
+
+
 def test_files_without_a_config(tmp_path):
     with pytest.raises(InputError, match=r"no config.json\n  fix   give a folder"):
         architecture.read_config_json(tmp_path)
