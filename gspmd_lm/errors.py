@@ -1,4 +1,4 @@
-"""The two errors that a user sees, the hint about a misspelt word, and the check of a whole number."""
+"""The two errors that a user sees, the words of a hint or a choice, and the check of a whole number."""
 
 import difflib
 from collections.abc import Iterable
@@ -18,6 +18,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint such as ' (did you mean heads?)' for a misspelt `word`, or ''."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def either(words: Iterable[Any]) -> str:
+    """The words as a choice: '1, 2 or 4'."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def is_whole_number(value: Any, least: int) -> bool:

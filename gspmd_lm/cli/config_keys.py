@@ -19,8 +19,7 @@ import annotated_types
 
 from gspmd_lm.config import Config
 from gspmd_lm.config.core_yaml import dump
-from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.sharding.rules import either
+from gspmd_lm.errors import InputError, did_you_mean, either
 
 REQUIRED = "required"
 _LARGEST = 2**31 - 2  # bounds from here on are those of int32, not of the setting

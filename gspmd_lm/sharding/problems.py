@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
 
 
@@ -150,12 +150,6 @@ def place(path: str, flags: Mapping[str, str], key: str, value: Any) -> str:
     if above:
         return above[-1]
     return f"{path}: {key}: {flow(value)}" + (f" with {' '.join(parts)}" if parts else "")
-
-
-def either(words: Iterable[Any]) -> str:
-    """The words as a choice: '1, 2 or 4'."""
-    *others, last = map(str, words)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def flow(value: Any) -> str:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from gspmd_lm.errors import did_you_mean
+from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, either, place
+from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, place
 from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
-from gspmd_lm.errors import did_you_mean
+from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.hardware.chips import PLATFORMS
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
-from gspmd_lm.sharding.problems import Problem, ShardingError, either, flow, place
+from gspmd_lm.sharding.problems import Problem, ShardingError, flow, place
 from gspmd_lm.sharding.rules import (
     CONTEXTS,
     GATHERS,
