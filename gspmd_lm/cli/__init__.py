@@ -88,8 +88,10 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
         name = error.flagname
         others = [other.name for other in VERBS.values() if name in other.flags()]
         hint = f": it belongs to {', '.join(others)}" if others else ""
-        settings = [key for key in _settings(name) if "set" in values and not (verb is PLAN and "rules." in key)]
-        hint = hint or (did_you_mean(f"--{name}", [f"--{known}" for known in values]) if not settings else "")
+        near = did_you_mean(name, values).replace("mean ", "mean --")
+        settings = _settings(name) if "set" in values and not near else []
+        settings = [key for key in settings if not (verb is PLAN and key.startswith("rules."))]
+        hint = hint or near
         wrong = f"--{name}: {verb.name} has no such flag{hint}"
         if settings:
             named = (one.lstrip("-").partition("=") for one in arguments if one.startswith("-"))
