@@ -88,7 +88,7 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
         name = error.flagname
         others = [other.name for other in VERBS.values() if name in other.flags()]
         hint = f": it belongs to {', '.join(others)}" if others else ""
-        near = did_you_mean(name, values).replace("mean ", "mean --")
+        near = "" if others else did_you_mean(name, values).replace("mean ", "mean --")
         settings = _settings(name) if "set" in values and not near else []
         settings = [key for key in settings if not (verb is PLAN and key.startswith("rules."))]
         hint = hint or near
