@@ -1,4 +1,4 @@
-"""The two errors that a user sees, the hint about a misspelt word, and the check of a whole number."""
+"""The two errors that a user sees, the words of a hint or a choice, and the check of a whole number."""
 
 import difflib
 from collections.abc import Iterable

@@ -5,6 +5,7 @@ import io
 import os
 import platform
 import select
+import shlex
 import signal
 import sys
 import textwrap
@@ -24,7 +25,7 @@ from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
-from gspmd_lm.errors import InputError, RunFailed, did_you_mean
+from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either
 from gspmd_lm.versions import __version__
 
 VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
@@ -110,8 +111,16 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
         name = error.flagname
         others = [other.name for other in VERBS.values() if name in other.flags()]
         hint = f": it belongs to {', '.join(others)}" if others else ""
-        hint = hint or did_you_mean(f"--{name}", [f"--{known}" for known in values])
+        near = "" if others else did_you_mean(name, values).replace("mean ", "mean --")
+        settings = _settings(name) if "set" in values and not near else []
+        settings = [key for key in settings if not (verb is PLAN and key.startswith("rules."))]
+        hint = hint or near
         wrong = f"--{name}: {verb.name} has no such flag{hint}"
+        if settings:
+            named = (one.lstrip("-").partition("=") for one in arguments if one.startswith("-"))
+            value = next((value for key, _, value in named if key.replace("-", "_") == name and value), "VALUE")
+            fixes = either(f"--set {key}={shlex.quote(value)}" for key in settings)
+            raise InputError(f"{wrong}\n  fix   {fixes}") from error
     except flags.IllegalFlagValueError as error:
         name, _, rest = str(error).removeprefix("flag --").partition("=")
         kind = values[name].flag_type()
@@ -121,6 +130,15 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
     except flags.Error as error:
         wrong = str(error)
     raise InputError(f"{wrong}\n  fix   python main.py {verb.name} --help lists the flags")
+
+
+def _settings(name: str) -> list[str]:
+    """The keys of a config, or else of a rules file, that have the name of a flag that does not exist."""
+    from gspmd_lm.cli import config_keys
+    from gspmd_lm.sharding import rules_file
+
+    keys = [key.name for group in config_keys.sections() for key in group.keys if key.name.count(".") == 1]
+    return [key for key in keys if key.endswith(f".{name}")] or [f"rules.{name}"] * (name in rules_file.SECTIONS)
 
 
 def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
@@ -176,7 +194,12 @@ def _version() -> str:
 def _run(argv: list[str]) -> int:
     name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
     if name is not None and name not in VERBS:
-        raise InputError(f"{name}: no such verb{did_you_mean(name, VERBS)}\n  fix   use one of {', '.join(VERBS)}")
+        from gspmd_lm.config import paths
+
+        folders = {"rules": "rules", "config": "configs"}
+        flag = next((flag for flag, folder in folders.items() if paths.found_file(name, folder)), "")
+        hint = f" (did you mean --{flag}={name}?)" if flag else did_you_mean(name, VERBS)
+        raise InputError(f"{name}: no such verb{hint}\n  fix   use one of {', '.join(VERBS)}")
     verb = VERBS[name or "train"]
     values, rest = _parsed(verb, argv[2 if name else 1 :])
     if values.help or values.version:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 import sys
 
 from absl import flags
@@ -46,8 +47,12 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     program = values.program if verb == "explain" else None
     if (not layouts and not program) or values.target is None:
         lacking = "--target" if layouts or program else "--rules"
-        named = "--rules=fsdp8" if verb == "explain" else "fsdp8 tp8"
-        raise InputError(f"{verb} needs {lacking}\n  fix   {verb} {named} --target=v5p:2x2x2 (or cpu:8, h100:8)")
+        example = [] if layouts or program else ["--rules=fsdp8"] if verb == "explain" else ["fsdp8", "tp8"]
+        given = [one for name in values if values[name].present for one in values[name].serialize().split("\n")]
+        target = [] if values.target else ["--target=v5p:2x2x2"]
+        others = " (or cpu:8, h100:8)" if target else ""
+        command = shlex.join([verb, *names, *example, *given, *target])
+        raise InputError(f"{verb} needs {lacking}\n  fix   {command}{others}")
     targets.parse(values.target)  # what is wrong with it is told before jax is imported
     outputs.check_writable((values.json, values.html, values.export))
     if program:

@@ -65,19 +65,26 @@ def download(name: str, instead: str, then: str = "give FOLDER in its place", re
     return f"nothing is fetched: hf download {name}{kind} --local-dir=FOLDER, then {then}"
 
 
+def _roots(folder: str) -> list[Path]:
+    package = Path(__file__).parents[1]
+    return [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
+
+
+def found_file(name: str, folder: str) -> Path | None:
+    """The path of the file `name`, as `find_file` looks for it; None if there is none."""
+    candidates = (root / one for root in _roots(folder) for one in (name, f"{name}.yaml"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
 def find_file(name: str, folder: str) -> Path:
     """The path of the file `name`, which may leave out .yaml.
 
     It is looked up as given, then in `folder` of the working directory, of the checkout and of the wheel. Raises
     InputError with the nearest known name.
     """
-    package = Path(__file__).parents[1]
-    roots = [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
-    for root in roots:
-        for candidate in (root / name, root / f"{name}.yaml"):
-            if candidate.is_file():
-                return candidate
-    shipped = sorted({file.stem for root in roots[1:] for file in root.glob("*.yaml")})
+    if found := found_file(name, folder):
+        return found
+    shipped = sorted({file.stem for root in _roots(folder)[1:] for file in root.glob("*.yaml")})
     fix = f"give a path, or one of {', '.join(shipped)}"
     raise InputError(
         f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"

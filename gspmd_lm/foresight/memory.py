@@ -177,20 +177,31 @@ def _updates_in_place(fusion: hlo.Instruction) -> bool:
 def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tuple[str, ...]:
     """The logical axis of each dimension of a buffer that has the shape of a named array, or of one per layer.
 
-    A dimension of size 1 has '', and () says that no array has the shape.
+    Dimensions of size 1 that stand first have ''. () says that no array has the shape.
     """
-    wanted = [size for size in dimensions if size > 1]
+    first = next((at for at, size in enumerate(dimensions) if size != 1), len(dimensions))
+    wanted = dimensions[first:]
     layers = {size for named in known for axis, size in zip(named.axes, named.shape, strict=True) if axis == "layers"}
     fitting: list[tuple[DeviceArray, list[str]]] = []
-    for named in known:
-        pairs = [(axis, size) for axis, size in zip(named.axes, named.shape, strict=True) if size > 1]
-        axes, sizes = [axis for axis, _ in pairs], [size for _, size in pairs]
-        if wanted == sizes:
+    for named in known if wanted else ():
+        if (axes := _aligned(wanted, named)) is not None:
             fitting.append((named, axes))
-        elif wanted and wanted[0] in layers and wanted[1:] == sizes and "layers" not in axes:
+        elif wanted[0] in layers and "layers" not in named.axes and (axes := _aligned(wanted[1:], named)) is not None:
             fitting.append((named, ["layers", *axes]))
     if not fitting:
         return ()
     _, axes = min(fitting, key=lambda fit: fit[0].path.split(".")[-1] not in op)
-    names = iter(axes)
-    return tuple(next(names) if size > 1 else "" for size in dimensions)
+    return ("",) * first + tuple(axes)
+
+
+def _aligned(dimensions: tuple[int, ...], named: DeviceArray) -> list[str] | None:
+    """The axes of an array that are the dimensions of a buffer. The buffer may lack those of size 1 alone."""
+    axes: list[str] = []
+    left = [*zip(named.axes, named.shape, strict=True)]
+    for size in dimensions:
+        while left and left[0][1] == 1 != size:
+            left.pop(0)
+        if not left or left[0][1] != size:
+            return None
+        axes.append(left.pop(0)[0])
+    return axes if all(size == 1 for _, size in left) else None

@@ -74,6 +74,11 @@ def _parsed(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
+    if rest.startswith("tpu-"):
+        plain = f"{slices}{at}{rest.removeprefix('tpu-')}"
+        raise InputError(
+            f"{place}: no target begins with tpu-\n  fix   --target={plain}, which is {_parsed(plain).text}"
+        )
     if cloud_name := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
         rest = _topology_of_cloud_name(place, *cloud_name.groups())
         text = f"{slices}{at}{rest}"

@@ -220,7 +220,10 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
     """Starts jax.distributed if there are, or may be, other processes."""
     if coordinator is None and (num_processes == 1 or not _launched_in_parallel(platform)):
         return
-    _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
+    if coordinator or num_processes or _launched_in_parallel("cpu"):
+        _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
+    else:
+        _log.info("looking for other processes of a TPU slice; --num_processes=1 says that there are none")
     # It takes SIGTERM, also where nobody asks for it, and agrees on a step that may be past: Orbax asks it about steps
     # that it has saved, which sets it back. preemption.py takes its place.
     jax.config.update("jax_enable_preemption_service", False)

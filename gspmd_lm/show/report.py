@@ -35,6 +35,7 @@ COLLECTIVES = (
     Column("because of"), Column("source", "code", on_terminal=False),
 )  # fmt: skip
 MOST_WARNED = 4  # warnings of a paragraph
+SMALL = 10  # times the floor that a step takes where what it waits for is not the chip's speed
 # Short forms for a narrow terminal.
 PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 
@@ -155,7 +156,10 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
     floor, notes = report.floor, []
     if floor.compute_s is not None and floor.memory_s is not None:
         larger_s = max(floor.compute_s, floor.memory_s)
-        times = f": the step takes {prediction.step_time_s / larger_s:.2f}x the larger" if larger_s else ""
+        ratio = prediction.step_time_s / larger_s if larger_s else 0.0
+        times = f": the step takes {ratio:.2f}x the larger" if ratio else ""
+        if ratio >= SMALL:
+            times = f": the step takes {ratio:.0f} times the larger, so the work is too small for the chip"
         least = f"compute {human_seconds(floor.compute_s)}, memory {human_seconds(floor.memory_s)}"
         notes.append(("floor, counted", f"{least}{times}"))
     if floor.communication_bytes is not None:

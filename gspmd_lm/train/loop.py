@@ -276,8 +276,7 @@ class _Training:
         self.log.write(self.done, self.last)
         self.shown.line(self.done, self.last, self.meter.left_s(self.done))
         if self.done == self.start + 1:
-            self.say(f"step {self.done} took {self.meter.first_step_s:.2f} s, with what happens only once; "
-                     "no step time counts it")  # fmt: skip
+            self.say(f"step {self.done}: {self.meter.first_step_s:.2f} s, with one-time work; left out of step times")
 
     def _save_if_due(self, ends: bool, asked: bool, best_before: Best) -> None:
         """Saves a checkpoint if one is due, or if the clock asked for one. Steps that changed nothing are not saved.

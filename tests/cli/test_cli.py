@@ -53,6 +53,23 @@ DRY = ("--rules=tp8", "--dry_run")
             "  fix   python main.py train --help lists the flags\n",
         ),
         (("eval", "--dry-run"), "--dry_run: eval has no such flag: it belongs to train\n"),
+        (
+            ("--batch=32",),
+            "--batch: train has no such flag: it belongs to eval, generate, plan\n  fix   --set data.batch=32\n",
+        ),
+        (("--remat=block",), "--remat: train has no such flag\n  fix   --set rules.remat=block\n"),
+        (("plan", "--lora", "x"), "--lora: plan has no such flag\n  fix   --set model.lora=VALUE\n"),
+        (("tp8",), "tp8: no such verb (did you mean --rules=tp8?)\n"),
+        (("uva",), "uva: no such verb (did you mean --config=uva?)\n"),
+        (
+            ("explain", "--rules=tp8", "--target=tpu-v5e-8"),
+            "--target=tpu-v5e-8: no target begins with tpu-\n  fix   --target=v5e-8, which is v5e:2x4\n",
+        ),
+        (
+            ("compare", "tp8", "dp8", "--set", "data.batch=8"),
+            "compare needs --target\n  fix   compare tp8 dp8 "
+            "--set=data.batch=8 --target=v5p:2x2x2 (or cpu:8, h100:8)\n",
+        ),
         (("--steps=many",), "--steps=many: must be a positive integer\n"),
         (("--steps=0",), "--steps=0: must be a positive integer\n"),
         (("--devices=0",), "--devices=0: must be a positive integer\n"),
@@ -60,7 +77,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (("plan", "--minutes=x"), "--minutes=x: must be a number\n"),
         (("generate", "--top-k"), "Missing value for flag --top_k\n  fix   python main.py generate --help"),
         (("explain", "--target=cpu:8"), "explain needs --rules\n  fix   explain --rules=fsdp8 --target="),
-        (("compare", "--target=cpu:8"), "compare needs --rules\n  fix   compare fsdp8 tp8 --target="),
+        (("compare", "--target=cpu:8"), "compare needs --rules\n  fix   compare fsdp8 tp8 --target=cpu:8\n"),
         (("eval",), "--workdir is missing\n  fix   eval --workdir=DIR, the folder of a run that has saved"),
         (("generate",), "--workdir is missing\n  fix   generate --workdir=DIR"),
         (("generate", "--workdir=w"), "w: no checkpoint\n  fix   train there first, or bring one: convert --from=DIR"),

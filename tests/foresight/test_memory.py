@@ -75,7 +75,9 @@ def test_the_largest_temporaries_have_their_axes():
     [
         ((1, 128, 32), ("", "vocab", "embed")),  # a name for each dimension
         ((4, 32), ("layers", "embed")),
-        ((128, 1, 32, 1), ("vocab", "", "embed", "")),
+        ((16, 8, 1, 4), ("batch", "seq", "kv_heads", "head_dim")),
+        ((16, 8, 4), ("batch", "seq", "head_dim")),  # the compiler drops a dimension of size 1
+        ((16, 1, 8, 4), ()),  # and adds none: scores, of which the sizes are those of keys by chance
         ((6, 32), ()),  # there are 4 layers
         ((5, 7), ()),
         ((1, 1), ()),
@@ -85,6 +87,7 @@ def test_axes_are_as_many_as_dimensions_and_layers_as_many_as_there_are(dimensio
     """Of `f32[1,128256,4096]` it was said that its axes are layers and embed, as those of a norm's scales are."""
     known = [memory.DeviceArray("final_norm.scale", ("embed",), (32,)),
              memory.DeviceArray("layers.norm.scale", ("layers", "embed"), (4, 32)),
+             memory.DeviceArray("k", ("batch", "seq", "kv_heads", "head_dim"), (16, 8, 1, 4)),
              memory.DeviceArray("embedding", ("vocab", "embed"), (128, 32))]  # fmt: skip
     assert memory._axes(dimensions, "", known) == axes
 

@@ -226,6 +226,19 @@ def test_what_looks_like_one_of_several_processes(monkeypatch):
             assert startup._launched_in_parallel("gpu") is expected
 
 
+@pytest.mark.parametrize(("tasks", "said"), [("1", "looking for other processes"), ("4", "waiting for the other")])
+def test_a_run_alone_does_not_say_that_it_waits_for_others(tasks, said, monkeypatch, caplog):
+    def initialize(*given, **named):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    monkeypatch.setattr(startup.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(startup.jax.config, "update", lambda *given: None)
+    with caplog.at_level("INFO", "gspmd_lm"):
+        startup._join("tpu", None, None, None)
+    assert [record.message.startswith(said) for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_jobs.py has Slurm
 def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
     """SIGTERM with flags, Ctrl-C under Slurm, each on the second process, which is slower than the first one."""

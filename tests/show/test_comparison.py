@@ -229,3 +229,14 @@ def test_counts_have_a_plural():
         "2,048 devices",
     ]
     assert report.hardware(1, "") == "1 simulated device" and report.hardware(8, "") == "8 simulated devices"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "said"), [(14.9, "1.91x the larger"), (77.9, "10 times the larger, so the work is")]
+)
+def test_a_step_far_above_its_floor_says_why(step_s, said):
+    predicted = dataclasses.replace(sample.LLAMA.prediction, step_time_s=step_s)
+    page = terminal.text_of(
+        lambda console: comparison.show([dataclasses.replace(sample.LLAMA, prediction=predicted)], console), 160
+    )
+    assert f": the step takes {said}" in page
