@@ -104,11 +104,23 @@ class _PartCosts:
         return sum(self.shards.held_bytes(size, nodes) for size, nodes in arrays)
 
     def travelling_bytes(self) -> float:
-        """The bytes of the rows of a layer before they are sent to their experts, and of their results back home."""
-        shards, rows = self.shards, [op.moved[0] for op in self.op_graph.ops if op.grouped]
-        return max(
-            (2 * size / shards.count(nodes) for size, nodes in rows if shards.buffer_share(nodes) > 1), default=0.0
-        )
+        """What a layer whose rows travel to their experts holds at once besides buffers, in bytes of a device.
+
+        It is the rows before they are sent, and results back home; the gradients of the experts' matrices of the first
+        round, of another one, and their sum; and matrices that are gathered, with those of which the gather has begun.
+        """
+        shards = self.shards
+        layers, travelled = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
+        for op in self.op_graph.ops:
+            if not op.grouped or shards.buffer_share(op.moved[0][1]) == 1:
+                continue
+            (size, rows), (weight_size, (weight, *_)), _ = op.moved
+            in_use, at_rest = shards.count((weight,)), shards.at_rest(weight)
+            passes = 3 * (weight.array in self.op_graph.graph.trained) + 2 * (at_rest > in_use)
+            layer = weight.array.rpartition(".")[0]
+            layers[layer] += passes * weight_size / in_use
+            travelled[layer] = max(travelled[layer], 2 * size / shards.count(rows))
+        return max((layers[layer] + travelled[layer] for layer in layers), default=0.0)
 
     def is_computed_once_more(self, op: AnyOp) -> bool:
         """Whether a stage computes an op forward a second time. It computes the loss once, in the backward pass."""

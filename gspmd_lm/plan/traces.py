@@ -185,6 +185,12 @@ class Shards:
         """The bytes that one device holds of an array of `size` bytes; of rows at their experts, of their buffer."""
         return self.buffer_share(nodes) * size / self.count(nodes)
 
+    def at_rest(self, weight: Node) -> int:
+        """The shards of a weight where it rests; of one of a layer, without those of layers."""
+        assert weight.placed
+        spec = self.rules.resolve("weights", weight.array, weight.placed.axes, weight.shape)[0]
+        return self.rules.num_shards({name for names in spec for name in names})
+
     def buffer_share(self, nodes: NamedNodes) -> float:
         """See `expert_buffers.buffer_share`."""
         return buffer_share(self.rules, self.model, nodes) if self.model and self.model.experts else 1.0
