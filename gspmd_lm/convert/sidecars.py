@@ -8,7 +8,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
-from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
@@ -62,7 +62,7 @@ def written_anew(
     if original and (name == "bytes" or moved or imported["tokenizer.json"].parent.samefile(original)):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]
-    settings = tokenizer.read_object(imported[GENERATION]) if GENERATION in imported else {}
+    settings = special_tokens.read_object(imported[GENERATION]) if GENERATION in imported else {}
     known = settings.get("eos_token_id")
     written = {}
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):

@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 
 from gspmd_lm.config.paths import read_text
-from gspmd_lm.data import tokenizer
+from gspmd_lm.data import special_tokens, tokenizer
 from gspmd_lm.data.packing import LAST, TARGET
 from gspmd_lm.errors import InputError, did_you_mean
 
@@ -73,6 +73,7 @@ class Template:
                 f"{place}: the chat template is nested too deeply\n  fix   write it with fewer levels of nesting"
             ) from error
         self.place = place
+        special = {name: text for name, text in special.items() if name in names}
         self.special = dict(special)
         # The fields of a record, beside its messages, that the template reads: tools, documents, ...
         self.fields = tuple(sorted(names - {"messages", "add_generation_prompt", "strftime_now", *special}))
@@ -121,7 +122,10 @@ class Chat:
         self._tokenizer = tokenizer.HuggingFace(path)
         self._special_ids = np.asarray(list(self._tokenizer.special.values()))
         self._closers = tuple(self._tokenizer.special)
-        self._templates, sources = _read_templates(path)
+        self._templates, sources = _read_templates(path, self._tokenizer.named)
+        for template in self._templates.values():
+            for named in template.special:
+                self._tokenizer.id_of(named)  # raises if the template would write a token that is none
         self.vocab_size = self._tokenizer.vocab_size
         self.fingerprint = (
             f"{self._tokenizer.fingerprint}-chat-{hashlib.sha256(json.dumps(sources).encode()).hexdigest()}"
@@ -244,15 +248,10 @@ class Chat:
 
 
 def stop_ids(name: str) -> tuple[int, ...]:
-    """The ids that end a turn: the end of the tokenizer `name`, and those of generation_config.json beside it."""
+    """The ids that end a turn: the end of the tokenizer `name`, and those of the model beside it."""
     ids = [tokenizer.load_tokenizer(name).end]
     if name != "bytes":
-        path = tokenizer.tokenizer_path(name).with_name("generation_config.json")
-        named = tokenizer.read_object(path).get("eos_token_id")
-        named = named if isinstance(named, list) else [] if named is None else [named]
-        if not all(type(i) is int for i in named):
-            raise InputError(f"{path}: eos_token_id={named} are not ids\n  fix   correct or remove it")
-        ids += named
+        ids += special_tokens.end_ids(tokenizer.tokenizer_path(name))[0]
     return tuple(dict.fromkeys(ids))
 
 
@@ -284,12 +283,10 @@ def _malformed(message: Any) -> str:
     return ""
 
 
-def _read_templates(path: Path) -> tuple[dict[str, Template], dict[str, Any]]:
+def _read_templates(path: Path, special: Mapping[str, str]) -> tuple[dict[str, Template], dict[str, Any]]:
     """The chat templates beside a tokenizer.json by name, and the texts of which they were made."""
-    config_path, alone = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
-    settings = tokenizer.read_object(config_path)
-    tokens = {name: tokenizer.text_of_token(value) for name, value in settings.items() if name.endswith("_token")}
-    special = {name: text for name, text in tokens.items() if isinstance(text, str)}
+    config_path, alone = path.with_name(special_tokens.SETTINGS), path.with_name("chat_template.jinja")
+    settings = special_tokens.read_object(config_path)
     texts: dict[str, tuple[str, str]] = {}  # name -> text, place
     named = settings.get("chat_template") or []
     for entry in named if isinstance(named, list) else [{"name": "default", "template": named}]:

@@ -2,27 +2,27 @@
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 
-from gspmd_lm.config.paths import download, read_text
-from gspmd_lm.data import remote
+from gspmd_lm.config.paths import download
+from gspmd_lm.data import remote, special_tokens
 from gspmd_lm.errors import InputError
-from gspmd_lm.files import json_object
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# Tried in this order if no tokenizer_config.json beside the file names an eos_token.
+# Tried in this order if no file beside the tokenizer.json names the end of a text. It is a guess, which is said.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
 MASK = "<mask>"
 _MASK_NAMES = ("[MASK]", MASK)  # likewise for mask_token
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
 NO_CHARACTER = re.compile("[\ud800-\udfff]")  # such bytes, and halves of escaped characters
+_log = logging.getLogger(__name__)
 
 
 class Bytes:
@@ -73,8 +73,11 @@ class HuggingFace:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.tokenizer: {path}: cannot be read ({error})") from error
         sha256 = hashlib.sha256(raw.encode()).hexdigest()
+        self.named = special_tokens.named_tokens(path)  # eos_token and others -> its text
+        declared = special_tokens.declared_tokens(path)
+        ends, self._end_place = special_tokens.end_ids(path)
         try:
-            self._tokenizer, self.vocab_size = _parsed(path.absolute(), sha256)
+            self._tokenizer, added = _parsed(path.absolute(), sha256, repr((self.named, declared, ends)))
         except Exception as error:  # the library raises nothing more precise
             raise InputError(
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
@@ -84,17 +87,23 @@ class HuggingFace:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special = {token.content: i for i, token in added.items() if token.special}
-        self.special_ids = tuple(self.special.values())
         self.path = path
-        self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
+        special_tokens.add_declared(self._tokenizer, declared, path)
+        special_tokens.mark_special(self._tokenizer, [*self.named.values()])
+        self.special = self._find_special()
+        self.end = self._find_end(ends)
+        special_tokens.mark_special(self._tokenizer, [str(self._tokenizer.id_to_token(self.end))])
+        self.special = self._find_special()
+        self.special_ids = tuple(self.special.values())
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
         self._after: list[int] = []
         if framed:
             self._before, self._after = self._find_frame()
             *self._after, self.end = self._after or [self.end]
         self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
+        if (changed := _added(self._tokenizer)) != added:
+            self.fingerprint += f"-{hashlib.sha256(changed.encode()).hexdigest()[:12]}"
         self.replaced_bytes = 0
         self._byte_ids = self._find_byte_ids(raw)
 
@@ -132,7 +141,25 @@ class HuggingFace:
     @property
     def mask(self) -> int:
         """The id in the place of a token that is to be guessed. Raises InputError if there is none."""
-        return self._named("mask_token", _MASK_NAMES, "mask token", MASK)
+        named = self.id_of("mask_token")
+        return self._guessed("mask_token", _MASK_NAMES, "mask token", MASK) if named is None else named
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a named token such as bos_token; None if no file names it.
+
+        Raises InputError if a file names a token that the vocabulary does not have.
+        """
+        if name not in self.named:
+            return None
+        text = self.named[name]
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise InputError(
+                f"data.tokenizer: {self.path}: the files beside it name {text} as the {name}, and it has no such token"
+                f"\n  fix   correct {name} in {special_tokens.SETTINGS} or {special_tokens.SPECIAL_TOKENS_MAP},\n"
+                "        or take all files from the same model"
+            )
+        return found
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
@@ -187,17 +214,39 @@ class HuggingFace:
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
         return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
 
-    def _named(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
-        """The id of the special token that tokenizer_config.json has under `key`, or else of the first of `names`."""
-        if named := text_of_token(read_object(self.path.with_name("tokenizer_config.json")).get(key)):
-            names = [str(named), *names]
+    def _find_special(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    def _find_end(self, ids: Sequence[int]) -> int:
+        """The id of the token that closes a text: the eos_token, or the first one at which the model beside it ends."""
+        if (named := self.id_of("eos_token")) is not None:
+            return named
+        if ids and self._tokenizer.id_to_token(ids[0]) is None:
+            raise InputError(
+                f"{self._end_place}: eos_token_id={ids[0]}, and {self.path} has no such token\n"
+                f"  fix   name the token that ends a text as eos_token in {special_tokens.SETTINGS} beside it"
+            )
+        if ids:
+            return ids[0]
+        if (named := self.id_of("sep_token")) is not None:  # BERT's texts end so
+            return named
+        return self._guessed("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
+
+    def _guessed(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
+        """The id of the first special token of `names`. It is said, unless no other special token could be meant."""
         for name in names:
             if name in self.special:
+                if not self.special.keys() <= {END_OF_TEXT, MASK, name}:
+                    _say_once(
+                        f"{self.path}: no file beside it names the {key}; {name} is taken for it, because it is often "
+                        f'named so. A {special_tokens.SETTINGS} with "{key}" says it.'
+                    )
                 return self.special[name]
         raise InputError(
             f"data.tokenizer: {self.path}: has no {what} (special tokens: {', '.join(self.special) or 'none'})\n"
-            f"  fix   add a special token named {usual} to its added_tokens, or name one of its special tokens\n"
-            f'        as "{key}" in a tokenizer_config.json beside it'
+            f"  fix   add a special token named {usual} to its added_tokens, or name one of its tokens\n"
+            f'        as "{key}" in a {special_tokens.SETTINGS} beside it'
         )
 
 
@@ -230,15 +279,26 @@ def _ends(end: int) -> tokenizers.processors.TemplateProcessing:
     )
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning("%s", message)
+
+
 @functools.lru_cache(maxsize=1)
-def _parsed(path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, int]:
-    """The tokenizer of a file with this content, and its largest id plus one.
+def _parsed(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer, str]:
+    """The tokenizer of a file with this content, which each caller changes alike, and its added tokens before that.
+
+    beside: what the files beside it say.
 
     It is kept, because a run asks for it several times: for the size of the vocabulary, for its data, for its samples.
     A tokenizer of 128,000 tokens takes half a second to parse.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    return tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return tokenizer, _added(tokenizer)
+
+
+def _added(tokenizer: tokenizers.Tokenizer) -> str:
+    return str(tokenizer.get_added_tokens_decoder())
 
 
 def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
@@ -267,16 +327,6 @@ def tokenizer_path(name: str) -> Path:
         fix = download(name, "give the path of a tokenizer.json, or bytes")
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file beside a tokenizer; empty if there is no file. Raises InputError for another value."""
-    return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
-
-
-def text_of_token(token: Any) -> Any:
-    """The text of a special token, which tokenizer_config.json writes alone or as the content of an object."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def trained_size(name: str) -> int | None:

@@ -51,6 +51,11 @@ def write(name, text):
     return lambda folder, patch: (folder / name).write_text(text)
 
 
+def without_end(folder, patch):
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"added_tokens": []}))
+    (folder / "generation_config.json").write_text("{}")
+
+
 def change(**fields):
     def damage(folder, patch):
         path = folder / "config.json"
@@ -98,7 +103,7 @@ def unreadable(name):
         (change(vocab_size=2**50), "model.vocab: must be at most 2147483647, got 1125899906842624"),
         (change(max_position_embeddings=2**70), "max_position_embeddings: 1180591620717411303424 is above"),
         (write("tokenizer.json", "{}"), "tokenizer.json: not a Hugging Face tokenizer.json"),
-        (write("tokenizer.json", json.dumps(TOKENIZER | {"added_tokens": []})), "has no end-of-text token"),
+        (without_end, "has no end-of-text token"),
         (write("tokenizer_config.json", "[" * 10_000), "tokenizer_config.json: lists or objects within each other"),
         (write("generation_config.json", "[" * 10_000), "generation_config.json: lists or objects within each other"),
         (write("generation_config.json", '{"eos_token_id": "x"}'), "generation_config.json: eos_token_id"),
@@ -167,6 +172,7 @@ def test_a_conversion_that_was_killed_can_be_repeated(run, folder, tmp_path, mon
     assert not (work / "checkpoints" / "0").exists()
     for path in [*work.glob("*.yaml"), *work.glob("hugging_face/*")]:
         assert path.read_text().endswith(("\n", "}"))
+    change(eos_token_id=1)(folder, monkeypatch)
     (folder / "generation_config.json").unlink()  # the next one brings another folder, and nothing of this one stays
     code, _, err = run(*flags)
     assert (code, err) == (0, "")
