@@ -161,6 +161,10 @@ class HuggingFace:
             )
         return found
 
+    def text_of(self, number: int) -> str | None:
+        """The text of the token with an id; None if there is none."""
+        return self._tokenizer.id_to_token(number)
+
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
         self._tokenizer.encode_special_tokens = False
