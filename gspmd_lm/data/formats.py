@@ -23,7 +23,7 @@ class Format(NamedTuple):
     compressible: bool = True
 
 
-_PLAIN = Format("_text", texts=readers.plain_text)
+_PLAIN = Format("_text in one", texts=readers.plain_text)
 _LINES = Format("_jsonl", records=readers.json_lines)
 _CSV = Format("csv", records=readers.csv_rows)
 _HTML = Format("html", texts=readers.html_text)

@@ -30,13 +30,16 @@ class Bytes:
 
     vocab_size = 257  # the largest id plus one
     end = 256  # the id that closes a document
+    before: tuple[int, ...] = ()  # the ids that begin a document, and those between its text and `end`
+    after: tuple[int, ...] = ()
+    spelled_end = b""  # what stands for `end` in the text of a file; nothing does
     mask = 0  # the id in the place of a token that is to be guessed: a byte that texts do not have
     special_ids = (mask, end)  # ids that are never to be guessed
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
     replaced_bytes = 0  # how many bytes were replaced by U+FFFD: they were not UTF-8 and had no token of their own
 
     def encode(self, document: bytes) -> np.ndarray:
-        """The int32 ids of one document, `end` not included."""
+        """The int32 ids of the text of one document, without `before`, `after` and `end`."""
         return np.frombuffer(document, np.uint8).astype(np.int32)
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -63,10 +66,10 @@ class Bytes:
 class HuggingFace:
     """A tokenizer.json. Special tokens that are spelled out in a document are encoded as ordinary text.
 
-    A `framed` one puts the special tokens of the file's template around a document, such as [CLS] and [SEP].
+    `before`, `after` and `end` are what the file's template puts around a text, such as a token that begins one.
     """
 
-    def __init__(self, path: Path, framed: bool = False):
+    def __init__(self, path: Path):
         """Reads a file. Raises InputError if it is not a readable tokenizer.json or has no end-of-text token."""
         try:
             raw = path.read_text(encoding="utf-8")
@@ -96,12 +99,13 @@ class HuggingFace:
         self.special = self._find_special()
         self.special_ids = tuple(self.special.values())
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
-        self._after: list[int] = []
-        if framed:
-            self._before, self._after = self._find_frame()
-            *self._after, self.end = self._after or [self.end]
-        self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
+        self.before, self.after = self._find_frame()
+        if self.after[-1:] == (self.end,):
+            self.after = self.after[:-1]
+        self.spelled_end = str(self.text_of(self.end)).encode()
+        self.fingerprint = f"{sha256}-{self.end}" + (
+            f"-{self.before}-{self.after}" if self.before or self.after else ""
+        )
         if (changed := _added(self._tokenizer)) != added:
             self.fingerprint += f"-{hashlib.sha256(changed.encode()).hexdigest()[:12]}"
         self.replaced_bytes = 0
@@ -121,11 +125,7 @@ class HuggingFace:
             except UnicodeDecodeError:
                 ids.append(self._encode_mixed(document))
         encoded = iter(self._encode_texts(texts))
-        every = [next(encoded) if item is None else item for item in ids]
-        if self._before or self._after:
-            before, after = np.asarray(self._before, np.int32), np.asarray(self._after, np.int32)
-            return [np.concatenate([before, item, after]) for item in every]
-        return every
+        return [next(encoded) if item is None else item for item in ids]
 
     def template(self) -> tokenizers.Tokenizer:
         """A tokenizer of texts and pairs of texts, with the special tokens and the types of the file's template.
@@ -212,11 +212,12 @@ class HuggingFace:
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
-    def _find_frame(self) -> tuple[list[int], list[int]]:
+    def _find_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The special tokens that the file's template puts before a text, and after it."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-        return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
+        ids = tuple(encoding.ids)
+        return (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ((), ())
 
     def _find_special(self) -> dict[str, int]:
         added = self._tokenizer.get_added_tokens_decoder()
@@ -254,7 +255,7 @@ class HuggingFace:
         )
 
 
-Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+Tokenizer = Bytes | HuggingFace
 
 
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -305,10 +306,10 @@ def _added(tokenizer: tokenizers.Tokenizer) -> str:
     return str(tokenizer.get_added_tokens_decoder())
 
 
-def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes, or the path of a tokenizer.json or of its folder.
 
-    framed: see HuggingFace. Raises InputError if there is none.
+    Raises InputError if there is none.
     """
     if name == "bytes":
         return Bytes()
@@ -317,7 +318,7 @@ def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
             f"data.tokenizer={name} is trained by the run that uses it\n"
             "  fix   name the run with --workdir, or set data.tokenizer to its tokenizer.json"
         )
-    return HuggingFace(tokenizer_path(name), framed)
+    return HuggingFace(tokenizer_path(name))
 
 
 def tokenizer_path(name: str) -> Path:
