@@ -13,18 +13,12 @@ from gspmd_lm.errors import InputError
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
-# Files about the tokenizer, the chat templates and the tokens that end an answer.
-_OF_TEXT = (
-    "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model", "tekken.json",
-    "added_tokens.json",
-)  # fmt: skip
 # Files about the terms of use, which licences ask to be passed on, and the model card.
 _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
 
 
-def carried(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
+def carried(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TERMS)) -> dict[str, Path]:
     """The files of a folder that are carried along: name within the folder -> path."""
     every = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(every)}
@@ -47,7 +41,7 @@ def exported(original: Path | None, name: str) -> dict[str, Path]:
     if original and path.parent.samefile(original):
         return imported
     kept = carried(original, (*_TERMS, GENERATION)) if original else {}
-    return kept | carried(path.parent, _OF_TEXT) | {"tokenizer.json": path}
+    return kept | carried(path.parent, special_tokens.FILES) | {"tokenizer.json": path}
 
 
 def written_anew(

@@ -1,5 +1,6 @@
 """The special tokens that the files beside a tokenizer.json name, read as transformers reads them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from gspmd_lm.files import json_object
 
 SETTINGS, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
+# The files about the tokenizer, the chat templates and the tokens that end an answer.
+FILES = (
+    "tokenizer.json", SETTINGS, SPECIAL_TOKENS_MAP, "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model", "tekken.json",
+    "added_tokens.json",
+)  # fmt: skip
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -86,6 +93,20 @@ def end_ids(tokenizer: Path) -> tuple[tuple[int, ...], Path | None]:
     if not all(type(i) is int and i >= 0 for i in ids):
         raise InputError(f"{path}: eos_token_id={named} are not ids\n  fix   correct or remove it")
     return tuple(ids), path if ids else None
+
+
+def files_of(tokenizer: Path) -> dict[str, bytes]:
+    """The files beside a tokenizer.json that it needs, and its own: name -> content.
+
+    If the ends of the model stand in config.json alone, generation_config.json has them.
+    """
+    folder = tokenizer.parent
+    found = {path for pattern in FILES for path in folder.glob(pattern) if path.is_file()}
+    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(found)}
+    ends, place = end_ids(tokenizer)
+    if ends and place and place.name == MODEL:
+        contents[GENERATION] = json.dumps({"eos_token_id": ends[0] if len(ends) == 1 else ends}).encode()
+    return contents | {"tokenizer.json": tokenizer.read_bytes()}
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import cli
+from gspmd_lm import api, cli
+from gspmd_lm.config import core_yaml
 from gspmd_lm.convert import safetensors
+from gspmd_lm.data import chat, special_tokens
+from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import checkpoint, layout
 from tests.convert import ours, references
 from tests.quick import QUICK_FLAGS
@@ -237,12 +240,14 @@ def trained(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "mine" / "config.json").write_text('{"eos_token_id": 1}')
+    monkeypatch.chdir(tmp_path)
     sets = ["model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=2", "model.head_dim=8", "model.mlp=16",
-            "model.context=16", "model.vocab=64", f"data.tokenizer={tmp_path / 'mine' / 'tokenizer.json'}",
+            "model.context=16", "model.vocab=64", "data.tokenizer=mine",
             "data.source=random:64", "data.seq=16", "data.batch=8", "data.held_out=0.0", "train.steps=2",
             "train.trackers=[]"]  # fmt: skip
     with pytest.raises(SystemExit) as end:
-        cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *TRAIN, *(f"--set={one}" for one in sets)])
+        cli.main(["main.py", "train", "--workdir=run", *TRAIN, *(f"--set={one}" for one in sets)])
     assert end.value.code == 0
     return tmp_path / "run"
 
@@ -259,6 +264,30 @@ def test_a_model_that_was_trained_here_says_where_its_texts_end(run, trained, tm
     assert "- The weights were new" in card
     assert "trained for 2 steps on 16 rows, which hold at most 256 tokens, of `random:64`" in card
     assert "No licence came with the weights." in card and str(tmp_path) not in card
+
+
+def test_a_run_keeps_its_tokenizer(trained, tmp_path, monkeypatch):
+    kept = {path.name for path in trained.iterdir()} & {*special_tokens.FILES, "config.json"}
+    assert kept == {"tokenizer.json", "chat_template.jinja", "generation_config.json"}, "with the ends of config.json"
+    run = str(trained / "config.yaml")
+    named = core_yaml.parse((trained / "config.yaml").read_text(), "")["data"]["tokenizer"]
+    assert named == str(trained / "tokenizer.json")
+    (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "elsewhere"):  # one has another tokenizer of the same name
+        monkeypatch.chdir(folder)
+        config = api.load_config(run, workdir=str(trained))
+        assert config.data.tokenizer == named and chat.stop_ids(named) == (1,)
+    other = TOKENIZER | {"truncation": None, "version": "1.1"}
+    (tmp_path / "elsewhere" / "mine" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(
+        InputError, match=r"data.tokenizer=mine is not the tokenizer of the run in .*/run: its sha256 is"
+    ):
+        api.load_config(run, "data.tokenizer=mine", str(trained))
+    monkeypatch.chdir(tmp_path)
+    assert api.load_config(run, "data.tokenizer=mine", str(trained)).data.tokenizer == "mine"
+    trained.rename(tmp_path / "moved")
+    moved = str(tmp_path / "moved" / "config.yaml")
+    assert api.load_config(moved, workdir="moved").data.tokenizer == str(tmp_path / "moved" / "tokenizer.json")
 
 
 @pytest.mark.parity

@@ -138,8 +138,9 @@ def test_ends_that_are_spelled_are_said(folder):
 
     (folder / "a.txt").write_text("</s>".join(f"Once there was {number}.\n" for number in range(30)))
     _tokenizer(folder)
-    tiny = config.load("tiny", ["data.source=a.txt", "data.tokenizer=tokenizer", "data.seq=16", "model.vocab=512", "model.padded_vocab=0",
-                                "data.held_out=0"])  # fmt: skip
+    sets = ["source=a.txt", "tokenizer=tokenizer", "seq=16", "held_out=0"]
+    sizes = ["model.vocab=512", "model.padded_vocab=0"]
+    tiny = config.load("tiny", [*(f"data.{one}" for one in sets), *sizes])
     train, _ = loader.open_loaders(tiny)
     assert "29 ends of texts spelled </s>" in train.description
     assert (train.rows_at(0, slice(None))["targets"] == END).any()
