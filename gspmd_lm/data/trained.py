@@ -142,7 +142,10 @@ def _tokenizer_of_run(workdir: str) -> str | None:
     """data.tokenizer in the config.yaml of a local workdir; None where there is none."""
     if not (path := layout.left(workdir, layout.CONFIG)):
         return None
-    described = core_yaml.parse(read_text(Path(path)), path)
+    try:
+        described = core_yaml.parse(read_text(Path(path)), path)
+    except InputError:  # a run writes it anew
+        return None
     data = described.get("data") if isinstance(described, dict) else None
     return data.get("tokenizer") if isinstance(data, dict) else None
 

@@ -54,6 +54,11 @@ def write(name, text):
     return lambda folder, patch: (folder / name).write_text(text)
 
 
+def adapter(folder, patch):
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+
+
 def without_end(folder, patch):
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"added_tokens": []}))
     (folder / "generation_config.json").write_text("{}")
@@ -107,6 +112,7 @@ def unreadable(name):
         (change(max_position_embeddings=2**70), "max_position_embeddings: 1180591620717411303424 is above"),
         (write("tokenizer.json", "{}"), "tokenizer.json: not a Hugging Face tokenizer.json"),
         (without_end, "has no end-of-text token"),
+        (adapter, "an adapter of PEFT, not a whole model\n  fix   merge it into some/base with peft"),
         (write("tokenizer_config.json", "[" * 10_000), "tokenizer_config.json: lists or objects within each other"),
         (write("generation_config.json", "[" * 10_000), "generation_config.json: lists or objects within each other"),
         (write("generation_config.json", '{"eos_token_id": "x"}'), "generation_config.json: eos_token_id"),
