@@ -97,7 +97,8 @@ def _limit_time() -> None:
 
 def main() -> None:
     """Answers requests until stdin is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's, which closes stdin
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are the other process's, which closes stdin
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such a limit
         import resource

@@ -13,11 +13,14 @@ from gspmd_lm.files import json_object
 
 SETTINGS, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
+# The files beside a tokenizer.json that are read here.
+SMALL_FILES = (
+    SETTINGS, SPECIAL_TOKENS_MAP, GENERATION, MODEL, "chat_template.jinja", "additional_chat_templates/*.jinja"
+)  # fmt: skip
 # The files about the tokenizer, the chat templates and the tokens that end an answer.
 FILES = (
-    "tokenizer.json", SETTINGS, SPECIAL_TOKENS_MAP, "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model", "tekken.json",
-    "added_tokens.json",
+    "tokenizer.json", *(name for name in SMALL_FILES if name != MODEL), "chat_template.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "tekken.json", "added_tokens.json",
 )  # fmt: skip
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 

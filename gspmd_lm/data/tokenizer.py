@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from gspmd_lm.config.paths import download
+from gspmd_lm import files
+from gspmd_lm.config.paths import cache_folder, download, unwritable
 from gspmd_lm.data import remote, special_tokens
 from gspmd_lm.errors import InputError
 
@@ -324,14 +325,29 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_path(name: str) -> Path:
     """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
     if "://" in name:
-        (path,) = remote.copies(name, "data.tokenizer")
-        return path
+        return _copied(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         fix = download(name, "give the path of a tokenizer.json, or bytes")
         raise InputError(f"data.tokenizer: {path}: no such file\n  fix   {fix}")
     return path
+
+
+def _copied(address: str) -> Path:
+    """The copy of a tokenizer.json from elsewhere, in a folder with copies of the files about it."""
+    (path,) = remote.copies(address, "data.tokenizer")
+    contents = remote.beside(address, special_tokens.SMALL_FILES, "data.tokenizer")
+    facts = repr([path.parent.name, *contents.items()])
+    folder = cache_folder("tokenizers") / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    try:
+        for name, content in (contents | {FILE: path.read_bytes()}).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+                files.replace(folder / name, content)
+    except OSError as error:
+        raise unwritable(folder, error.strerror) from error
+    return folder / FILE
 
 
 def trained_size(name: str) -> int | None:

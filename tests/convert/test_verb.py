@@ -10,7 +10,7 @@ import pytest
 
 from gspmd_lm import api, cli
 from gspmd_lm.config import core_yaml
-from gspmd_lm.convert import safetensors
+from gspmd_lm.convert import safetensors, sidecars
 from gspmd_lm.data import chat, special_tokens
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import checkpoint, layout
@@ -312,3 +312,21 @@ def test_transformers_ends_its_texts(run, trained, tmp_path):
         model.lm_head.bias = torch.nn.Parameter(torch.eye(64)[1])
     made = model.generate(torch.tensor([[0]]), max_new_tokens=9, do_sample=False)
     assert made.tolist() == [[0, 1]]
+
+
+def test_a_copy_of_the_tokenizer_that_came_with_the_weights_changes_nothing(tmp_path):
+    original, kept = tmp_path / "hugging_face", tmp_path / "tuned"
+    for path in (original, kept):
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (original / "config.json").write_text('{"eos_token_id": 1}')
+
+    def written():
+        name = str(kept / "tokenizer.json")
+        return sidecars.written_anew(sidecars.exported(original, name), original, name, 2)
+
+    for name, content in special_tokens.files_of(original / "tokenizer.json").items():
+        (kept / name).write_bytes(content)
+    assert written() == ({}, [])
+    (kept / "generation_config.json").write_text('{"eos_token_id": 0}')  # whoever tunes lets texts end otherwise
+    assert written()[1] == [0]

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm import config
-from gspmd_lm.data import loader, sources, tokenizer, trained
+from gspmd_lm.data import chat, loader, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 0, "context": 256}
@@ -132,6 +132,17 @@ def test_a_tokenizer_may_lie_in_a_store(folder):
     store.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
     far, near = tokenizer.load_tokenizer("memory://run/tokenizer.json"), tokenizer.load_tokenizer("tokenizer.json")
     assert far.fingerprint == near.fingerprint
+    beside = {"tokenizer_config.json": b'{"eos_token": "t"}', "chat_template.jinja": b"{{ eos_token }}",
+              "additional_chat_templates/tool_use.jinja": b"tools{{ tools | length }}"}  # fmt: skip
+    for name, content in beside.items():
+        store.pipe(f"/run/{name}", content)
+    far = tokenizer.load_tokenizer("memory://run")
+    assert far.decode([far.end]) == b"t" != near.decode([near.end]), "the files beside it count as well"
+    talk = chat.Chat("memory://run/tokenizer.json")
+    asked = [{"role": "user", "content": "Hi"}]
+    assert (talk.render(asked), talk.render(asked, tools=[{}])) == ("t", "tools1")
+    store.pipe("/run/tokenizer_config.json", b"{}")
+    assert tokenizer.load_tokenizer("memory://run").fingerprint == near.fingerprint
     kept = trained.with_kept_tokenizer(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
     assert kept == "gs://bucket/run/tokenizer.json"
     with pytest.raises(InputError, match=r"data\.tokenizer: memory://run/none\.json matches no file"):
