@@ -19,6 +19,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import plural
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 TOKENIZER = "tokenizer.json"
 LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
@@ -85,6 +86,14 @@ def run_config(
 def read_config_json(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json. Raises InputError if there is none, or it is not a JSON object."""
     path = folder / CONFIG
+    if not path.is_file() and (adapter := folder / ADAPTER_CONFIG).is_file():
+        base = parse_object(paths.read_text(adapter), adapter).get("base_model_name_or_path") or "its base model"
+        merged = f"PeftModel.from_pretrained(base, '{folder}').merge_and_unload()"
+        raise InputError(
+            f"{folder}: an adapter of PEFT, not a whole model\n"
+            f"  fix   merge it into {base} with peft, {merged},\n"
+            "        and give the folder that its save_pretrained wrote"
+        )
     if not path.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {CONFIG}"
         raise InputError(f"{folder}: {what}\n  fix   give a folder that transformers' save_pretrained wrote")
@@ -230,6 +239,9 @@ def _read(row: Family, raw: Mapping[str, Any]) -> tuple[ConfigReader, Values]:
     reader, values = ConfigReader(raw), Values()
     for codec in (*row.codecs, *EVERY_FAMILY):
         codec.read(reader, values)
+    types = raw.get("layer_types")  # transformers 5 reads it in every family
+    if isinstance(types, list) and len(types) == values.get("layers") and all(one == "full_attention" for one in types):
+        reader.names_read.add("layer_types")
     for part in ("", *(f"{part}." for part in row.parts)):
         for name, reason in REFUSED.items():
             if raw.get(part + name) and part + name not in reader.names_read:

@@ -27,7 +27,7 @@ from gspmd_lm.model import lora
 GATHERED_BYTES = 64 * 2**20  # gathered at a time from an array that is spread over hosts
 # The origin of a tensor: locations, arrays, and the entry of an array of several layers or experts
 Held = list[tuple[ArrayLocation, Any, tuple[int, ...]]]
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the prefix of PEFT's names: the adapted model, and in it the original one
 # Where a weight is, and the two matrices of its adapter in one layer.
 Member = tuple[ArrayLocation, np.ndarray, np.ndarray]
@@ -220,7 +220,7 @@ def write_adapter(
     if jax.process_index() == 0:
         description = json.dumps(_description(row, modules, model, base_name), indent=2)
         with files.appearing(folder) as made:
-            (made / ADAPTER_CONFIG).write_text(description + "\n", encoding="utf-8")
+            (made / architecture.ADAPTER_CONFIG).write_text(description + "\n", encoding="utf-8")
             with open(made / ADAPTER_WEIGHTS, "wb") as file:
                 file.write(safetensors.header_bytes({name: ("F32", tensor.shape) for name, tensor in tensors.items()}))
                 for tensor in tensors.values():

@@ -183,6 +183,10 @@ def _no_weights(folder: Path) -> InputError:
     if not folder.is_dir():
         fix = f"give a folder with config.json and {SINGLE}; nothing is fetched"
         return InputError(f"{folder}: no such folder\n  fix   {fix}")
+    if named := sorted(path.name for path in folder.glob("*.safetensors")):
+        alone = f"if it holds all tensors, rename it to {SINGLE}"
+        fix = alone if len(named) == 1 else f"fetch {INDEX}, too, which says what each of them holds"
+        return InputError(f"{folder}: neither {SINGLE} nor {INDEX}; it has {_few(named)}\n  fix   {fix}")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
     if others:
         fix = "load it with transformers and call save_pretrained, which writes safetensors"

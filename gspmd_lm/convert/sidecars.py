@@ -8,23 +8,17 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
-from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
-# Files about the tokenizer, the chat templates and the tokens that end an answer.
-_OF_TEXT = (
-    "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", GENERATION, "vocab.json", "merges.txt", "tokenizer.model", "tekken.json",
-    "added_tokens.json",
-)  # fmt: skip
 # Files about the terms of use, which licences ask to be passed on, and the model card.
 _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
 
 
-def carried(folder: Path, patterns: Sequence[str] = (*_OF_TEXT, *_TERMS)) -> dict[str, Path]:
+def carried(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TERMS)) -> dict[str, Path]:
     """The files of a folder that are carried along: name within the folder -> path.
 
     Raises InputError if one of them is a link to a file elsewhere, which would be published with the others. The hub's
@@ -59,7 +53,7 @@ def exported(original: Path | None, name: str) -> dict[str, Path]:
     if original and path.parent.samefile(original):
         return imported
     kept = carried(original, (*_TERMS, GENERATION)) if original else {}
-    return kept | carried(path.parent, _OF_TEXT) | {"tokenizer.json": path}
+    return kept | carried(path.parent, special_tokens.FILES) | {"tokenizer.json": path}
 
 
 def written_anew(
@@ -71,10 +65,10 @@ def written_anew(
     where a text ends.
     """
     moved = name != "bytes" and not Path(name).expanduser().exists()
-    if original and (name == "bytes" or moved or imported["tokenizer.json"].parent.samefile(original)):
+    if original and (name == "bytes" or moved or _same_texts(imported["tokenizer.json"], original / "tokenizer.json")):
         return {}, []
     ends = [end for end in chat.stop_ids(name) if end < vocab]
-    settings = tokenizer.read_object(imported[GENERATION]) if GENERATION in imported else {}
+    settings = special_tokens.read_object(imported[GENERATION]) if GENERATION in imported else {}
     known = settings.get("eos_token_id")
     written = {}
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
@@ -84,6 +78,13 @@ def written_anew(
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
         written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
+
+
+def _same_texts(ours: Path, theirs: Path) -> bool:
+    """Whether two tokenizers are the same and their texts end alike: a run keeps a copy of that of its weights."""
+    if not theirs.is_file() or ours.read_bytes() != theirs.read_bytes():
+        return False
+    return {*chat.stop_ids(str(ours))} == {*chat.stop_ids(str(theirs))}
 
 
 def as_json(value: Any) -> bytes:

@@ -26,8 +26,9 @@ from gspmd_lm.data.chat import Chat
 from gspmd_lm.data.labelled import Labelled
 from gspmd_lm.data.packing import TARGET
 from gspmd_lm.data.pairs import Pairs
+from gspmd_lm.data.readers import Section
 from gspmd_lm.data.sources import DocumentSource, Progress, SourcePart
-from gspmd_lm.data.tokenizer import Tokenizer
+from gspmd_lm.data.tokenizer import HuggingFace, Tokenizer
 from gspmd_lm.errors import InputError
 
 FORMAT = 3  # to be raised when the same source and tokenizer give other files
@@ -54,6 +55,8 @@ class Progressed:
     done_bytes: int = 0
     replaced_bytes: int = 0
     left_out: int = 0  # documents of the parts that are also in the files for evaluation
+    spelled_ends: int = 0  # how often a text file spells the token that ends a text
+    unended: list[str] = dataclasses.field(default_factory=list)  # splits with a text whose next sections are to come
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     # How many tokens have no target after them: in documents the ends, in conversations all but those before the
     # assistant's tokens, in labelled texts all, in pairs those of sources.
@@ -79,6 +82,7 @@ class TokenCache:
     held_out: CachedSplit
     replaced_bytes: int  # bytes or characters that no token stands for
     left_out: int  # documents that are not used for training because they are in the files for evaluation
+    spelled_ends: int  # how often a text file spells the token that ends a text
 
 
 def open_cache(
@@ -138,7 +142,9 @@ def _read(folder: Path, splits: Sequence[str], say: Callable[[str], None] = lamb
         count, path = noted.tokens[name], folder / f"{name}.tokens"
         stream = np.asarray(np.memmap(path, noted.dtype, "r", shape=(count,))) if count else np.empty(0, noted.dtype)
         streams.append(CachedSplit(stream, noted.ends[name]))
-    return TokenCache(folder, tuple(streams[:-1]), streams[-1], noted.replaced_bytes, noted.left_out)
+    return TokenCache(
+        folder, tuple(streams[:-1]), streams[-1], noted.replaced_bytes, noted.left_out, noted.spelled_ends
+    )
 
 
 @dataclasses.dataclass
@@ -208,18 +214,20 @@ def _build(
         for segment in _segments(source, splits, skip=noted.done_documents):
             parts: dict[str, list[np.ndarray]] = {name: [] for name in splits}
             documents = [document for _, document in segment]
-            for (name, document), ids in zip(segment, tokenizer.encode_all(documents), strict=True):
+            texts = [_texts(document, tokenizer) for document in documents]
+            encoded = iter(tokenizer.encode_all([text for each in texts for text in each]))
+            for (name, document), each in zip(segment, texts, strict=True):
                 hashed = _hash(document)
-                if name != HELD_OUT and apart is not None and _contains(apart, hashed):
-                    noted.left_out += 1
-                    continue
+                is_left_out = name != HELD_OUT and apart is not None and _contains(apart, hashed)
+                noted.left_out += is_left_out
                 name = HELD_OUT if hashed <= noted.held_out_up_to else name
-                if isinstance(tokenizer, Chat | Labelled | Pairs):
-                    parts[name].append(ids)
-                    noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
-                else:
-                    parts[name] += [ids, np.asarray([tokenizer.end])]
-                    noted.ends[name] += 1 + int(np.count_nonzero(ids == tokenizer.end))
+                for number, text in enumerate(each, 1):
+                    ids = next(encoded)
+                    if not is_left_out and (text.strip() or len(each) == 1):
+                        _add(noted, parts, name, ids, tokenizer)
+                    if number < len(each) or not getattr(document, "goes_on", False):
+                        _end(noted, parts, tokenizer)
+                noted.spelled_ends += len(each) - 1
             for name, arrays in parts.items():
                 tokens = np.concatenate(arrays).astype(noted.dtype) if arrays else np.empty(0, noted.dtype)
                 written[name].add(tokens.tobytes())
@@ -238,6 +246,34 @@ def _build(
     if folder.exists():  # it is damaged, or it would have been used
         shutil.rmtree(folder)
     partial.rename(folder)
+
+
+def _texts(document: bytes, tokenizer: Encoder) -> list[bytes]:
+    """The texts of a document: several if it is of a file in which the end of a text is spelled."""
+    if isinstance(document, Section) and document.may_spell_end and isinstance(tokenizer, HuggingFace):
+        return document.split(tokenizer.spelled_end)
+    return [document]
+
+
+def _add(noted: Progressed, parts: dict[str, list[np.ndarray]], name: str, ids: np.ndarray, tokenizer: Encoder) -> None:
+    """Adds the tokens of a record, or of a section of a text, to a split. A text that begins gets its first tokens."""
+    parts[name].append(ids)
+    if isinstance(tokenizer, Chat | Labelled | Pairs):
+        noted.ends[name] += int(np.count_nonzero((ids & TARGET) == 0))
+        return
+    noted.ends[name] += int(np.count_nonzero(ids == tokenizer.end))
+    if name not in noted.unended:
+        parts[name].insert(-1, np.asarray(tokenizer.before, np.int32))
+        noted.unended.append(name)
+
+
+def _end(noted: Progressed, parts: dict[str, list[np.ndarray]], tokenizer: Encoder) -> None:
+    """Ends a text in each split that has sections of it."""
+    for name in noted.unended:
+        assert not isinstance(tokenizer, Chat | Labelled | Pairs)
+        parts[name].append(np.asarray([*tokenizer.after, tokenizer.end], np.int32))
+        noted.ends[name] += 1
+    noted.unended.clear()
 
 
 def _survey(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gspmd_lm.config.data import Source
 from gspmd_lm.config.paths import cache_folder, download, read_text, readable_entry, unwritable
 from gspmd_lm.data import formats, remote
 from gspmd_lm.data.remote import Progress
@@ -69,6 +70,23 @@ def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress
             + f"  fix   give files that end in {formats.KNOWN}"
         )
     return list(paths)
+
+
+def with_places(named: str | tuple[str | Source, ...]) -> str | tuple[str | Source, ...]:
+    """What `data.source` names, with absolute paths, so that it means the same in every folder."""
+    if isinstance(named, str):
+        return absolute(named)
+    return tuple(
+        absolute(one) if isinstance(one, str) else dataclasses.replace(one, path=absolute(one.path)) for one in named
+    )
+
+
+def absolute(name: str) -> str:
+    """The absolute path of a file, folder or glob; the name itself of what has none. Several names stay several."""
+    if name in (STDLIB, STDLIB_PAIRS) or name.startswith("random:") or "://" in name:
+        return name
+    words = [str(Path(word).expanduser().absolute()) for word in _words(name)]
+    return " ".join(words) if len(words) == 1 or not any(" " in word for word in words) else name
 
 
 def listed(paths: Sequence[Path]) -> str:

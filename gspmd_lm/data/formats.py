@@ -2,6 +2,8 @@
 
 import codecs
 import contextlib
+import functools
+import logging
 import lzma
 import sys
 import zlib
@@ -23,7 +25,7 @@ class Format(NamedTuple):
     compressible: bool = True
 
 
-_PLAIN = Format("_text", texts=readers.plain_text)
+_PLAIN = Format("_text in one", texts=readers.plain_text)
 _LINES = Format("_jsonl", records=readers.json_lines)
 _CSV = Format("csv", records=readers.csv_rows)
 _HTML = Format("html", texts=readers.html_text)
@@ -47,6 +49,7 @@ _FORMATS = {
     ".array_record": _ARRAY_RECORD,
     ".arrayrecord": _ARRAY_RECORD,
 }
+_log = logging.getLogger(__name__)
 BINARY, NOT_UTF8 = "binary", "not UTF-8"
 KNOWN = f"{' '.join(_FORMATS)}, and these compressed as {' '.join(readers.COMPRESSED)}"
 
@@ -65,18 +68,30 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 
     Raises an InputError that names the file, and the line if there is one, for a document that cannot be read.
     """
+    empty = 0
+    with _reading(path):
+        for text in _every_text(path, field):
+            empty += not text
+            if text:
+                yield text
+    if empty:
+        _say_once(f"{path}: {empty:,} text{'s are' if empty > 1 else ' is'} null or empty, and skipped")
+
+
+def _every_text(path: Path, field: str) -> Iterator[bytes]:
     kind = format_of(path)
     assert kind
-    with _reading(path):
-        if kind.texts:
-            yield from filter(None, kind.texts(path))
-        elif kind.table:
-            yield from filter(None, readers.table_texts(path, field))
-        else:
-            assert kind.records
-            for place, record in kind.records(path, [field]):
-                if document := _field(place, record, field):
-                    yield document
+    if kind.texts:
+        return kind.texts(path)
+    if kind.table:
+        return readers.table_texts(path, field)
+    assert kind.records
+    return (_field(place, record, field) for place, record in kind.records(path, [field]))
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning("%s", message)
 
 
 def whole(path: Path, field: str) -> bytes:
@@ -136,11 +151,13 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def _field(place: str, record: dict[str, Any], field: str) -> bytes:
-    """The text of a record. Raises an InputError that lists its fields if it has none."""
+    """The text of a record, empty for null. Raises an InputError that lists its fields if it has none."""
     if field not in record:
         conversations = any(isinstance(value, list) for value in record.values())
         raise readers.no_text(f"{place}: no field", field, record, conversations)
     text = record[field]
+    if text is None:
+        return b""
     if not isinstance(text, str):
         texts = ", ".join(name for name, value in record.items() if isinstance(value, str))
         fix = (

@@ -159,6 +159,8 @@ def open_loaders(
     cached = cache.open_cache(source, tokens, data.held_out_share, progress)
     lost = cached.replaced_bytes
     replaced = f", {lost:,} bytes or characters that no token stands for" if lost else ""
+    if cached.spelled_ends and isinstance(tokens, tokenizer.Tokenizer):
+        replaced += f", {cached.spelled_ends:,} ends of texts spelled {tokens.spelled_end.decode()}"
     origin = f"{source.description}{replaced}"
 
     def rows_of(split: cache.CachedSplit, training: bool, place: str) -> tuple[Rows, int]:
@@ -175,7 +177,7 @@ def open_loaders(
         elif data.packing == "stream":
             rows = packing.text(split.stream, data.seq)
         else:
-            rows = packing.documents(split.stream, data.seq, tokens.end)
+            rows = packing.documents(split.stream, data.seq, tokens.end, tokens.before[-1:] == (tokens.end,))
         # Records and held-out documents may fill less than a row. A text for training may not.
         if not len(rows) or (training and not source.of_record and len(split.stream) <= data.seq):
             use, other = (
@@ -300,9 +302,9 @@ def _source(
     elif size:
         source = sources.open_source(data, progress)
         path = trained.tokenizer_of_source(source, size, progress, masked)
-        tokens = tokenizer.load_tokenizer(str(path), framed=masked)
+        tokens = tokenizer.load_tokenizer(str(path))
     else:
-        tokens = tokenizer.load_tokenizer(data.tokenizer, framed=masked)
+        tokens = tokenizer.load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
     of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
     source = source or sources.open_source(data, progress, of_record)

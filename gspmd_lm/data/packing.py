@@ -27,6 +27,7 @@ class Rows:
     seq: int
     stride: int
     end: int | None
+    begins_with_end: bool = False  # documents begin with the token `end`, too, which is then no end of a segment
     starts: np.ndarray | None = None  # [rows + 1]; the last one is the length of the stream
 
     def __len__(self) -> int:
@@ -57,6 +58,8 @@ class Rows:
             windows &= ~(TARGET | LAST)
         elif self.end is not None:
             ends = silent = windows[:, :-1] == self.end
+            if self.begins_with_end:  # between two documents there are two of them
+                ends = silent = ends & (windows[:, 1:] == self.end)
         windows = windows.astype(np.int32)
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         targets[silent] = -1
@@ -104,9 +107,9 @@ class Joined:
         return fields
 
 
-def documents(stream: np.ndarray, seq: int, end: int) -> Rows:
+def documents(stream: np.ndarray, seq: int, end: int, begins_with_end: bool = False) -> Rows:
     """Rows of packed documents. Only the last row may be padded."""
-    return Rows(stream, seq, seq, end)
+    return Rows(stream, seq, seq, end, begins_with_end)
 
 
 def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
@@ -123,7 +126,7 @@ def conversations(stream: np.ndarray, seq: int) -> tuple[Rows, int]:
         stop = int(stops[held - 1]) if held else 0
         starts.append(stop if stop > starts[-1] else starts[-1] + seq)
     cut = int(np.count_nonzero(np.diff(stops, prepend=0) > seq + 1))
-    return Rows(stream, seq, seq, None, np.asarray(starts, np.int64)), cut
+    return Rows(stream, seq, seq, None, starts=np.asarray(starts, np.int64)), cut
 
 
 def text(stream: np.ndarray, seq: int) -> Rows:

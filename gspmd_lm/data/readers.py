@@ -26,9 +26,18 @@ _BLOCKS = set(
         h1 h2 h3 h4 h5 h6 header hr li main nav ol option p pre section summary table td th title tr ul""",
     )
 )
-# A text file above this size becomes several documents, cut at line ends, or within very long lines at spaces. Then
-# parts of one large file can be held out, and no file has to fit in memory.
+# A text file above this size is read in sections, cut at line ends, or within very long lines at spaces. Then parts of
+# one large file can be held out, and no file has to fit in memory.
 SECTION_BYTES = 64 * 1024
+
+
+class Section(bytes):
+    """A section of a text file."""
+
+    goes_on = False  # whether the next one is of the same text
+    may_spell_end = False  # whether the end of a text may be spelled in it: in .txt files, as <|endoftext|>
+
+
 Row = tuple[str, dict[str, Any]]  # the place of a record, such as file:line, and its fields
 
 
@@ -66,6 +75,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def plain_text(path: Path) -> Iterator[bytes]:
     """The sections of a text file, each of SECTION_BYTES or a little more."""
+    before, is_txt = None, ".txt" in map(str.lower, path.suffixes[-2:])
+    for part in _sections(path):
+        if before:
+            before.goes_on = True
+            yield before
+        before = Section(part)
+        before.may_spell_end = is_txt
+    if before:
+        yield before
+
+
+def _sections(path: Path) -> Iterator[bytes]:
     left = b""
     with opened(path) as file:
         while section := left + file.read(SECTION_BYTES):

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,23 @@ def copies(
         done += about.get("size") or 0
         local_copies.append(copy)
     return local_copies
+
+
+def beside(address: str, names: Sequence[str], place: str) -> dict[str, bytes]:
+    """The small files beside the one at an address, name -> content: those of `names` that there are.
+
+    A name may end in a pattern, such as folder/*.jinja. Raises InputError as `copies` does.
+    """
+    store, path = fsspec.core.url_to_fs(address)
+    folder = str(path).rpartition("/")[0]
+    try:
+        found = [f"{folder}/{name}" for name in names if "*" not in name and store.exists(f"{folder}/{name}")]
+        for name in names:
+            if "*" in name and store.isdir(f"{folder}/{name.rpartition('/')[0]}"):
+                found += store.glob(f"{folder}/{name}")
+        return {one.removeprefix(folder).lstrip("/"): store.cat_file(one) for one in sorted(found)}
+    except Exception as error:  # stores have no common class of errors
+        raise _refused(f"{place}: {address}", error) from error
 
 
 def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int], None]) -> None:

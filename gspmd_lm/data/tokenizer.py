@@ -2,29 +2,30 @@
 
 import functools
 import hashlib
+import logging
 import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 
-from gspmd_lm.config.paths import download, read_text
-from gspmd_lm.data import remote
+from gspmd_lm import files
+from gspmd_lm.config.paths import cache_folder, download, unwritable
+from gspmd_lm.data import remote, special_tokens
 from gspmd_lm.data.encodings import dropped, encoded
 from gspmd_lm.errors import InputError
-from gspmd_lm.files import json_object
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# Tried in this order if no tokenizer_config.json beside the file names an eos_token.
+# Tried in this order if no file beside the tokenizer.json names the end of a text. It is a guess, which is said.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
 MASK = "<mask>"
 _MASK_NAMES = ("[MASK]", MASK)  # likewise for mask_token
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # surrogateescape shows bytes that it cannot decode so
 NO_CHARACTER = re.compile("[\ud800-\udfff]")  # such bytes, and halves of escaped characters
+_log = logging.getLogger(__name__)
 
 
 class Bytes:
@@ -32,6 +33,9 @@ class Bytes:
 
     vocab_size = 257  # the largest id plus one
     end = 256  # the id that closes a document
+    before: tuple[int, ...] = ()  # the ids that begin a document, and those between its text and `end`
+    after: tuple[int, ...] = ()
+    spelled_end = b""  # what stands for `end` in the text of a file; nothing does
     mask = 0  # the id in the place of a token that is to be guessed: a byte that texts do not have
     special_ids = (mask, end)  # ids that are never to be guessed
     fingerprint = "bytes"  # equal for two tokenizers only if they give equal ids
@@ -40,7 +44,7 @@ class Bytes:
     replaced_bytes = 0  # how many bytes were replaced by U+FFFD or characters dropped: no token stands for them
 
     def encode(self, document: bytes) -> np.ndarray:
-        """The int32 ids of one document, `end` not included."""
+        """The int32 ids of the text of one document, without `before`, `after` and `end`."""
         return np.frombuffer(document, np.uint8).astype(np.int32)
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -71,18 +75,21 @@ class Bytes:
 class HuggingFace:
     """A tokenizer.json. Special tokens that are spelled out in a document are encoded as ordinary text.
 
-    A `framed` one puts the special tokens of the file's template around a document, such as [CLS] and [SEP].
+    `before`, `after` and `end` are what the file's template puts around a text, such as a token that begins one.
     """
 
-    def __init__(self, path: Path, framed: bool = False):
+    def __init__(self, path: Path):
         """Reads a file. Raises InputError if it is not a readable tokenizer.json or has no end-of-text token."""
         try:
             raw = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.tokenizer: {path}: cannot be read ({error})") from error
         sha256 = hashlib.sha256(raw.encode()).hexdigest()
+        self.named = special_tokens.named_tokens(path)  # eos_token and others -> its text
+        declared = special_tokens.declared_tokens(path)
+        ends, self._end_place = special_tokens.end_ids(path)
         try:
-            self._tokenizer, self.vocab_size = _parsed(path.absolute(), sha256)
+            self._tokenizer, added = _parsed(path.absolute(), sha256, repr((self.named, declared, ends)))
         except Exception as error:  # the library raises nothing more precise
             raise InputError(
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
@@ -92,23 +99,28 @@ class HuggingFace:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special = {token.content: i for i, token in added.items() if token.special}
-        self.special_ids = tuple(self.special.values())
         self.path = path
         self.replaced_bytes = 0
         self._byte_ids = self._find_byte_ids(raw)
         model = self._tokenizer.model  # the only kind that drops an unknown character, where others fail
         self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None and self._byte_ids is None
-        self.end = self._named("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
-        self._before: list[int] = []  # the special tokens before a document, and after it but for `end`
-        self._after: list[int] = []
-        begins, ends = self._find_frame()
-        self._appended = len(ends)
-        if framed:
-            self._before, self._after = begins, ends
-            *self._after, self.end = self._after or [self.end]
-        self.fingerprint = f"{sha256}-{self.end}" + (f"-{self._before}-{self._after}" if framed else "")
+        special_tokens.add_declared(self._tokenizer, declared, path)
+        special_tokens.mark_special(self._tokenizer, [*self.named.values()])
+        self.special = self._find_special()
+        self.end = self._find_end(ends)
+        special_tokens.mark_special(self._tokenizer, [str(self._tokenizer.id_to_token(self.end))])
+        self.special = self._find_special()
+        self.special_ids = tuple(self.special.values())
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.before, appended = self._find_frame()
+        self._appended = len(appended)
+        self.after = appended[:-1] if appended[-1:] == (self.end,) else appended
+        self.spelled_end = str(self.text_of(self.end)).encode()
+        self.fingerprint = f"{sha256}-{self.end}" + (
+            f"-{self.before}-{self.after}" if self.before or self.after else ""
+        )
+        if (changed := _added(self._tokenizer)) != added:
+            self.fingerprint += f"-{hashlib.sha256(changed.encode()).hexdigest()[:12]}"
         # The bytes of tokens such as "<0xE6>", id -> byte, that a decoder with byte fallback joins to characters. It
         # replaces every byte of a run of such tokens by U+FFFD if the whole run is not UTF-8.
         found = {self._tokenizer.token_to_id(name): byte for byte, name in enumerate(_fallback_names())}
@@ -129,11 +141,7 @@ class HuggingFace:
             except UnicodeDecodeError:
                 ids.append(self._encode_mixed(document))
         encoded = iter(self._encode_texts(texts))
-        every = [next(encoded) if item is None else item for item in ids]
-        if self._before or self._after:
-            before, after = np.asarray(self._before, np.int32), np.asarray(self._after, np.int32)
-            return [np.concatenate([before, item, after]) for item in every]
-        return every
+        return [next(encoded) if item is None else item for item in ids]
 
     def template(self) -> tokenizers.Tokenizer:
         """A tokenizer of texts and pairs of texts, with the special tokens and the types of the file's template.
@@ -149,7 +157,29 @@ class HuggingFace:
     @property
     def mask(self) -> int:
         """The id in the place of a token that is to be guessed. Raises InputError if there is none."""
-        return self._named("mask_token", _MASK_NAMES, "mask token", MASK)
+        named = self.id_of("mask_token")
+        return self._guessed("mask_token", _MASK_NAMES, "mask token", MASK) if named is None else named
+
+    def id_of(self, name: str) -> int | None:
+        """The id of a named token such as bos_token; None if no file names it.
+
+        Raises InputError if a file names a token that the vocabulary does not have.
+        """
+        if name not in self.named:
+            return None
+        text = self.named[name]
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise InputError(
+                f"data.tokenizer: {self.path}: the files beside it name {text} as the {name}, and it has no such token"
+                f"\n  fix   correct {name} in {special_tokens.SETTINGS} or {special_tokens.SPECIAL_TOKENS_MAP},\n"
+                "        or take all files from the same model"
+            )
+        return found
+
+    def text_of(self, number: int) -> str | None:
+        """The text of the token with an id; None if there is none."""
+        return self._tokenizer.id_to_token(number)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
@@ -221,29 +251,52 @@ class HuggingFace:
         ids = [self._tokenizer.token_to_id(name) for name in names]
         return None if None in ids else np.asarray(ids, np.int32)
 
-    def _find_frame(self) -> tuple[list[int], list[int]]:
+    def _find_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The special tokens that the file's template puts before a text, and after it."""
         alone = self._tokenizer.id_to_token(self.end)  # a text of one token in any vocabulary
         assert alone
         encoding = self._encode_whole(alone)
         of_text = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-        return (encoding.ids[: of_text[0]], encoding.ids[of_text[-1] + 1 :]) if of_text else ([], [])
+        ids = tuple(encoding.ids)
+        return (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ((), ())
 
-    def _named(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
-        """The id of the special token that tokenizer_config.json has under `key`, or else of the first of `names`."""
-        if named := text_of_token(read_object(self.path.with_name("tokenizer_config.json")).get(key)):
-            names = [str(named), *names]
+    def _find_special(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    def _find_end(self, ids: Sequence[int]) -> int:
+        """The id of the token that closes a text: the eos_token, or the first one at which the model beside it ends."""
+        if (named := self.id_of("eos_token")) is not None:
+            return named
+        if ids and self._tokenizer.id_to_token(ids[0]) is None:
+            raise InputError(
+                f"{self._end_place}: eos_token_id={ids[0]}, and {self.path} has no such token\n"
+                f"  fix   name the token that ends a text as eos_token in {special_tokens.SETTINGS} beside it"
+            )
+        if ids:
+            return ids[0]
+        if (named := self.id_of("sep_token")) is not None:  # BERT's texts end so
+            return named
+        return self._guessed("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
+
+    def _guessed(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
+        """The id of the first special token of `names`. It is said, unless no other special token could be meant."""
         for name in names:
             if name in self.special:
+                if not self.special.keys() <= {END_OF_TEXT, MASK, name}:
+                    _say_once(
+                        f"{self.path}: no file beside it names the {key}; {name} is taken for it, because it is often "
+                        f'named so. A {special_tokens.SETTINGS} with "{key}" says it.'
+                    )
                 return self.special[name]
         raise InputError(
             f"data.tokenizer: {self.path}: has no {what} (special tokens: {', '.join(self.special) or 'none'})\n"
-            f"  fix   add a special token named {usual} to its added_tokens, or name one of its special tokens\n"
-            f'        as "{key}" in a tokenizer_config.json beside it'
+            f"  fix   add a special token named {usual} to its added_tokens, or name one of its tokens\n"
+            f'        as "{key}" in a {special_tokens.SETTINGS} beside it'
         )
 
 
-Tokenizer = Bytes | HuggingFace  # `end` is appended to every document
+Tokenizer = Bytes | HuggingFace
 
 
 def unspelled(tokenizer: Tokenizer) -> list[str]:
@@ -284,21 +337,32 @@ def _ends(end: int) -> tokenizers.processors.TemplateProcessing:
     )
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning("%s", message)
+
+
 @functools.lru_cache(maxsize=1)
-def _parsed(path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, int]:
-    """The tokenizer of a file with this content, and its largest id plus one.
+def _parsed(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer, str]:
+    """The tokenizer of a file with this content, which each caller changes alike, and its added tokens before that.
+
+    beside: what the files beside it say.
 
     It is kept, because a run asks for it several times: for the size of the vocabulary, for its data, for its samples.
     A tokenizer of 128,000 tokens takes half a second to parse.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    return tokenizer, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return tokenizer, _added(tokenizer)
 
 
-def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
+def _added(tokenizer: tokenizers.Tokenizer) -> str:
+    return str(tokenizer.get_added_tokens_decoder())
+
+
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes, or the path of a tokenizer.json or of its folder.
 
-    framed: see HuggingFace. Raises InputError if there is none.
+    Raises InputError if there is none.
     """
     if name == "bytes":
         return Bytes()
@@ -307,14 +371,13 @@ def load_tokenizer(name: str, framed: bool = False) -> Tokenizer:
             f"data.tokenizer={name} is trained by the run that uses it\n"
             "  fix   name the run with --workdir, or set data.tokenizer to its tokenizer.json"
         )
-    return HuggingFace(tokenizer_path(name), framed)
+    return HuggingFace(tokenizer_path(name))
 
 
 def tokenizer_path(name: str) -> Path:
     """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
     if "://" in name:
-        (path,) = remote.copies(name, "data.tokenizer")
-        return path
+        return _copied(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
@@ -323,14 +386,20 @@ def tokenizer_path(name: str) -> Path:
     return path
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file beside a tokenizer; empty if there is no file. Raises InputError for another value."""
-    return json_object(read_text(path), path, "correct or remove it") if path.is_file() else {}
-
-
-def text_of_token(token: Any) -> Any:
-    """The text of a special token, which tokenizer_config.json writes alone or as the content of an object."""
-    return token.get("content") if isinstance(token, dict) else token
+def _copied(address: str) -> Path:
+    """The copy of a tokenizer.json from elsewhere, in a folder with copies of the files about it."""
+    (path,) = remote.copies(address, "data.tokenizer")
+    contents = remote.beside(address, special_tokens.SMALL_FILES, "data.tokenizer")
+    facts = repr([path.parent.name, *contents.items()])
+    folder = cache_folder("tokenizers") / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    try:
+        for name, content in (contents | {FILE: path.read_bytes()}).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (folder / name).is_file() or (folder / name).read_bytes() != content:
+                files.replace(folder / name, content)
+    except OSError as error:
+        raise unwritable(folder, error.strerror) from error
+    return folder / FILE
 
 
 def trained_size(name: str) -> int | None:

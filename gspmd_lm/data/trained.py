@@ -11,11 +11,11 @@ import tokenizers
 from etils import epath
 
 from gspmd_lm import files
-from gspmd_lm.config import Config
-from gspmd_lm.config.paths import cache_entry, cache_folder, unwritable
-from gspmd_lm.data import sources
+from gspmd_lm.config import Config, core_yaml
+from gspmd_lm.config.paths import cache_entry, cache_folder, read_text, unwritable
+from gspmd_lm.data import corpus, sources, special_tokens
 from gspmd_lm.data.sources import DocumentSource, Progress, random_rows
-from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, trained_size
+from gspmd_lm.data.tokenizer import END_OF_TEXT, FILE, MASK, Tokenizer, load_tokenizer, tokenizer_path, trained_size
 from gspmd_lm.errors import InputError
 from gspmd_lm.workdir import layout
 
@@ -70,6 +70,38 @@ def with_vocab_size(config: Config) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(model, vocab=vocab, padded_vocab=padded))
 
 
+def keeps_tokenizer(config: Config, workdir: epath.Path) -> bool:
+    """Whether a run is to keep the files of its tokenizer in its workdir: unless they are there already."""
+    name = config.data.tokenizer
+    if name == "bytes" or trained_size(name) or files.is_remote(name):
+        return name != "bytes"
+    path = Path(name).expanduser()
+    is_inside = not files.is_remote(workdir) and Path(workdir).absolute() in path.absolute().parents
+    return path.exists() and not is_inside
+
+
+def files_to_keep(config: Config, workdir: epath.Path, made: Path | None) -> dict[str, bytes]:
+    """The files of a run's tokenizer that its workdir lacks, name -> content.
+
+    made: the tokenizer.json that the run trained.
+    """
+    if not keeps_tokenizer(config, workdir):
+        return {}
+    return special_tokens.files_of(made or tokenizer_path(config.data.tokenizer))
+
+
+def with_places(config: Config, workdir: epath.Path) -> Config:
+    """The config with what it names from this folder named from anywhere: data, weights, and the tokenizer of a run."""
+    data, train = config.data, config.train
+    held_out = data.held_out if isinstance(data.held_out, int | float) else corpus.with_places(data.held_out)
+    tokenizer = data.tokenizer if data.tokenizer == "bytes" else corpus.absolute(data.tokenizer)
+    source = corpus.with_places(data.source)
+    data = dataclasses.replace(data, source=source, held_out=held_out, tokenizer=tokenizer)
+    train = dataclasses.replace(train, init_from=train.init_from and corpus.absolute(train.init_from))
+    placed = dataclasses.replace(config, data=data, train=train)
+    return with_kept_tokenizer(placed, workdir) if keeps_tokenizer(config, workdir) else placed
+
+
 def with_kept_tokenizer(config: Config, workdir: epath.Path) -> Config:
     """The config, with the tokenizer.json that a run keeps in its workdir."""
     path = (workdir if files.is_remote(workdir) else epath.Path(Path(workdir).absolute())) / layout.TOKENIZER
@@ -77,20 +109,45 @@ def with_kept_tokenizer(config: Config, workdir: epath.Path) -> Config:
 
 
 def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
-    """The config, with the tokenizer that an earlier run trained in its workdir, if the config's is not there.
+    """The config, with the tokenizer that an earlier run keeps in its workdir, if it keeps one.
 
-    It is not there if it is yet to be trained, or if the workdir was moved since. Raises InputError if the workdir
-    cannot be looked into.
+    The config may name it as it was when the run began, as the run's own config does, or as one that is yet to be
+    trained. Raises InputError if it names another tokenizer, or if the workdir cannot be looked into.
     """
     name = config.data.tokenizer
-    if name == "bytes" or (trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())):
-        return config
     path = layout.path_of(workdir)
+    kept = path / layout.TOKENIZER
+    if name == "bytes":
+        return config
     try:
-        exists = (path / layout.TOKENIZER).exists()
+        if not kept.exists():
+            return config
+        sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
     except Exception as error:  # the packages of remote stores have no common class
         raise InputError(f"--workdir={workdir}: cannot be read ({error})\n  fix   correct it, or log in") from error
-    return with_kept_tokenizer(config, path) if exists else config
+    is_named = trained_size(name) is None and (files.is_remote(name) or Path(name).expanduser().exists())
+    if is_named and name != _tokenizer_of_run(workdir):
+        other = hashlib.sha256(tokenizer_path(name).read_bytes()).hexdigest()
+        if other != sha256:
+            raise InputError(
+                f"data.tokenizer={name} is not the tokenizer of the run in {workdir}: its sha256 is {other[:12]}..., "
+                f"and that of {kept} is {sha256[:12]}...\n"
+                "  fix   leave data.tokenizer out, which takes the run's, or use another --workdir"
+            )
+        return config
+    return with_kept_tokenizer(config, path)
+
+
+def _tokenizer_of_run(workdir: str) -> str | None:
+    """data.tokenizer in the config.yaml of a local workdir; None where there is none."""
+    if not (path := layout.left(workdir, layout.CONFIG)):
+        return None
+    try:
+        described = core_yaml.parse(read_text(Path(path)), path)
+    except InputError:  # a run writes it anew
+        return None
+    data = described.get("data") if isinstance(described, dict) else None
+    return data.get("tokenizer") if isinstance(data, dict) else None
 
 
 def with_trained_tokenizer(config: Config, progress: Progress | None = None) -> Config:

@@ -16,7 +16,6 @@ from gspmd_lm.config import Config, Train
 from gspmd_lm.data import trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
-from gspmd_lm.data.tokenizer import trained_size
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.preemption import Agreement, StopSignal
@@ -71,10 +70,9 @@ class Run:
 
     @functools.cached_property
     def config(self) -> Config | None:
-        """The config of the decoder, with the tokenizer that the run keeps in its workdir if it trains one."""
+        """The config of the decoder, with the tokenizer that the run keeps in its workdir, and with absolute places."""
         config = self.step.config
-        trains_one = config and trained_size(config.data.tokenizer)
-        return trained.with_kept_tokenizer(config, self.workdir) if trains_one else config
+        return trained.with_places(config, self.workdir) if config else None
 
     @property
     def settings(self) -> Train:
@@ -180,8 +178,10 @@ class Run:
 
     def _write_description(self) -> None:
         if self.machine.is_main:
+            made = self.rows[0].tokenizer
+            kept = trained.files_to_keep(self.step.config, self.workdir, made) if self.step.config else {}
             history.write_description(
-                self.workdir, described(self.config or self.step.task), self.step.rules.text, self.rows[0].tokenizer,
+                self.workdir, described(self.config or self.step.task), self.step.rules.text, kept,
                 self.rows[0].classes, mesh=dict(self.step.rules.mesh), rows=self.rows[0].description,
                 device=self.machine.device_kind,
             )  # fmt: skip
@@ -379,7 +379,7 @@ class _Training:
         if not self.is_main:
             return _Silent()
         return Log(
-            self.run.workdir, self.start, self.config, described(self.run.config or self.run.step.task), self.say
+            self.run.workdir, self.start, self.config, described(self.run.step.config or self.run.step.task), self.say
         )
 
 

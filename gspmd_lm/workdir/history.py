@@ -5,7 +5,6 @@ import datetime
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -24,21 +23,22 @@ def write_description(
     workdir: epath.Path,
     config: Mapping[str, Any],
     rules: str,
-    tokenizer: Path | None,
+    tokenizer: Mapping[str, bytes],
     classes: Sequence[str],
     *,
     mesh: Mapping[str, int],
     rows: str,
     device: str,
 ) -> None:
-    """Writes what is enough to repeat a run: config and rules as resolved, versions, and a tokenizer that it trained.
+    """Writes what is enough to repeat a run: config and rules as resolved, versions, and its tokenizer.
 
-    classes: the labels of its data, written if there are any. rules: the text of the rules file. rows: what the run is
-    trained on. device: the kind of its devices.
+    tokenizer: the files that the run is to keep, name -> content. classes: the labels of its data, written if there are
+    any. rules: the text of the rules file. rows: what the run is trained on. device: the kind of its devices.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    if tokenizer:
-        files.replace(workdir / layout.TOKENIZER, tokenizer.read_bytes())
+    for name, content in tokenizer.items():
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        files.replace(workdir / name, content)
     if classes:
         files.replace(workdir / layout.CLASSES, json.dumps(classes) + "\n")
     files.replace(workdir / layout.CONFIG, core_yaml.dump(config))

@@ -156,6 +156,16 @@ def test_a_field_that_cannot_be_had(changed, message):
     assert message in refused(LLAMA31 | changed)
 
 
+def test_layer_types_that_say_nothing_new():
+    """transformers 5 reads them in every family."""
+    plain = architecture.model_settings(architecture.family_of(LLAMA31, ""), LLAMA31, "")
+    layers = LLAMA31["num_hidden_layers"]
+    said = LLAMA31 | {"layer_types": ["full_attention"] * layers}
+    assert architecture.model_settings(architecture.family_of(said, ""), said, "") == plain
+    for wrong in (["full_attention"] * (layers - 1), ["sliding_attention"] * layers, "full_attention"):
+        assert "layer_types" in refused(LLAMA31 | {"layer_types": wrong})
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [

@@ -197,5 +197,11 @@ def test_a_folder_without_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(InputError, match=r"it has pytorch_model.bin, which are not read\n  fix .*save_pretrained"):
         safetensors.stored_tensors(tmp_path)
+    (tmp_path / "model.fp16.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"it has model.fp16.safetensors\n  fix .* rename it to model.safetensors"):
+        safetensors.stored_tensors(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"model-00001-of-00002.safetensors, model.fp16.*\n  fix   fetch .*index.json"):
+        safetensors.stored_tensors(tmp_path)
     with pytest.raises(InputError, match="no such folder"):
         safetensors.stored_tensors(tmp_path / "nowhere")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gspmd_lm import cli, config
+from gspmd_lm import api, cli, config
+from gspmd_lm.config import core_yaml
 from gspmd_lm.convert import safetensors, sidecars
-from gspmd_lm.data import tokenizer
+from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generation_config
 from gspmd_lm.workdir import checkpoint, layout
@@ -52,6 +53,16 @@ def folder(tmp_path):
 
 def write(name, text):
     return lambda folder, patch: (folder / name).write_text(text)
+
+
+def adapter(folder, patch):
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+
+
+def without_end(folder, patch):
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"added_tokens": []}))
+    (folder / "generation_config.json").write_text("{}")
 
 
 def change(**fields):
@@ -101,7 +112,8 @@ def unreadable(name):
         (change(vocab_size=2**50), "model.vocab: must be at most 2147483647, got 1125899906842624"),
         (change(max_position_embeddings=2**70), "max_position_embeddings: 1180591620717411303424 is above"),
         (write("tokenizer.json", "{}"), "tokenizer.json: not a Hugging Face tokenizer.json"),
-        (write("tokenizer.json", json.dumps(TOKENIZER | {"added_tokens": []})), "has no end-of-text token"),
+        (without_end, "has no end-of-text token"),
+        (adapter, "an adapter of PEFT, not a whole model\n  fix   merge it into some/base with peft"),
         (write("tokenizer_config.json", "[" * 10_000), "tokenizer_config.json: lists or objects within each other"),
         (write("generation_config.json", "[" * 10_000), "generation_config.json: lists or objects within each other"),
         (write("generation_config.json", '{"eos_token_id": "x"}'), "generation_config.json: eos_token_id"),
@@ -170,6 +182,7 @@ def test_a_conversion_that_was_killed_can_be_repeated(run, folder, tmp_path, mon
     assert not (work / "checkpoints" / "0").exists()
     for path in [*work.glob("*.yaml"), *work.glob("hugging_face/*")]:
         assert path.read_text().endswith(("\n", "}"))
+    change(eos_token_id=1)(folder, monkeypatch)
     (folder / "generation_config.json").unlink()  # the next one brings another folder, and nothing of this one stays
     code, _, err = run(*flags)
     assert (code, err) == (0, "")
@@ -274,12 +287,14 @@ def trained(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (tmp_path / "mine" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "mine" / "config.json").write_text('{"eos_token_id": 1}')
+    monkeypatch.chdir(tmp_path)
     sets = ["model.layers=1", "model.embed=16", "model.heads=2", "model.kv_heads=2", "model.head_dim=8", "model.mlp=16",
-            "model.context=16", "model.vocab=64", f"data.tokenizer={tmp_path / 'mine' / 'tokenizer.json'}",
+            "model.context=16", "model.vocab=64", "data.tokenizer=mine",
             "data.source=random:64", "data.seq=16", "data.batch=8", "data.held_out=0.0", "train.steps=2",
             "train.trackers=[]"]  # fmt: skip
     with pytest.raises(SystemExit) as end:
-        cli.main(["main.py", "train", f"--workdir={tmp_path / 'run'}", *TRAIN, *(f"--set={one}" for one in sets)])
+        cli.main(["main.py", "train", "--workdir=run", *TRAIN, *(f"--set={one}" for one in sets)])
     assert end.value.code == 0
     return tmp_path / "run"
 
@@ -298,6 +313,30 @@ def test_a_model_that_was_trained_here_says_where_its_texts_end(run, trained, tm
     assert "No licence came with the weights." in card and str(tmp_path) not in card
 
 
+def test_a_run_keeps_its_tokenizer(trained, tmp_path, monkeypatch):
+    kept = {path.name for path in trained.iterdir()} & {*special_tokens.FILES, "config.json"}
+    assert kept == {"tokenizer.json", "chat_template.jinja", "generation_config.json"}, "with the ends of config.json"
+    run = str(trained / "config.yaml")
+    named = core_yaml.parse((trained / "config.yaml").read_text(), "")["data"]["tokenizer"]
+    assert named == str(trained / "tokenizer.json")
+    (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "elsewhere"):  # one has another tokenizer of the same name
+        monkeypatch.chdir(folder)
+        config = api.load_config(run, workdir=str(trained))
+        assert config.data.tokenizer == named and chat.stop_ids(named) == (1,)
+    other = TOKENIZER | {"truncation": None, "version": "1.1"}
+    (tmp_path / "elsewhere" / "mine" / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(
+        InputError, match=r"data.tokenizer=mine is not the tokenizer of the run in .*/run: its sha256 is"
+    ):
+        api.load_config(run, "data.tokenizer=mine", str(trained))
+    monkeypatch.chdir(tmp_path)
+    assert api.load_config(run, "data.tokenizer=mine", str(trained)).data.tokenizer == "mine"
+    trained.rename(tmp_path / "moved")
+    moved = str(tmp_path / "moved" / "config.yaml")
+    assert api.load_config(moved, workdir="moved").data.tokenizer == str(tmp_path / "moved" / "tokenizer.json")
+
+
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_ends_its_texts(run, trained, tmp_path):
@@ -314,3 +353,21 @@ def test_transformers_ends_its_texts(run, trained, tmp_path):
         model.lm_head.bias = torch.nn.Parameter(torch.eye(64)[1])
     made = model.generate(torch.tensor([[0]]), max_new_tokens=9, do_sample=False)
     assert made.tolist() == [[0, 1]]
+
+
+def test_a_copy_of_the_tokenizer_that_came_with_the_weights_changes_nothing(tmp_path):
+    original, kept = tmp_path / "hugging_face", tmp_path / "tuned"
+    for path in (original, kept):
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (original / "config.json").write_text('{"eos_token_id": 1}')
+
+    def written():
+        name = str(kept / "tokenizer.json")
+        return sidecars.written_anew(sidecars.exported(original, name), original, name, 2)
+
+    for name, content in special_tokens.files_of(original / "tokenizer.json").items():
+        (kept / name).write_bytes(content)
+    assert written() == ({}, [])
+    (kept / "generation_config.json").write_text('{"eos_token_id": 0}')  # whoever tunes lets texts end otherwise
+    assert written()[1] == [0]

@@ -79,6 +79,28 @@ MARKED = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}
 """
 REWRITES = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+# As Phi-3.5's: a token that ends a text follows the last turn, unless an answer is asked for.
+ENDED = """\
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>\\n' }}
+{%- endfor %}
+{{- '<|start|>assistant\\n' if add_generation_prompt else eos_token }}
+"""
+# As Qwen3's: answers after the last question show their thoughts, and the last one has an empty place for them.
+THINKING = """\
+{%- set ns = namespace(question=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > ns.question and (loop.last or message.reasoning_content) %}
+        {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "marked": MARKED}
 
 

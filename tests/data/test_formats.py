@@ -197,3 +197,16 @@ def test_tables_that_are_ambiguous_or_hold_no_utf8(ending, tmp_path):
     for read in (lambda: formats.texts(path, "text"), lambda: formats.records(path, ["text"])):
         with pytest.raises(InputError, match=rf"a\.{ending}: two columns are named text\n  fix "):
             list(read())
+
+
+def test_texts_that_are_null_or_empty_are_skipped_and_counted(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "one"}\n{"text": ""}\n')
+    table = pyarrow.table({"text": ["one", None, None, "two"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for name, found, count in (("a.jsonl", [b"one"], "2 texts are"), ("a.parquet", [b"one", b"two"], "2 texts are")):
+        caplog.clear()
+        for _ in range(2):
+            assert [*formats.texts(tmp_path / name, "text")] == found
+        assert [record.message for record in caplog.records] == [
+            f"{tmp_path / name}: {count} null or empty, and skipped"
+        ]

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm import config
-from gspmd_lm.data import loader, sources, tokenizer, trained
+from gspmd_lm.data import chat, loader, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 0, "context": 256}
@@ -96,6 +96,35 @@ def test_a_run_trains_its_tokenizer_once_and_finds_it_again(folder, monkeypatch)
         tokenizer.load_tokenizer("bpe:300")
 
 
+def test_a_config_that_means_the_same_everywhere(folder, monkeypatch):
+    (folder / "two words.txt").write_text("x")
+    here = str(folder)
+    for named, placed in (
+        ("texts", f"{here}/texts"),
+        ("*/a.txt", f"{here}/*/a.txt"),
+        ("two words.txt", f"{here}/two words.txt"),
+        ("a.txt b.txt", f"{here}/a.txt {here}/b.txt"),
+        (f"{here}/a.txt", f"{here}/a.txt"),
+        *((one, one) for one in ("stdlib", "stdlib:pairs", "random:64", "gs://bucket/texts", "hf://datasets/a/b")),
+    ):
+        config = _config({"source": named, "held_out": named if ":" not in named else 0.5}, {"init_from": "base"})
+        run = trained.with_places(config, epath.Path("run"))
+        assert run.data.source == placed and run.data.held_out == (placed if ":" not in named else 0.5)
+        assert run.train.init_from == f"{here}/base" and run.data.tokenizer == "bytes"
+    several = _config({"source": [{"path": "a", "weight": 1}, {"path": "gs://b", "weight": 2}], "tokenizer": "bpe:300"})
+    run = trained.with_places(several, epath.Path("run"))
+    assert [one.path for one in run.data.sources] == [f"{here}/a", "gs://b"] and not run.train.init_from
+    assert run.data.tokenizer == f"{here}/run/tokenizer.json"
+    bucket = _config({"tokenizer": "bpe:300"}, {"init_from": "gs://bucket/base"})
+    run = trained.with_places(bucket, epath.Path("gs://bucket/run"))
+    assert (run.data.tokenizer, run.train.init_from) == ("gs://bucket/run/tokenizer.json", "gs://bucket/base")
+    inside = _config({"tokenizer": "run/hugging_face/tokenizer.json"})
+    (folder / "run" / "hugging_face").mkdir(parents=True)
+    (folder / "run" / "hugging_face" / "tokenizer.json").write_text("{}")
+    run = trained.with_places(inside, epath.Path("run"))
+    assert run.data.tokenizer == f"{here}/run/hugging_face/tokenizer.json", "it is in the workdir already"
+
+
 def test_a_tokenizer_may_lie_in_a_store(folder):
     """As that of a run whose workdir is in a bucket does."""
     trained.train_tokenizer([b"the cat sat on the mat " * 50], 270, folder / "tokenizer.json")
@@ -103,6 +132,17 @@ def test_a_tokenizer_may_lie_in_a_store(folder):
     store.pipe("/run/tokenizer.json", (folder / "tokenizer.json").read_bytes())
     far, near = tokenizer.load_tokenizer("memory://run/tokenizer.json"), tokenizer.load_tokenizer("tokenizer.json")
     assert far.fingerprint == near.fingerprint
+    beside = {"tokenizer_config.json": b'{"eos_token": "t"}', "chat_template.jinja": b"{{ eos_token }}",
+              "additional_chat_templates/tool_use.jinja": b"tools{{ tools | length }}"}  # fmt: skip
+    for name, content in beside.items():
+        store.pipe(f"/run/{name}", content)
+    far = tokenizer.load_tokenizer("memory://run")
+    assert far.decode([far.end]) == b"t" != near.decode([near.end]), "the files beside it count as well"
+    talk = chat.Chat("memory://run/tokenizer.json")
+    asked = [{"role": "user", "content": "Hi"}]
+    assert (talk.render(asked), talk.render(asked, tools=[{}])) == ("t", "tools1")
+    store.pipe("/run/tokenizer_config.json", b"{}")
+    assert tokenizer.load_tokenizer("memory://run").fingerprint == near.fingerprint
     kept = trained.with_kept_tokenizer(_config({"tokenizer": "bpe:300"}), epath.Path("gs://bucket/run")).data.tokenizer
     assert kept == "gs://bucket/run/tokenizer.json"
     with pytest.raises(InputError, match=r"data\.tokenizer: memory://run/none\.json matches no file"):

@@ -96,14 +96,14 @@ def test_a_run_keeps_its_classes_and_refuses_others(tmp_path):
     workdir = epath.Path(tmp_path / "run")
     history.check_classes(workdir, (), ("a", "b"), print)
     about = {"mesh": {}, "rows": "", "device": "cpu"}
-    history.write_description(workdir, {}, "", None, ("a", "b"), **about)
+    history.write_description(workdir, {}, "", {}, ("a", "b"), **about)
     assert json.loads((workdir / "classes.json").read_text()) == ["a", "b"]
     known = history.known_classes(workdir)
     history.check_classes(workdir, known, ("a", "b"), print)
     history.check_classes(workdir, known, (), print)
     with pytest.raises(InputError, match=r"classes\.json: .* classes \['a', 'b'\], .* now has \['a', 'c'\]\n  fix "):
         history.check_classes(workdir, known, ("a", "c"), print)
-    history.write_description(epath.Path(tmp_path / "other"), {}, "", None, (), **about)
+    history.write_description(epath.Path(tmp_path / "other"), {}, "", {}, (), **about)
     assert not (tmp_path / "other" / "classes.json").exists()
 
 
