@@ -209,7 +209,7 @@ def test_parameters_without_axes_inputs_without_rows_and_states_without_names_ar
     def init(key):
         return nn.Dense(4).init(key, jnp.zeros((1, 16)))["params"]
 
-    with pytest.raises(InputError, match="kernel: 0 logical axes for 2 dimensions"):
+    with pytest.raises(InputError, match="kernel: _0 _1: no weight is named kernel"):
         gspmd_lm.dry_run(dataclasses.replace(mixer.TASK, init=init), layout("data"))
     with pytest.raises(InputError, match="labels: the first axis of 'labels: label' is not batch"):
         dataclasses.replace(mixer.TASK, inputs={"labels": Input((32,), "int32", "labels: label")})

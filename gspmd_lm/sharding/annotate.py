@@ -355,7 +355,7 @@ def _answer_constraints() -> None:
                 f"{text}: x has {x.ndim} dimensions, fallback={fallback.name}, mesh={mesh}\n"
                 "  fix   name at most one axis per dimension, without mesh= and fallback=: the rules file says both"
             )
-        names = named((*axes, *(None,) * (x.ndim - len(axes))))
+        names = named(axes, x.ndim)
         for axis in names:
             if not is_unnamed(axis):
                 _check_name(text, "axis", axis, place.vocabulary.axes)

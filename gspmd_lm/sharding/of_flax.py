@@ -37,7 +37,8 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Box":
-        return self.replace(axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
+        added = names.named([params.get(nn.PARTITION_NAME)], 1)
+        return self.replace(axes=(*self.axes[:index], *added, *self.axes[index:]))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Box":
         return self.replace(axes=(*self.axes[:index], *self.axes[index + 1 :]))
@@ -60,6 +61,7 @@ def reading(rows: int = 0) -> Iterator[None]:
     eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
     if _nnx():
         _intercept_layers_of_nnx()
+        _intercept_reads_of_nnx()
     token = _rows.set(rows)
     try:
         with eagerly(False) if eagerly else contextlib.nullcontext(), nn.intercept_methods(_of_linen):
@@ -72,12 +74,10 @@ def boxed(variables: Any) -> Any:
     """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
 
     A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
-    module becomes one of both. What is no parameter need not have axes, and is then not split. Raises InputError for
-    the keys of NNX that draw random numbers.
+    module becomes one of both. An array that the model names no axes of is in no box. Raises InputError for the keys of
+    NNX that draw random numbers.
     """
-    tree = _of_nnx(variables) if _is_state(variables) else variables
-    state, trained = parted(tree)
-    return jax.tree.map(_with_axes, state, is_leaf=meta.is_axis_metadata) | trained if state else trained
+    return _of_nnx(variables) if _is_state(variables) else variables
 
 
 def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
@@ -109,8 +109,7 @@ def _of_nnx(variables: Any) -> Any:
                 f"{'.'.join(keys[1:])} draws random numbers, and no step has those of the step before\n"
                 "  fix   have init return nnx.state(model, (nnx.Param, nnx.BatchStat)), and draw with the key of sums()"
             )
-        axes, value = variable.get_metadata("out_sharding", None), variable.get_raw_value()
-        arrays[keys] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+        arrays[keys] = nn.LogicallyPartitioned(variable.get_raw_value(), _axes_of_nnx(variable))
     kinds = {type(variable).__name__ for _, variable in _variables(variables)}
     if len(kinds) > 1 and not any(isinstance(variable, _nnx().Param) for _, variable in _variables(variables)):
         raise InputError(
@@ -134,16 +133,20 @@ def _variables(state: Any) -> list[tuple[tuple[str, ...], Any]]:
     return [((collection(variable),) * several + tuple(map(str, path)), variable) for path, variable in flat]
 
 
-def _with_axes(x: Any) -> Any:
-    return x if meta.is_axis_metadata(x) else nn.LogicallyPartitioned(x, (None,) * x.ndim)
-
-
 def named(boxes: Any) -> Any:
-    """The path and logical axes of each parameter of nested dicts, as a tree of Named."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(str(key.key) for key in path), names.named(spec)),
-        nn.get_partition_spec(boxes),
-    )
+    """The path and logical axes of each parameter of nested dicts, as a tree of Named.
+
+    A box with fewer names than its array has dimensions names the leading ones, as in flax. Where it has more, there
+    are more axes than dimensions.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> Named:
+        (array,) = jax.tree.leaves(leaf)
+        axes = tuple(leaf.get_partition_spec()) if hasattr(leaf, "get_partition_spec") else ()
+        where = ".".join(str(key.key) for key in path)
+        return Named(where, names.named(axes, array.ndim), max(array.ndim - len(axes), 0))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, boxes, is_leaf=meta.is_axis_metadata)
 
 
 def readable(like: Any, params: Any) -> Any:
@@ -178,8 +181,45 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        axes = variable.get_metadata("out_sharding", None) or (None,) * value.ndim
-        return _read(value, self.path, names.named(axes))
+        return _read(value, self.path, names.named(_axes_of_nnx(variable), value.ndim))
+
+
+def _axes_of_nnx(variable: Any) -> tuple[Any, ...]:
+    """The names that a variable of NNX has for its leading dimensions."""
+    axes = variable.get_metadata("out_sharding", None)
+    return tuple(getattr(axes, "spec", axes) or ())
+
+
+_FACTS = "shape", "dtype", "ndim", "size", "nbytes", "itemsize", "aval", "sharding", "weak_type"  # no read of values
+
+
+@functools.cache
+def _intercept_reads_of_nnx() -> None:
+    """Has a variable placed before an index or an attribute of its array is taken: `table[ids]`, `kernel.T`.
+
+    Flax (0.12) hands `on_get_value` what the index has left of the array, and calls nothing for an attribute.
+    """
+    kind = _nnx().Variable
+    get_value, get_attribute = kind.get_value, kind.__getattr__
+
+    def is_placed(variable: Any) -> bool:
+        return isinstance(object.__getattribute__(variable, "_var_metadata").get("on_get_value"), _Read)
+
+    @functools.wraps(get_value)
+    def value(self: Any, **how: Any) -> Any:
+        if "index" in how and is_placed(self):
+            whole = get_value(self)
+            return whole if how["index"] is ... else whole[how["index"]]
+        return get_value(self, **how)
+
+    @functools.wraps(get_attribute)
+    def attribute(self: Any, name: str) -> Any:
+        of_metadata = name in object.__getattribute__(self, "_var_metadata")
+        if name.startswith("_") or name in _FACTS or of_metadata or not is_placed(self):
+            return get_attribute(self, name)
+        return getattr(self.get_value(), name)
+
+    kind.get_value, kind.__getattr__ = value, attribute
 
 
 def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:

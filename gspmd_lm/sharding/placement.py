@@ -37,6 +37,7 @@ class Named:
 
     path: str
     axes: tuple[str, ...]
+    left_out: int = 0  # last dimensions that the model says nothing of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -108,7 +109,7 @@ class Step(TaskProgram):
 
     def _init_from(self, weights: Any) -> State:
         task, zero = self.task, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), task.initial(jax.random.key(task.seed)), is_leaf=_is_boxed)
+        params = nn.unbox(task.initial(jax.random.key(task.seed)))
         params = lora.joined(params, weights)
         _, trained = task.partition(params)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
@@ -238,7 +239,3 @@ def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Seq
     compile-only."""
     task, mesh = decoder.task(config), meshes.build(rules, devices)
     return Step(settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
-
-
-def _is_boxed(leaf: Any) -> bool:
-    return hasattr(leaf, "unbox")
