@@ -25,6 +25,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.pickled import pickled
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
@@ -136,12 +137,13 @@ def programs(
                 f"{root}: compiled programs cannot be kept there ({error.strerror})\n"
                 "  fix   set GSPMD_LM_CACHE to a folder that you may write to"
             ) from error
-        distinct = {request.key(): request for request in requests}
+        keys = [request.key() for request in requests]  # each once: what is sent need not be the same bytes twice
+        distinct = dict(zip(keys, requests, strict=True))
         with ThreadPoolExecutor(side_by_side(len(distinct))) as pool:
             waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
             compiled = {key: future.result() for key, future in waiting.items()}
         _trim(root, keep=compiled)
-        return [compiled[request.key()] for request in requests]
+        return [compiled[key] for key in keys]
 
 
 def side_by_side(wanted: int) -> int:
@@ -174,7 +176,7 @@ def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledPr
         started = time.monotonic()
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
         try:
-            (partial / "request.pickle").write_bytes(pickle.dumps(request))
+            (partial / "request.pickle").write_bytes(pickled(request))
             _run_compiler(request, partial)
             (partial / "request.pickle").unlink()
             files.seal(partial, ENTRY)
@@ -214,19 +216,6 @@ def _run_compiler(request: CompileRequest, folder: Path) -> None:
     notes = re.findall(r"\[SPMD\] (Involuntary full rematerialization.*)", done.stderr)
     if notes:
         (folder / "notes.json").write_text(json.dumps(notes))
-
-
-def pickled(task: "Task | Program") -> bytes:
-    """What another process makes it from. Raises InputError where that process could not import its functions."""
-    what = f"task {task.name}" if hasattr(task, "vocabulary") else f"step {task.name}"
-    fix = "  fix   define them, and the classes that they use, at the top of a module that the script imports"
-    try:
-        content = pickle.dumps(task)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"{what}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
-    if b"__main__" in content:
-        raise InputError(f"{what}: its functions stand in the script that runs\n{fix}")
-    return content
 
 
 def sizes(arrays: "Arrays") -> dict[str, list[int]]:

@@ -48,7 +48,7 @@ class Generation(NamedTuple):
 class Task:
     """A model, its loss and its optimizer, and the names of their arrays. The functions see one device and all rows.
 
-    `explain` compiles in another process, which imports the functions: they stand in a module, not in a script.
+    `explain` compiles in another process, which imports the functions, or is sent those of a script or a notebook.
     """
 
     name: str

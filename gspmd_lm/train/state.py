@@ -167,8 +167,8 @@ def _unnamed(task: Task, arrays: Arrays) -> list[Problem]:
         return []
     held = human_bytes(sum(like.size * like.dtype.itemsize for _, like in unnamed))
     message = (
-        f"task {task.name}: {len(unnamed)} parameters, {held}, have dimensions without a logical axis. No row can "
-        "split these, so each device holds them whole"
+        f"task {task.name}: parameters with dimensions that have no logical axis ({len(unnamed)}, {held}). No row can "
+        "split such a dimension, so each device holds it whole"
     )
     for line, leaves in alike.items():
         path, _, sizes = line.partition(": ")

@@ -60,7 +60,7 @@ def test_dimensions_without_names_stay_whole_with_one_warning(caplog):
     assert "warning" not in gspmd_lm.dry_run(task, layout(task, {"mesh": {"data": 1}}))
     page = gspmd_lm.dry_run(task, layout(task, FSDP | {"weights": {"wide": "fsdp"}}))
     head, table = page.split("\narray ")
-    assert head.startswith("warning: task partly: 15 parameters, 1.6 MB, have dimensions without a logical axis.")
+    assert head.startswith("warning: task partly: parameters with dimensions that have no logical axis (15, 1.6 MB).")
     assert "\n  MultiHeadDotProductAttention_0.query.kernel: wide=256 x head=4 x 64\n" in head
     assert "\n  LayerNorm_0.scale: 256\n" in head and "\n  Dense_1.kernel: 256 x 8\n" in head
     assert "\n  ScanLayer_0.Dense_0.kernel: 2 x 256 x 256\n" in head and head.count("warning") == 1
@@ -96,7 +96,7 @@ def test_alike_layers_share_a_line_of_the_warning():
     task = own_models.task("alike", None)
     task = dataclasses.replace(task, vocabulary=None, init=init, sums=lambda *_: jnp.zeros(32))
     page = gspmd_lm.dry_run(task, layout(task, {"mesh": {"data": 2}, "rules": {"batch": "data"}}))
-    assert "alike: 6 parameters, 198.1 kB, have dimensions" in page
+    assert "alike: parameters with dimensions that have no logical axis (6, 198.1 kB)" in page
     assert "\n  layers.*.kernel: 128 x 128, 3 of them\n" in page and "\n  layers.*.bias: 128, 3 of them\n" in page
 
 
