@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
@@ -53,7 +54,8 @@ def arrays(config: Config | Task) -> Arrays:
     weights = task.weights
     if task.config:
         _check_frozen(task.config.model.frozen, weights)
-    transform = task.optimizer(weights.named_trained)
+    given = task.optimizer
+    transform = given if isinstance(given, optax.GradientTransformation) else given(weights.named_trained)
     state = jax.eval_shape(transform.init, weights.trained)
     named = optimizer.named_state(state, weights.named_trained, weights.trained)
     return dataclasses.replace(weights, named_optimizer=named, optimizer=state, transform=transform)
@@ -221,7 +223,7 @@ def _state_problems(task: Task, rules: Rules) -> list[Problem]:
         place = rules.place("microbatches", rules.microbatches)
         problems.append(Problem(message, place, "set microbatches to 1"))
     for leaf, _ in model_shapes.pairs(*left):
-        if leaf.path not in task.changed:
+        if leaf.path not in task.changed and not task.is_module:
             message = f"{leaf.path}: neither gradients nor sums() change it, so it stays as init gave it"
             fix = "return the variables that a step changes too: return losses, changed"
             problems.append(Problem(message, f"task {task.name}: sums", fix, warning=True))

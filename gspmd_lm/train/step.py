@@ -155,7 +155,7 @@ class Step(TaskProgram):
         weights, each replica adds up the gradients of its own rows. Replicas are summed once, after the last
         microbatch.
         """
-        key = jax.random.fold_in(state.key, state.step) if self.task.random else None
+        key = jax.random.fold_in(state.key, state.step) if self.task.draws else None
 
         def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
             sums, changed = self.task.summed(lora.joined(frozen, trained), batch, key)
