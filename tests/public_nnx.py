@@ -269,7 +269,7 @@ class Mixtral(nnx.Module):
         self.attention, self.experts = LlamaAttention(rngs), Experts(rngs)
 
     def __call__(self, tokens):
-        x = jnp.take(self.table, tokens, axis=0)
+        x = jnp.take(self.table[...], tokens, axis=0)
         x += self.attention(x)
         return (x + self.experts(x)) @ self.table.T
 

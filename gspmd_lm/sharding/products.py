@@ -64,6 +64,8 @@ class _Products:
         """A jaxpr without the marks of parameters, whose products with them are `_product`s."""
         parameters: dict[Any, Spec] = {}  # variable -> what it is the value of, cast or transposed
         instead: dict[Any, Any] = {}  # variable that a mark has made -> the variable that it has marked
+        made: dict[Any, Any] = {}  # variable -> the variables that an equation with a derivative of its own made it of
+        gathered: dict[Any, Any] = {}  # parameter, and what its value in use is made of -> that value
         equations = []
         for one in jaxpr.eqns:
             variables = [instead.get(v, v) if isinstance(v, core.Var) else v for v in one.invars]
@@ -71,9 +73,13 @@ class _Products:
             spec = parameters.get(first[0]) if first and isinstance(first[0], core.Var) else None
             match equation.primitive.name:
                 case "name" if (named := marked(equation.params["name"])) and named.table == _PARAMETER:
-                    instead[equation.outvars[0]] = first[0]
-                    parameters[first[0]] = named._replace(table="optimizer")
+                    # What reads a parameter again takes what has read it before.
+                    value = gathered.setdefault((named, first[0].aval, made.get(first[0], first[0])), first[0])
+                    instead[equation.outvars[0]] = value
+                    parameters[value] = named._replace(table="optimizer")
                     continue
+                case "custom_vjp_call" | "custom_vjp_call_jaxpr":
+                    made[equation.outvars[0]] = tuple(equation.invars)
                 case "convert_element_type" if spec:
                     parameters[equation.outvars[0]] = spec
                 case "transpose" if spec:
