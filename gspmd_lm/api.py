@@ -83,9 +83,9 @@ def load_rules(name: str, task: "Task | None" = None, mesh: str = "", overrides:
 def start(rules: Rules | str, platform: str | None = None) -> "Runtime":
     """The devices of this program, simulated on the CPU where no accelerator is.
 
-    Called before anything touches a device, and after `jax.distributed.initialize` where several processes share the
-    devices. A size of -1 in the mesh is filled from the devices, 8 simulated ones. A process that is alone simulates at
-    least 8, so that it can use several layouts: each takes the first of them.
+    Called before anything touches an accelerator, and after `jax.distributed.initialize` where several processes share
+    the devices. A size of -1 in the mesh is filled from the devices, 8 simulated ones. A process by itself simulates
+    8 or more, so that it can use several layouts: each takes the first of them.
 
     Args:
         rules: say how many devices are simulated.

@@ -225,7 +225,7 @@ def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRo
         wrong = "train.samples and train.init_from need the decoder of a config"
     elif settings.keeps_best and not held_out:
         wrong = "train.keep_best and train.patience need held_out"
-    elif held_out and task.changed and not task.evaluate:
+    elif held_out and task.changed and not task.evaluate and not task.is_module:
         wrong = "held_out needs evaluate in the task, since sums() changes the model's state"
     if wrong or data is None:
         raise InputError(

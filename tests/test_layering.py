@@ -42,6 +42,7 @@ FLOORS = (
 # The same inside of foresight/.
 IN_FORESIGHT = {
     "exported": "",
+    "pickled": "",
     "table": "",
     "equations": "",
     "graph": "equations",
@@ -52,7 +53,7 @@ IN_FORESIGHT = {
     "propagation": "equations",
     "bounds": "graph propagation",
     "any_step": "equations propagation",
-    "compile": "any_step exported propagation",
+    "compile": "any_step exported pickled propagation",
     "timing": "hlo",
     "report": "table timing bounds collectives memory",
     "advice": "table report timing bounds collectives memory hlo",

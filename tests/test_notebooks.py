@@ -61,3 +61,39 @@ print(g.dry_run(config, "fsdp2_tp4"))"""
     assert [one.output_type for one in outputs] == ["stream"], outputs
     assert outputs[0].text.startswith("[True, True, True, True]\nweights ")
     assert max(map(len, outputs[0].text.splitlines())) <= 120 and outputs[0].text.count("bytes per device") == 3
+
+
+CELLS = (
+    "import jax, jax.numpy as jnp, optax\n"
+    "import flax.linen as nn\n"
+    "import gspmd_lm\n"
+    "SCALE = jnp.ones(8)\n"
+    "class Model(nn.Module):\n"
+    "    @nn.compact\n"
+    "    def __call__(self, x):\n"
+    "        return nn.Dense(8)(x) * SCALE",
+    "def init(key):\n    return Model().init(key, jnp.zeros((1, 16)))['params']\n"
+    "x = gspmd_lm.Input((8, 16), 'float32', 'x: batch width')\n"
+    "task = gspmd_lm.Task(name='mine', inputs={'x': x}, init=init, optimizer=lambda named: optax.sgd(0.1),\n"
+    "                     sums=lambda params, batch, key: Model().apply({'params': params}, batch['x']).sum(1))\n"
+    "rules = gspmd_lm.load_rules('none', task)\n"
+    "print('parameters:', gspmd_lm.explain(task, rules, 'cpu:1').parameters)",
+    "import functools\n@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)\n"
+    "def update(x, times):\n    return times * x * SCALE.sum()\n"
+    "def step(devices):\n"
+    "    mesh = jax.sharding.Mesh(devices, ('data',))\n"
+    "    place = jax.NamedSharding(mesh, jax.P('data'))\n"
+    "    return update.trace(jax.ShapeDtypeStruct((8,), 'float32', sharding=place), 2)\n"
+    "print('step:', gspmd_lm.explain(step, target='cpu:2').config)",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_task_and_a_step_of_cells_are_explained(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python", "language": "python"}
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
+    assert "parameters: 136\n" in said and "step: step\n" in said

@@ -264,7 +264,11 @@ def constrained(place):
          "constraint,batch,position,_2: position=16 does not divide over tensor=5\n"
          "  rule  layout.yaml: rules.position: tensor"),
         (lambda x: jax.lax.with_sharding_constraint(x, jax.P("data")),
-         "jax.lax.with_sharding_constraint with a PartitionSpec, which needs a mesh of its own"),
+         "jax.lax.with_sharding_constraint(x, P('data',)): the model has no axis data\n  fix   use one of "),
+        (lambda x: jnp.einsum("bpw->bw", x, out_sharding=jax.P("batch", None, None))[:, None],
+         "jnp.einsum(..., out_sharding=P('batch', None, None)): x has 2 dimensions"),
+        (lambda x: jnp.broadcast_to(x, x.shape, out_sharding=jax.P("batch")),
+         "the model gives a PartitionSpec to a function that needs a mesh of its own"),
     ],
 )  # fmt: skip
 def test_constraints_that_would_do_nothing_are_refused(place, message):

@@ -24,6 +24,7 @@ from gspmd_lm.units import human_bytes
 LARGE_BYTES = 64 * 2**20  # arrays below that may be left whole
 LARGE_SHARE = 0.02  # of the chip's memory, where that is more
 ABOVE_FLOOR = 1.05
+SMALL_BYTES = 2**16  # of a step, that are not worth a warning however many times the floor they are
 TRIFLE = 0.01  # share of all traffic that is not worth a warning
 UNFUSED = 0.1  # share of the step that attention without a fused kernel may take
 PADDING = 0.05  # share of the state's bytes
@@ -110,7 +111,7 @@ def _above_floor(report: Report) -> Iterator[Finding]:
     """A step that sends clearly more than its floor. The mesh axes and phase with the largest excess are named."""
     floor, ratio, total = report.floor, report.above_floor, report.sent_bytes
     known = floor.communication_bytes is not None and not floor.estimated_because
-    if not known or total <= LARGE_BYTES / 64 or (ratio and ratio <= ABOVE_FLOOR):
+    if not known or total <= SMALL_BYTES or (ratio and ratio <= ABOVE_FLOOR):
         return
     excess = _excess_bytes(report)
     axes, phase = max(excess, key=excess.__getitem__)

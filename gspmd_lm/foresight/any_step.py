@@ -37,20 +37,16 @@ class Program:
 
     step: Callable[[Sequence[Any]], "jax.stages.Traced"] | str
 
-    @classmethod
-    def of(cls, step: Callable[..., Any] | str) -> "Program":
-        """The program of a function; one of the script that runs is named by its file, which another process reads."""
-        file, where = getattr(sys.modules["__main__"], "__file__", None), getattr(step, "__qualname__", "<")
-        if file and getattr(step, "__module__", "") == "__main__" and "<" not in where:
-            return cls(f"{file}:{where}")
-        return cls(step)
-
     @property
     def name(self) -> str:
         if isinstance(self.step, str):
             return os.path.basename(self.step)
         function: Any = self.step.func if isinstance(self.step, functools.partial) else self.step
-        return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+        place, name = function.__module__, getattr(function, "__qualname__", type(function).__name__)
+        if place == "__main__":  # the script that runs; a cell of a notebook stands in no file
+            file = getattr(getattr(function, "__code__", None), "co_filename", "")
+            place = os.path.basename(file) if os.path.isfile(file) else ""
+        return f"{place}:{name}" if place else name
 
 
 @dataclasses.dataclass(frozen=True)

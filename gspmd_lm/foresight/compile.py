@@ -27,6 +27,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
+from gspmd_lm.foresight.pickled import pickled
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
@@ -132,13 +133,14 @@ def programs(
         of_one_s_own = not all(isinstance(request.config, Config) for request in requests)
         nowhere = of_one_s_own or cache == "none"
         root = Path(scratch) if nowhere else Path(cache) if cache else paths.cache_folder("explain")
-        distinct = {request.key(): request for request in requests}
         _make(root)
+        keys = [request.key() for request in requests]  # each once: what is sent need not be the same bytes twice
+        distinct = dict(zip(keys, requests, strict=True))
         with ThreadPoolExecutor(side_by_side(len(distinct))) as pool:
             waiting = {key: pool.submit(_program, request, root / key, say) for key, request in distinct.items()}
             compiled = {key: future.result() for key, future in waiting.items()}
         files.trim(root.iterdir(), CACHE_LIMIT_BYTES, keep=compiled)
-        return [compiled[request.key()] for request in requests]
+        return [compiled[key] for key in keys]
 
 
 def _make(folder: Path) -> None:
@@ -170,7 +172,7 @@ def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledPr
         partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{files.PARTIAL}")
         _make(partial)
         try:
-            (partial / "request.pickle").write_bytes(pickle.dumps(request))
+            (partial / "request.pickle").write_bytes(pickled(request))
             _run_compiler(request, partial)
             (partial / "request.pickle").unlink()
             files.seal(partial, ENTRY)
@@ -210,19 +212,6 @@ def _run_compiler(request: CompileRequest, folder: Path) -> None:
     notes = re.findall(r"\[SPMD\] (Involuntary full rematerialization.*)", done.stderr)
     if notes:
         (folder / "notes.json").write_text(json.dumps(notes))
-
-
-def pickled(task: "Task | Program") -> bytes:
-    """What another process makes it from. Raises InputError where that process could not import its functions."""
-    what = f"task {task.name}" if hasattr(task, "vocabulary") else f"step {task.name}"
-    fix = "  fix   define them, and the classes that they use, at the top of a module that the script imports"
-    try:
-        content = pickle.dumps(task)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"{what}: its functions cannot be sent to the compiler: {error}\n{fix}") from error
-    if b"__main__" in content:
-        raise InputError(f"{what}: its functions stand in the script that runs\n{fix}")
-    return content
 
 
 def sizes(arrays: "Arrays") -> dict[str, list[int]]:

@@ -178,7 +178,7 @@ def report(
 
 def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Progress = lambda _: None) -> Report:
     """The report on a step of one's own, whose function is as of `any_step.Program`. Raises InputError or RunFailed."""
-    step, target = Program.of(function), targets.parse(target_text)
+    step, target = Program(function), targets.parse(target_text)
     (program,) = programs([CompileRequest(step, NO_RULES, target)], say)
     assert program.step
     mesh, lower_bounds = program.step["mesh"], bounds.of_program(target.chip, target.devices, program.reading)

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError
-from gspmd_lm.sharding import of_flax, shapes
+from gspmd_lm.sharding import of_flax, products, shapes
 from gspmd_lm.sharding.annotate import Spec, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Recorder
@@ -48,20 +48,22 @@ class Generation(NamedTuple):
 class Task:
     """A model, its loss and its optimizer, and the names of their arrays. The functions see one device and all rows.
 
-    `explain` compiles in another process, which imports the functions: they stand in a module, not in a script.
+    `explain` compiles in another process, which imports the functions, or is sent those of a script or a notebook.
     """
 
     name: str
     inputs: Mapping[str, Input]
     # A random key -> parameters: those of a linen module, or nnx.state(model, nnx.Param), annotated with logical axes.
-    # Or all variables of a model with state, such as batch statistics, of which `params` or nnx.Param are trained.
+    # Or all variables of a model with state, such as batch statistics, of which `params` or nnx.Param are trained. Or a
+    # module of NNX, which functions of the model are then given in place of parameters.
     init: Callable[[jax.Array], Any]
     # (parameters, batch, key or None) -> a NamedTuple of float32 sums over the batch, one of them `loss`; or the loss
     # of each row. A parameter is placed for use where a module of flax reads it. With state, a pair: that, and the
     # variables that the step changes.
     sums: Callable[[Any, Batch, jax.Array | None], Any]
-    # A tree of placement.Named, shaped like what is trained -> the optimizer. Axes and paths may decide who decays.
-    optimizer: Callable[[Any], Any]
+    # An optimizer of optax, or a function that makes it of a tree of placement.Named, shaped like what is trained. Axes
+    # and paths may decide who decays.
+    optimizer: Any
     vocabulary: Vocabulary | None = None  # None: the names that the model uses; `names` has them
     count: Callable[[Batch], jax.Array] | None = None  # what the sums are divided by; None: the number of rows
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
@@ -71,7 +73,7 @@ class Task:
     # (what gradients leave, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
     generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
-    random: bool = False  # whether training gives `sums` a key, another one in each step
+    random: bool = False  # whether training gives `sums` a key, another one in each step: see `draws`
     seed: int = 0
     matmul_precision: str = "default"
     compute_dtype: str = "float32"  # of activations
@@ -137,27 +139,44 @@ class Task:
         return []
 
     @functools.cached_property
-    def _like(self) -> Any:
-        """The shapes of what `init` gives, in its own kind of tree."""
-        with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
-            return jax.eval_shape(self._drawn, jax.eval_shape(jax.random.key, 0))
+    def _made(self) -> tuple[Any, bool, bool]:
+        """The shapes of what `init` gives, in its own kind of tree; whether it is a module of NNX; whether it draws."""
+        facts: list[tuple[bool, bool]] = []
 
-    def _drawn(self, key: jax.Array) -> Any:
+        def drawn(key: jax.Array) -> Any:
+            made = self._init(key)
+            facts.append((of_flax.is_module(made), of_flax.is_module(made) and of_flax.draws(made)))
+            return of_flax.variables(made)
+
+        with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
+            return jax.eval_shape(drawn, jax.eval_shape(jax.random.key, 0)), *facts[-1]
+
+    @property
+    def is_module(self) -> bool:
+        """Whether `init` gives a module of NNX."""
+        return self._made[1]
+
+    @property
+    def draws(self) -> bool:
+        """Whether training gives the model a key, another one in each step."""
+        return self.random or self._made[2]
+
+    def _init(self, key: jax.Array) -> Any:
         with placed_by(None), of_flax.reading():  # the shapes may be asked for while a program is traced
             return self.init(key)
 
     def initial(self, key: jax.Array) -> Any:
         """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
-        return of_flax.boxed(self._drawn(key))
+        return of_flax.boxed(of_flax.variables(self._init(key)))
 
-    def summed(self, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+    def summed(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
         """The sums over a batch, a NamedTuple, and the new state, nested dicts. Raises InputError where `sums` gives
-        something else.
+        something else. A module of NNX is told where it is not trained.
         """
-        made: Any = self._called(self.sums, params, _rows(batch), batch, key)
-        sums: Any
-        sums, changed = made if type(made) is tuple and len(made) == 2 else (made, {})
-        state = self._checked(params, of_flax.state(changed))
+        function = functools.partial(self._sums, training)
+        called = function if self.config else products.summing_once(function, _rows(batch))
+        sums, changed = called(params, batch, key)
+        state = self._checked(params, changed)
         if getattr(sums, "shape", None) == (_rows(batch),):
             return Losses(sums.sum(dtype=jnp.float32)), state
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
@@ -167,6 +186,23 @@ class Task:
                 "  fix   class Sums(NamedTuple): loss: jax.Array; and return Sums(losses.sum())"
             )
         return sums, state
+
+    def _sums(self, training: bool, params: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+        """What `sums` gives, and the state that it leaves, nested dicts."""
+        with of_flax.reading():
+            given, state = self._readable(params, key)
+            if self.is_module and not training:
+                given.eval()
+            made: Any = self.sums(given, batch, key)
+            sums, changed = made if type(made) is tuple and len(made) == 2 else (made, None)
+            if changed is None:
+                changed = of_flax.changed(given, state) if self.is_module else {}
+            return sums, of_flax.state(changed)
+
+    def _readable(self, params: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
+        """What functions of the model are given for parameters, and its variables. A module of NNX is made anew."""
+        state = of_flax.readable(self._made[0], params)
+        return (of_flax.filled(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
 
     def _checked(self, params: Any, state: Any) -> Any:
         """The new state. Raises InputError for an array that is not one of what gradients leave."""
@@ -190,7 +226,7 @@ class Task:
         how it generates. Raises InputError where `begin` gives something else.
         """
         assert self.generation
-        return self._logits(self._called(self.generation.begin, params, _rows(batch), batch), _rows(batch))
+        return self._logits(self._called(self.generation.begin, params, batch), _rows(batch))
 
     def extended(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
         """The logits and the state after one more token of each row.
@@ -199,7 +235,7 @@ class Task:
         """
         assert self.generation
         rows = len(tokens_B)
-        logits_BV, new = self._logits(self._called(self.generation.extend, params, rows, state, tokens_B), rows)
+        logits_BV, new = self._logits(self._called(self.generation.extend, params, state, tokens_B), rows)
         before, after = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (state, new))
         if before != after:
             raise InputError(
@@ -226,10 +262,13 @@ class Task:
         logits_BV, state = self.begun(params, batch)
         return logits_BV, self.extended(params, state, jnp.zeros(_rows(batch), jnp.int32))
 
-    def _called(self, function: Callable[..., Any], params: Any, rows: int, *arguments: Any) -> Any:
-        """The result of a function of the model for a batch of `rows` rows."""
-        with of_flax.reading(rows):
-            return function(of_flax.readable(self._like, params), *arguments)
+    def _called(self, function: Callable[..., Any], params: Any, *arguments: Any) -> Any:
+        """The result of a function of the model that does not train it."""
+        with of_flax.reading():
+            given, _ = self._readable(params)
+            if self.is_module:
+                given.eval()
+            return function(given, *arguments)
 
     def specs(self) -> dict[str, Spec]:
         """The array's name and the logical axes of each input."""
@@ -249,8 +288,8 @@ class Task:
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
         if self.evaluate:
-            return self._called(self.evaluate, params, _rows(batch), batch)
-        sums, state = self.summed(params, batch, None)
+            return self._called(self.evaluate, params, batch)
+        sums, state = self.summed(params, batch, None, training=False)
         if state:
             raise InputError(
                 f"task {self.name}: sums() changes the model's state, and nothing says how it is evaluated\n"

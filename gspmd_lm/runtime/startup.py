@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.extend import backend
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import GPU_MEMORY_SHARE, PLATFORMS
@@ -71,7 +72,7 @@ def start(
     process_id: int | None = None,
     keep_memory: bool = False,
 ) -> Runtime:
-    """The devices of this run. It must be called before anything else touches a device.
+    """The devices of this run. It must be called before anything else touches a device, unless they are simulated.
 
     A program that has called it may call it again for as many simulated devices or fewer, of which it takes the first.
 
@@ -91,7 +92,7 @@ def start(
     if not jax.distributed.is_initialized():
         _join(chosen, coordinator, num_processes, process_id)
     if chosen == "cpu":
-        prepare_cpu(simulated_devices)
+        _prepare_anew(simulated_devices)
         if keep_memory:
             _keep_freed_memory()
     elif chosen == "gpu":
@@ -132,6 +133,21 @@ def _choose_platform(asked: str | None) -> str:
     if quiet.is_there("tpu") and not importlib.util.find_spec("libtpu"):
         _log.warning("this may be a TPU host, but libtpu is not installed: pip install 'gspmd_lm[tpu]' to use it")
     return "cpu"
+
+
+def _prepare_anew(device_count: int) -> None:
+    """Sets up simulated devices, although a module may have touched the CPU when it was imported: a jnp constant does.
+
+    Nobody has said then how many devices there are, and jax begins anew. Arrays that it has made stay usable.
+    """
+    try:
+        prepare_cpu(device_count)
+    except InputError:
+        unsaid = jax.config.jax_num_cpu_devices == -1  # pyright: ignore[reportAttributeAccessIssue]
+        if not unsaid or jax.distributed.is_initialized():
+            raise
+        backend.clear_backends()
+        prepare_cpu(device_count)
 
 
 def prepare_cpu(device_count: int) -> None:
@@ -259,5 +275,5 @@ def _absent(platform: str, reason: str) -> str:
 def _too_late(have: int, want: int) -> str:
     return (
         f"{plural(want, 'simulated device')} asked for, but jax already runs with {have}\n"
-        f"  fix   use {have}, or call runtime.start before anything touches a device"
+        f"  fix   use {have}, or call gspmd_lm.start(rules) before anything touches a device"
     )

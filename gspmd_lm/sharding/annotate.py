@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.sharding.names import Vocabulary, check_name, is_unnamed, named
+from gspmd_lm.sharding.names import Vocabulary, check_name
 from gspmd_lm.sharding.op_names import scope
 
 CONSTRAINT = "constraint"  # how the name of an array begins that a model places without naming it
@@ -122,6 +121,11 @@ class Placement:
         return getattr(Settings(), name)
 
     @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return 1
+
+    @property
     def stages(self) -> Stages | None:
         """The stages of the pipeline that the layers go through; None where there is none."""
         return None
@@ -187,7 +191,6 @@ def placed_by(placement: Placement | None) -> Iterator[None]:
 
     None: that of a single device.
     """
-    _answer_constraints()
     token = _current.set(placement or _SINGLE)
     try:
         with nn.logical_axis_rules([("", None)] if placement else ()):  # without rules, flax drops its constraints
@@ -334,34 +337,6 @@ def like(x: jax.Array, spec: str) -> jax.Array:
     Before a `shard` that gathers, it fixes the dtype that is sent: the dtype of `x`.
     """
     return placement().constrain(x, parse(spec, x.ndim))
-
-
-@functools.cache
-def _answer_constraints() -> None:
-    """Has flax ask the placement in effect where `nn.with_logical_constraint` places an array.
-
-    Flax (0.12) places it on the mesh of the context, which a compiler for absent hardware does not have, and takes an
-    unknown axis, and a mesh axis that is used twice, for one that is not split.
-    """
-    of_flax = spmd._with_sharding_constraint_one_fallback
-
-    def constrained(axes: Any, x: Any, fallback: Any, rules: Any, mesh: Any) -> Any:
-        place = placement()
-        if place.is_single or axes is None:
-            return of_flax(axes, x, fallback=fallback, rules=rules, mesh=mesh)
-        text = f"nn.with_logical_constraint(x, {tuple(axes)})"
-        if mesh is not None or fallback != spmd.RulesFallback.AXIS_IS_UNSHARDED or len(axes) > x.ndim:
-            raise InputError(
-                f"{text}: x has {x.ndim} dimensions, fallback={fallback.name}, mesh={mesh}\n"
-                "  fix   name at most one axis per dimension, without mesh= and fallback=: the rules file says both"
-            )
-        names = named((*axes, *(None,) * (x.ndim - len(axes))))
-        for axis in names:
-            if not is_unnamed(axis):
-                check_name(text, "axis", axis, place.vocabulary.axes)
-        return place.constrain(x, Spec(",".join((CONSTRAINT, *names)), names))
-
-    spmd._with_sharding_constraint_one_fallback = constrained
 
 
 def use(weight: Weight, dtype: Any = None) -> jax.Array:

@@ -1,16 +1,25 @@
 """The names that a model brings: its logical axes and its arrays."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
 
 _UNNAMED = "_"  # how the axis of a dimension begins that a model gives no name
 
 
-def named(axes: Iterable[str | None]) -> tuple[str, ...]:
-    """The logical axes of an array; a dimension without a name, which is never split, gets one of its own: _0."""
-    return tuple(f"{_UNNAMED}{number}" if axis is None else str(axis) for number, axis in enumerate(axes))
+def named(axes: Sequence[Any], rank: int) -> tuple[str, ...]:
+    """The logical axes of an array of `rank` dimensions, of which `axes` names the leading ones.
+
+    A dimension without a name, which is never split, gets one of its own: _0. Several names of one dimension, as in a
+    PartitionSpec, are one: data+fsdp.
+    """
+    whole = (*axes, *(None,) * (rank - len(axes)))
+    return tuple(
+        f"{_UNNAMED}{number}" if axis is None else axis if isinstance(axis, str) else "+".join(map(str, axis))
+        for number, axis in enumerate(whole)
+    )
 
 
 def is_unnamed(axis: str) -> bool:

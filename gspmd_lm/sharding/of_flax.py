@@ -1,7 +1,6 @@
 """Parameters as flax hands them to models that know nothing of this package: each is placed for use when it is read."""
 
 import contextlib
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,8 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.errors import InputError
-from gspmd_lm.sharding import names
-from gspmd_lm.sharding.annotate import Spec, Split, Weight, placement, use
+from gspmd_lm.sharding import constraints, names, products
+from gspmd_lm.sharding.annotate import Weight, use
 from gspmd_lm.sharding.placement import Named
 
 PARAMS = "params"  # the collection of variables that is trained
@@ -37,7 +36,8 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Box":
-        return self.replace(axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
+        added = names.named([params.get(nn.PARTITION_NAME)], 1)
+        return self.replace(axes=(*self.axes[:index], *added, *self.axes[index:]))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Box":
         return self.replace(axes=(*self.axes[:index], *self.axes[index + 1 :]))
@@ -52,32 +52,62 @@ def is_box(leaf: Any) -> bool:
 
 
 @contextlib.contextmanager
-def reading(rows: int = 0) -> Iterator[None]:
-    """A context in which modules of flax are made and called, with a batch of `rows` rows.
-
-    Those of NNX with axes are made although no mesh is set.
-    """
+def reading() -> Iterator[None]:
+    """A context in which modules of flax are made and called, those of NNX with axes although no mesh is set."""
     eagerly = getattr(_nnx(), "use_eager_sharding", None)  # the first versions of flax 0.12 have none
+    constraints.intercept()
     if _nnx():
         _intercept_layers_of_nnx()
-    token = _rows.set(rows)
-    try:
-        with eagerly(False) if eagerly else contextlib.nullcontext(), nn.intercept_methods(_of_linen):
-            yield
-    finally:
-        _rows.reset(token)
+        _intercept_reads_of_nnx()
+    quiet = eagerly(False) if eagerly else contextlib.nullcontext()
+    with quiet, nn.intercept_methods(_of_linen), constraints.answered():
+        yield
 
 
-def boxed(variables: Any) -> Any:
+def boxed(drawn: Any) -> Any:
     """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
 
     A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
-    module becomes one of both. What is no parameter need not have axes, and is then not split. Raises InputError for
-    the keys of NNX that draw random numbers.
+    module becomes one of both. An array that the model names no axes of is in no box. Raises InputError for the keys of
+    NNX that draw random numbers.
     """
-    tree = _of_nnx(variables) if _is_state(variables) else variables
-    state, trained = parted(tree)
-    return jax.tree.map(_with_axes, state, is_leaf=meta.is_axis_metadata) | trained if state else trained
+    return _of_nnx(drawn) if _is_state(drawn) else drawn
+
+
+def variables(made: Any) -> Any:
+    """What a model's `init` gives, without what a module of NNX has besides its variables: a state, or as it was."""
+    return _nnx().split(made, _nnx().RngState, ...)[2] if is_module(made) else made
+
+
+def is_module(made: Any) -> bool:
+    """Whether `init` gives a module of NNX, which functions of the model are then called with."""
+    return _nnx() is not None and isinstance(made, _nnx().Module)
+
+
+def filled(module: Any, state: Any, key: jax.Array | None) -> Any:
+    """A module of NNX with the variables of a state, which draws its random numbers from a key."""
+    _nnx().update(module, state)
+    key = jax.random.key(0) if key is None else key
+    streams = _nnx().to_flat_state(_nnx().state(module, _nnx().RngKey))
+    for number, (_, stream) in enumerate(streams):
+        drawn = jax.random.fold_in(key, number)
+        shape = stream.get_raw_value().shape
+        stream.set_raw_value(jax.random.split(drawn, shape) if shape else drawn)
+    _nnx().update(module, _nnx().from_flat_state(streams))
+    return module
+
+
+def draws(module: Any) -> bool:
+    """Whether a module of NNX draws random numbers when it is called, as dropout does."""
+    return bool(_nnx().to_flat_state(_nnx().state(module, _nnx().RngKey)))
+
+
+def changed(module: Any, before: Any) -> Any:
+    """The state of what a call has changed of a module, which had the variables of `before`: no parameters."""
+    was = {keys: variable.get_raw_value() for keys, variable in _nnx().to_flat_state(before)}
+    now = _nnx().to_flat_state(_nnx().state(module, _nnx().Not(_nnx().Any(_nnx().Param, _nnx().RngState))))
+    new = [(keys, variable) for keys, variable in now if variable.get_raw_value() is not was.get(keys)]
+    return _nnx().from_flat_state(new)
 
 
 def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
@@ -107,10 +137,9 @@ def _of_nnx(variables: Any) -> Any:
         if isinstance(variable, _nnx().RngState):
             raise InputError(
                 f"{'.'.join(keys[1:])} draws random numbers, and no step has those of the step before\n"
-                "  fix   have init return nnx.state(model, (nnx.Param, nnx.BatchStat)), and draw with the key of sums()"
+                "  fix   have init return the model itself, or nnx.state(model, (nnx.Param, nnx.BatchStat))"
             )
-        axes, value = variable.get_metadata("out_sharding", None), variable.get_raw_value()
-        arrays[keys] = value if axes is None else nn.LogicallyPartitioned(value, tuple(axes))
+        arrays[keys] = nn.LogicallyPartitioned(variable.get_raw_value(), _axes_of_nnx(variable))
     kinds = {type(variable).__name__ for _, variable in _variables(variables)}
     if len(kinds) > 1 and not any(isinstance(variable, _nnx().Param) for _, variable in _variables(variables)):
         raise InputError(
@@ -134,16 +163,20 @@ def _variables(state: Any) -> list[tuple[tuple[str, ...], Any]]:
     return [((collection(variable),) * several + tuple(map(str, path)), variable) for path, variable in flat]
 
 
-def _with_axes(x: Any) -> Any:
-    return x if meta.is_axis_metadata(x) else nn.LogicallyPartitioned(x, (None,) * x.ndim)
-
-
 def named(boxes: Any) -> Any:
-    """The path and logical axes of each parameter of nested dicts, as a tree of Named."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, spec: Named(".".join(str(key.key) for key in path), names.named(spec)),
-        nn.get_partition_spec(boxes),
-    )
+    """The path and logical axes of each parameter of nested dicts, as a tree of Named.
+
+    A box with fewer names than its array has dimensions names the leading ones, as in flax. Where it has more, there
+    are more axes than dimensions.
+    """
+
+    def of_leaf(path: Any, leaf: Any) -> Named:
+        (array,) = jax.tree.leaves(leaf)
+        axes = tuple(leaf.get_partition_spec()) if hasattr(leaf, "get_partition_spec") else ()
+        where = ".".join(str(key.key) for key in path)
+        return Named(where, names.named(axes, array.ndim), max(array.ndim - len(axes), 0))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, boxes, is_leaf=meta.is_axis_metadata)
 
 
 def readable(like: Any, params: Any) -> Any:
@@ -178,37 +211,60 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        axes = variable.get_metadata("out_sharding", None) or (None,) * value.ndim
-        return _read(value, self.path, names.named(axes))
+        return _read(value, self.path, names.named(_axes_of_nnx(variable), value.ndim))
+
+
+def _axes_of_nnx(variable: Any) -> tuple[Any, ...]:
+    """The names that a variable of NNX has for its leading dimensions."""
+    axes = variable.get_metadata("out_sharding", None)
+    return tuple(getattr(axes, "spec", axes) or ())
+
+
+_FACTS = "shape", "dtype", "ndim", "size", "nbytes", "itemsize", "aval", "sharding", "weak_type"  # no read of values
+
+
+@functools.cache
+def _intercept_reads_of_nnx() -> None:
+    """Has a variable placed before an index or an attribute of its array is taken: `table[ids]`, `kernel.T`.
+
+    Flax (0.12) hands `on_get_value` what the index has left of the array, and calls nothing for an attribute.
+    """
+    kind = _nnx().Variable
+    get_value, get_attribute = kind.get_value, kind.__getattr__
+
+    def is_placed(variable: Any) -> bool:
+        return isinstance(object.__getattribute__(variable, "_var_metadata").get("on_get_value"), _Read)
+
+    @functools.wraps(get_value)
+    def value(self: Any, **how: Any) -> Any:
+        if "index" in how and is_placed(self):
+            whole = get_value(self)
+            return whole if how["index"] is ... else whole[how["index"]]
+        return get_value(self, **how)
+
+    @functools.wraps(get_attribute)
+    def attribute(self: Any, name: str) -> Any:
+        of_metadata = name in object.__getattribute__(self, "_var_metadata")
+        if name.startswith("_") or name in _FACTS or of_metadata or not is_placed(self):
+            return get_attribute(self, name)
+        return getattr(self.get_value(), name)
+
+    kind.get_value, kind.__getattr__ = value, attribute
 
 
 def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
     """A parameter that a module reads, placed for use."""
-    dtype, layer = value.dtype, _layer.get()
-    narrower = layer and layer.dtype is not None and jnp.dtype(layer.dtype).itemsize < dtype.itemsize
-    if layer and narrower and jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.dtype(layer.dtype)  # the layer would cast it first: what is gathered is smaller
-    weight = Weight(value, path, axes, dtype)
-    if layer:
-        layer.weights[value.shape] = weight
-    return use(weight)
+    dtype, narrower = value.dtype, _dtype.get()
+    if narrower is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(narrower).itemsize < dtype.itemsize:
+        dtype = jnp.dtype(narrower)  # the layer would cast it first: what is gathered is smaller
+    return products.read(use(Weight(value, path, axes, dtype)), path, axes)
 
 
 # The layers of flax.
 
 
-@dataclasses.dataclass
-class _Layer:
-    """A layer that casts its parameters to its dtype before all else, while it is called."""
-
-    dtype: Any
-    weights: dict[tuple[int, ...], Weight] = dataclasses.field(default_factory=dict)  # shape -> what was read
-
-
-_layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
-_rows: ContextVar[int] = ContextVar("rows", default=0)  # of the batch that modules are called with
-_PRODUCTS = "Dense", "DenseGeneral", "Linear", "LinearGeneral"
-_CASTING = (*_PRODUCTS, "Embed", "Conv", "Einsum")
+_dtype: ContextVar[Any] = ContextVar("dtype", default=None)  # of the layer that is called
+_CASTING = "Dense", "DenseGeneral", "Linear", "LinearGeneral", "Embed", "Conv", "Einsum"
 
 
 def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -216,7 +272,7 @@ def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.modu
     module, method = type(context.module), context.orig_method
     kind = next((one for one in module.__mro__ if one in _layers_of_linen()), None)
     inherited = _is_of_flax(getattr(method, "func", method)) and (module is kind or not _is_of_flax(module))
-    return _within_layer(kind, context.module, call, *args, **kwargs) if kind and inherited else call(*args, **kwargs)
+    return _within_layer(context.module, call, *args, **kwargs) if kind and inherited else call(*args, **kwargs)
 
 
 @functools.cache
@@ -234,71 +290,24 @@ def _intercept_layers_of_nnx() -> None:
     """Has `_within_layer` called where a layer of NNX is, which has no interceptors."""
     for name in _CASTING:
         if kind := getattr(_nnx(), name, None):
-            kind.__call__ = _of_nnx_layer(kind, kind.__call__)
+            kind.__call__ = constraints.answering(_of_nnx_layer(kind.__call__), name)
 
 
-def _of_nnx_layer(kind: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def _of_nnx_layer(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _within_layer(kind, self, call, self, *args, **kwargs)
+        return _within_layer(self, call, self, *args, **kwargs)
 
     return called
 
 
-def _within_layer(kind: Any, module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a method of flax gives of a layer, which is of a `kind` or of a subclass. Its products are `_product`s."""
-    if placement().is_single:
-        return call(*args, **kwargs)
-    layer = _Layer(module.dtype if _is_of_flax(getattr(module, "promote_dtype", nn.Dense)) else None)
-    token, before = _layer.set(layer), getattr(module, "dot_general", None)
-    usual = before in (None, jax.lax.dot_general) and getattr(module, "dot_general_cls", None) is None
-    replaced = kind.__name__ in _PRODUCTS and usual
+def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a method of a layer of flax gives. The layer casts its parameters to its dtype before all else."""
+    token = _dtype.set(module.dtype if _is_of_flax(getattr(module, "promote_dtype", nn.Dense)) else None)
     try:
-        if replaced:
-            object.__setattr__(module, "dot_general", functools.partial(_dot_general, layer))
         return call(*args, **kwargs)
     finally:
-        _layer.reset(token)
-        if replaced:
-            object.__setattr__(module, "dot_general", before)
-
-
-def _dot_general(
-    layer: _Layer, x: jax.Array, w: jax.Array, dimensions: Any, precision: Any = None,
-    preferred_element_type: Any = None, out_sharding: Any = None,
-) -> jax.Array:  # fmt: skip
-    """`jax.lax.dot_general` of an input whose first dimension is that of the rows, with a parameter of the layer."""
-    place, weight, rows = placement(), layer.weights.get(w.shape), _rows.get()
-    (summed, _), (batch, _) = dimensions
-    over, how = place.split("", place.vocabulary.rows), (dimensions, precision, preferred_element_type)
-    of_rows = x.shape[0] == rows and 0 not in summed and not batch and rows % max(over.num_shards, 1) == 0
-    if weight is None or not of_rows or not over.over or out_sharding is not None:
-        return jax.lax.dot_general(x, w, *how, out_sharding=out_sharding)
-    return _product(Spec(weight.path, weight.axes, "optimizer"), over, how, x, w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(gradient: Spec, over: Split, how: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product whose weight has its gradient summed once, to where `gradient` says: compilers reduce it to all."""
-    return jax.lax.dot_general(x, w, *how)
-
-
-def _product_forward(gradient: Spec, over: Split, how: Any, x: jax.Array, w: jax.Array):
-    return jax.lax.dot_general(x, w, *how), (x, w)
-
-
-def _product_backward(gradient: Spec, over: Split, how: Any, factors: tuple[jax.Array, jax.Array], dy: jax.Array):
-    x, w = factors
-    (dx,) = jax.vjp(lambda x: jax.lax.dot_general(x, w, *how), x)[1](dy)
-
-    def of_a_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
-        return jax.vjp(lambda w: jax.lax.dot_general(x, w, *how), w)[1](dy)[0]
-
-    pieces = (array.reshape(over.num_shards, -1, *array.shape[1:]) for array in (x, dy))
-    return dx, placement().total(jax.vmap(of_a_piece)(*pieces), over, gradient)
-
-
-_product.defvjp(_product_forward, _product_backward)
+        _dtype.reset(token)
 
 
 def _is_state(params: Any) -> bool:

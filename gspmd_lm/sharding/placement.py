@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import REPLICAS, Placement, Settings, Spec, Split, Stages, placed_by
 from gspmd_lm.sharding.names import Vocabulary
@@ -37,6 +36,7 @@ class Named:
 
     path: str
     axes: tuple[str, ...]
+    left_out: int = 0  # last dimensions that the model says nothing of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,10 @@ class MeshPlacement(Placement):
     @property
     def vocabulary(self) -> Vocabulary:
         return self.rules.vocabulary
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.size
 
     @property
     def platform(self) -> str:
@@ -238,6 +242,10 @@ class Recorder(Placement):
     def vocabulary(self) -> Vocabulary:
         return self.rules.vocabulary
 
+    @property
+    def devices(self) -> int:
+        return self.rules.devices
+
     def setting(self, name: str) -> Any:
         self.asked.add(name)
         return getattr(Settings("recorded", "recorded", context=self.rules.context), name)
@@ -328,15 +336,7 @@ def record(rules: Rules, function: Callable[..., Any], *abstract: Any) -> Record
     """What `function` places under `rules`, which need not fit it, and its program. Nothing is computed."""
     recorder = Recorder(rules)
     with placed_by(recorder):
-        try:
-            recorder.program = jax.make_jaxpr(function)(*abstract)
-        except RuntimeError as error:
-            if "non-empty mesh" not in str(error):
-                raise
-            raise InputError(
-                "the model calls jax.lax.with_sharding_constraint with a PartitionSpec, which needs a mesh of its own\n"
-                "  fix   nn.with_logical_constraint(x, axes), whose axes the rules file maps"
-            ) from error
+        recorder.program = jax.make_jaxpr(function)(*abstract)
     return recorder
 
 

@@ -96,11 +96,24 @@ class _Every(dict[str, Any]):
 
 
 def _named(boxed: Any) -> tuple[Any, Any]:
-    """Trees of the names and of the shapes of parameters. Raises InputError if they are not nested dicts."""
+    """Trees of the names and of the shapes of parameters. Raises InputError if they are not nested dicts, or if one has
+    more names than dimensions.
+    """
     params = nn.unbox(boxed)
     _check_dicts(params)
     with of_flax.reading():
-        return of_flax.named(boxed), params
+        named = of_flax.named(boxed)
+    if wrong := [
+        f"  {leaf.path}: {len(leaf.axes)} names, {', '.join(leaf.axes)}, for {len(like.shape)} dimensions, "
+        f"{' x '.join(map(str, like.shape)) or 'a scalar'}"
+        for leaf, like in pairs(named, params)
+        if len(leaf.axes) > len(like.shape)
+    ]:
+        raise InputError(
+            "\n".join(["parameters have more logical axes than dimensions", *wrong])
+            + "\n  fix   name each dimension once, the first one first, where the model annotates them"
+        )
+    return named, params
 
 
 def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
@@ -183,10 +196,8 @@ def _check_dicts(params: Any) -> None:
 def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) -> None:
     """Raises InputError for parameters whose names or axes are not the model's: no rule could speak of them."""
     wrong = []
-    for leaf, like in params:
+    for leaf, _ in params:
         name, known = leaf.path.rpartition(".")[2], f"  {leaf.path}: {' '.join(leaf.axes)}"
-        if len(leaf.axes) != len(like.shape):
-            wrong.append(f"  {leaf.path}: {len(leaf.axes)} logical axes for {len(like.shape)} dimensions")
         if name not in vocabulary.weights:
             wrong.append(f"{known}: no weight is named {name}{did_you_mean(name, vocabulary.weights)}")
         wrong += [
@@ -198,7 +209,7 @@ def _check_names(params: Sequence[tuple[Named, Any]], vocabulary: Vocabulary) ->
         lines = "\n".join(dict.fromkeys(wrong))
         raise InputError(
             f"the model's parameters do not agree with its vocabulary\n{lines}\n"
-            "  fix   make each with `parameter` or nn.with_logical_partitioning, one axis per dimension, and have its "
+            "  fix   make each with `parameter` or nn.with_logical_partitioning, and have its "
             "name and its axes in the vocabulary"
         )
 

@@ -1,11 +1,13 @@
 """What a run carries from step to step, and the shape, name and placement of every array in it."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
@@ -13,12 +15,14 @@ from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, pipeline_problems
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
-from gspmd_lm.sharding.placement import Recorder, mark, record
+from gspmd_lm.sharding.names import is_unnamed
+from gspmd_lm.sharding.placement import Named, Recorder, mark, record
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import EXPERT_BUFFER, Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder, optimizer
+from gspmd_lm.units import human_bytes
 
 MOST_RECORDS = 16  # traces of one task
 
@@ -49,7 +53,8 @@ def arrays(config: Config | Task) -> Arrays:
     weights = task.weights
     if task.config:
         _check_frozen(task.config.model.frozen, weights)
-    transform = task.optimizer(weights.named_trained)
+    given = task.optimizer
+    transform = given if isinstance(given, optax.GradientTransformation) else given(weights.named_trained)
     state = jax.eval_shape(transform.init, weights.trained)
     named = optimizer.named_state(state, weights.named_trained, weights.trained)
     return dataclasses.replace(weights, named_optimizer=named, optimizer=state, transform=transform)
@@ -142,6 +147,8 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         message = f"{moved[0]}{others}: read without use(), so `rules` does not place {them}"
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         warnings.append(Problem(message, place, fix, warning=True))
+    if rules.devices > 1:
+        warnings += _unnamed(task, arrays)
     whole, rows = named.unmapped, rules.row("rules", "", task.names.rows)
     if whole and rows and rules.num_shards(rows.mesh_axes) > 1:
         axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
@@ -151,6 +158,34 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         )
         warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))
     return warnings
+
+
+def _unnamed(task: Task, arrays: Arrays) -> list[Problem]:
+    """The warning about trained parameters with dimensions that the model does not name. Layers share a line."""
+    alike: dict[str, list[Named]] = {}
+    unnamed = [(leaf, like) for leaf, like in model_shapes.pairs(arrays.named_trained, arrays.trained) if leaf.left_out]
+    for leaf, like in unnamed:
+        alike.setdefault(f"{re.sub(r'[0-9]+', '*', leaf.path)}: {_sizes(leaf, like)}", []).append(leaf)
+    if not unnamed:
+        return []
+    held = human_bytes(sum(like.size * like.dtype.itemsize for _, like in unnamed))
+    message = (
+        f"task {task.name}: parameters with dimensions that have no logical axis ({len(unnamed)}, {held}). No row can "
+        "split such a dimension, so each device holds it whole"
+    )
+    for line, leaves in alike.items():
+        path, _, sizes = line.partition(": ")
+        times = f", {len(leaves)} of them" if len(leaves) > 1 else ""
+        message += f"\n  {path if times else leaves[0].path}: {sizes}{times}"
+    fix = "name what is to be split, with nn.with_logical_partitioning or nnx.with_partitioning; None: on purpose whole"
+    return [Problem(message, f"task {task.name}: init", fix, warning=True)]
+
+
+def _sizes(leaf: Named, like: Any) -> str:
+    """The size of each dimension of a parameter, with its logical axis if it has one: embed=64 x 4 x 16."""
+    return " x ".join(
+        str(size) if is_unnamed(axis) else f"{axis}={size}" for axis, size in zip(leaf.axes, like.shape, strict=True)
+    )
 
 
 def described(config: Config | Task) -> dict[str, Any]:
@@ -183,7 +218,7 @@ def _state_problems(task: Task, rules: Rules) -> list[Problem]:
         place = rules.place("microbatches", rules.microbatches)
         problems.append(Problem(message, place, "set microbatches to 1"))
     for leaf, _ in model_shapes.pairs(*left):
-        if leaf.path not in task.changed:
+        if leaf.path not in task.changed and not task.is_module:
             message = f"{leaf.path}: neither gradients nor sums() change it, so it stays as init gave it"
             fix = "return the variables that a step changes too: return losses, changed"
             problems.append(Problem(message, f"task {task.name}: sums", fix, warning=True))

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -109,7 +110,7 @@ class Step(TaskProgram):
 
     def _init_from(self, weights: Any) -> State:
         task, zero = self.task, jnp.zeros((), jnp.int32)
-        params = jax.tree.map(lambda box: box.unbox(), task.initial(jax.random.key(task.seed)), is_leaf=_is_boxed)
+        params = nn.unbox(task.initial(jax.random.key(task.seed)))
         params = lora.joined(params, weights)
         _, trained = task.partition(params)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
@@ -155,7 +156,7 @@ class Step(TaskProgram):
         weights, each replica adds up the gradients of its own rows. Replicas are summed once, after the last
         microbatch.
         """
-        key = jax.random.fold_in(state.key, state.step) if self.task.random else None
+        key = jax.random.fold_in(state.key, state.step) if self.task.draws else None
 
         def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
             sums, changed = self.task.summed(lora.joined(frozen, trained), batch, key)
@@ -238,7 +239,3 @@ def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Seq
     compile-only."""
     task, mesh = decoder.task(config), meshes.build(rules, devices)
     return Step(settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
-
-
-def _is_boxed(leaf: Any) -> bool:
-    return hasattr(leaf, "unbox")

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -103,21 +104,62 @@ def test_the_example_is_explained_from_the_command_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("guard", "code"),
-    [('if __name__ == "__main__":', 0), pytest.param("if True:", 1, marks=pytest.mark.slow)],
-    ids=["as it is", "without a guard"],
-)
-def test_the_script_on_the_page_runs_and_one_without_a_guard_is_told(guard, code, tmp_path):
+    ("guard", "command", "code"),
+    [
+        ('if __name__ == "__main__":', ["train.py"], 0),
+        pytest.param("if True:", ["train.py"], 0, marks=pytest.mark.slow),
+        pytest.param(
+            "if True:", ["-m", "gspmd_lm", "explain", "--program=train.py:step", "--target=cpu:8"], 2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["as it is", "without a guard", "imported without a guard"],
+)  # fmt: skip
+def test_the_script_on_the_page_runs_and_one_that_explains_while_it_is_imported_is_told(guard, command, code, tmp_path):
     page = (ROOT / "docs/foresight.md").read_text()
     (script,) = re.findall(r"```python\n(import gspmd_lm\nimport jax.*?)```", page, re.S)
     script = script.replace("h100:8", "cpu:8")
     (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', guard))
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     shown = "train.py:step on cpu:8" in done.stdout
     assert shown if code == 0 else 'put the call below if __name__ == "__main__":' in done.stderr
+
+
+OF_A_SCRIPT = """
+from typing import NamedTuple
+import flax.linen as nn, jax, jax.numpy as jnp, optax
+import constants  # a jnp constant: jax begins with one device
+import gspmd_lm
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x) * constants.SCALE
+
+class Sums(NamedTuple):
+    loss: jax.Array
+
+init = lambda key: Model().init(key, jnp.zeros((1, 16)))["params"]
+sums = lambda params, batch, key: Sums(Model().apply({"params": params}, batch["x"]).sum())
+x = gspmd_lm.Input((8, 16), "float32", "x: batch width")
+task = gspmd_lm.Task(name="mine", inputs={"x": x}, init=init, sums=sums, optimizer=lambda named: optax.sgd(0.1))
+rules = gspmd_lm.load_rules("rules.yaml", task)
+found = gspmd_lm.explain(task, rules, "cpu:4")
+print("found:", found.parameters, found.sent_bytes, gspmd_lm.start(rules).device_count)
+"""
+
+
+def test_a_task_of_the_script_that_runs_is_explained_and_a_constant_at_import_does_not_matter(tmp_path):
+    (tmp_path / "train.py").write_text(OF_A_SCRIPT)
+    (tmp_path / "constants.py").write_text("import jax.numpy as jnp\nSCALE = jnp.arange(8.0)\n")
+    (tmp_path / "rules.yaml").write_text("mesh: {data: 4}\nrules: {batch: data}\n")
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sums_bytes = 4 * (16 * 8 + 1)  # the kernel's gradient, and the loss; the bias has the same gradient for all rows
+    assert f"found: 136 {2 * sums_bytes * 3 // 4} 8" in done.stdout, done.stdout
 
 
 REFUSED = {
@@ -163,5 +205,8 @@ def test_where_a_function_is_looked_up(place, message):
 def test_what_a_step_of_ones_own_is_not_given():
     with pytest.raises(InputError, match="explain: tp8: one's own step is given a target alone"):
         gspmd_lm.explain(own_steps.descent, "tp8", "cpu:8")
-    with pytest.raises(InputError, match=r"step .*<lambda>: its functions cannot be sent"):
-        gspmd_lm.explain(lambda devices: own_steps.descent(devices), target="cpu:8")
+    lock = threading.Lock()
+    with pytest.raises(
+        InputError, match=r"<lambda>: its functions cannot be sent to the process that .*'_thread.lock'"
+    ):
+        gspmd_lm.explain(lambda devices: (lock, own_steps.descent(devices))[1], target="cpu:8")

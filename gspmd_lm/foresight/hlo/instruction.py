@@ -37,7 +37,7 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 # Paths whose lines tell little: libraries of layers and optimizers, Python's own, and what calls a step to compile it.
 _TELL_LITTLE = re.compile(
     r"-packages/(jax|jaxlib|flax|optax|chex|einops|equinox|haiku|numpy)/|/lib/python[\d.]*/(?!(site|dist)-packages/)"
-    r"|gspmd_lm/(foresight/|sharding/of_flax\.)|<frozen"
+    r"|gspmd_lm/(foresight/|sharding/(of_flax|products)\.)|<frozen"
 )
 _PACKAGE = frozenset(entry.name for entry in Path(__file__).parents[2].iterdir())  # its folders and files
 
