@@ -12,7 +12,7 @@ from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
-GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+GENERATION, TOKENIZER_CONFIG = special_tokens.GENERATION, special_tokens.SETTINGS
 # Files about the terms of use, which licences ask to be passed on, and the model card.
 _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspmd_lm.data import chat
-from gspmd_lm.data.tokenizer import HuggingFace, Tokenizer, read_object
+from gspmd_lm.data import chat, special_tokens
+from gspmd_lm.data.tokenizer import HuggingFace, Tokenizer
 from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.infer.processors import Processors
 from gspmd_lm.infer.sampling import Sampling
 
-NAME = "generation_config.json"
+NAME = special_tokens.GENERATION
 _SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # field -> the value that changes nothing
 # Values with which a field that is not supported changes nothing. null, false and {} never do.
 _NEUTRAL = {
@@ -99,7 +99,7 @@ def about_sampling(tokenizer: Tokenizer, asked: Sampling) -> list[str]:
 def _fields(tokenizer: HuggingFace) -> tuple[Path, dict[str, Any]]:
     """The path of the file beside a tokenizer, and its fields that are not null."""
     path = tokenizer.path.with_name(NAME)
-    return path, {name: value for name, value in read_object(path).items() if value is not None}
+    return path, {name: value for name, value in special_tokens.read_object(path).items() if value is not None}
 
 
 def _matters(name: str, value: Any, first_tokens: Sequence[int]) -> bool:
