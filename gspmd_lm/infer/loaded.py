@@ -5,6 +5,7 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -109,7 +110,9 @@ class Model:
         if not several:
             return Continuations()
         stops = [stop] if isinstance(stop, str) else list(stop or ())
-        if wrong := [one for one in (*several, *stops) if not isinstance(one, str)]:
+        if wrong := [one for one in several if not isinstance(one, str | Path)] + [
+            one for one in stops if not isinstance(one, str)
+        ]:
             raise InputError(f"generate: {wrong[0]!r} is not text\n  fix   give prompts and stop as texts")
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         name, model = self.config.data.tokenizer, self.config.model
