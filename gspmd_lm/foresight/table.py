@@ -83,7 +83,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         console.print(f"pipeline: {stages} stages, each of which computes in {busy} of {turns} turns")
     if kinds := len(recorder.constraints):
         whole = len(recorder.unmapped)
-        console.print(f"kinds of nn.with_logical_constraint: {kinds}, {whole} of them without an axis that a row maps")
+        console.print(f"kinds of constraints on activations: {kinds}, {whole} of them without an axis that a row maps")
     console.print("bytes per device, counted:")
     for name, held in totals.items():
         console.print(f"  {name:10} {sum(held):>20,}  {human_bytes(sum(held))}")
