@@ -4,11 +4,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from classifier import HELD_OUT as HELD_OUT
-from classifier import LABELS, SIZE, annotated
-from classifier import TASK as OTHER
+from classifier import LABELS, ROWS, SIZE, annotated
 from classifier import batch as batch
 
-from gspmd_lm import Task
+from gspmd_lm import Input, Task
 from gspmd_lm.config import Train
 
 PATCH, WIDTH, HEADS, HIDDEN, LAYERS = 2, 32, 4, 64, 2
@@ -66,11 +65,15 @@ def losses(params, batch, key):
     return optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"])
 
 
-def optimizer(named):
-    return optax.adamw(1e-2)
-
-
 TASK = Task(
-    name="vit", inputs=OTHER.inputs, init=init, sums=losses, optimizer=optimizer, matmul_precision="highest",
+    name="vit",
+    inputs={
+        "images": Input((ROWS, SIZE, SIZE, 3), "float32", "images: batch height width channel"),
+        "labels": Input((ROWS,), "int32", "labels: batch"),
+    },
+    init=init,
+    sums=losses,
+    optimizer=optax.adamw(1e-2),
+    matmul_precision="highest",
     train=Train(steps=120, eval_every=60),
-)  # fmt: skip
+)

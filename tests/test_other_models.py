@@ -226,7 +226,7 @@ def test_what_is_shown_of_a_plain_model_is_what_happens(plain_steps):
     assert re.search(r"layers.wi.kernel +layers embed mlp +2 x 64 x 256 +embed/fsdp +replicated ", page)
     assert re.search(r"constraint +activation_batch activation_length activation_mlp +32 x 16 x 256 +"
                      r"activation_batch/fsdp +65,536\n", page)  # fmt: skip
-    assert "kinds of nn.with_logical_constraint: 4, 0 of them without an axis that a row maps\n" in page
+    assert "kinds of constraints on activations: 4, 0 of them without an axis that a row maps\n" in page
     text = plain_steps["tensor"][1].as_text()
     assert "f32[8,16,64]" in text and "f32[8,16,256]" not in text  # the hidden units of a microbatch
 
@@ -237,7 +237,7 @@ def test_constraints_that_no_row_speaks_of_are_counted():
     of_inputs = {name: one._replace(spec="tokens: rows length") for name, one in task.inputs.items()}
     task = dataclasses.replace(task, inputs=of_inputs)
     page = gspmd_lm.dry_run(task, plain_rules(task, {**raw, "rules": {"rows": "data"}}))
-    assert "task plain_decoder: sums: of 4 kinds of nn.with_logical_constraint, 4 name no axis that a row" in page
+    assert "task plain_decoder: sums: of 4 kinds of constraints, 4 name no axis that a row" in page
     assert "rule  layout.yaml: rules.rows: data\n  fix   rules.activation_batch: data" in page
     with pytest.raises(InputError, match=r"unknown axis activation_bach \(did you mean activation_batch\?\)"):
         gspmd_lm.dry_run(task, plain_rules(task, {**raw, "rules": {"activation_bach": "data"}}))

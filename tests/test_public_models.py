@@ -116,6 +116,14 @@ def test_what_is_sent_is_near_the_floor(name, mesh, monkeypatch):
         assert report.above_floor <= NEAR_FLOOR
 
 
+def test_a_partition_spec_of_a_model_places_an_activation():
+    task = public_nnx.GEMMA
+    page = gspmd_lm.dry_run(task, layout(task, MESHES["fsdp and tensor"]))
+    assert "kinds of constraints on activations: 2, 0 of them without an axis that a row maps" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("constraint ") and "tp" in line]
+    assert "16 x 16 x 256" in row and "fsdp/fsdp" in row and "tp/tensor" in row
+
+
 def glue(module):
     """Task -> how many lines of a file are its glue: the task, and the functions that it is made of."""
     body = ast.parse(Path(module.__file__).read_text()).body

@@ -298,7 +298,7 @@ def test_importing_the_package_is_cheap_and_its_names_are_there():
 
 def test_the_page_shows_the_code_that_runs():
     page = (ROOT / "docs" / "your_own_model.md").read_text()
-    shown = (ROOT / "tests" / f"{name}.py" for name in ("own_models", "plain_models"))
+    shown = (ROOT / "tests" / f"{name}.py" for name in ("own_models", "plain_models", "public_nnx"))
     running = *EXAMPLES.glob("*.py"), *EXAMPLES.glob("rules/*.yaml"), *shown
     files = [path.read_text() for path in running]
     blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.S)

@@ -80,14 +80,16 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
     if not isinstance(traced, jax.stages.Traced):
         raise InputError(
             f"{name}: gives a {type(traced).__name__}, and one traced step is explained\n"
-            "  fix   return jax.jit(update).trace(state, batch); of several programs, explain one after the other"
+            "  fix   return jax.jit(update).trace(state, batch); of several programs, explain one after the other; a "
+            "step of jax.pmap is written as jax.jit of a jax.shard_map"
         )
     for equation in _equations(traced.jaxpr.jaxpr):
         if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
             raise InputError(
                 f"{_place(equation.source_info.traceback, name)}: {equation.primitive.name}: the step calls Python on "
                 "the host, and nothing tells how long that takes\n"
-                "  fix   leave it out of what is traced here (jax.debug.print is one too)"
+                "  fix   leave it out of what is traced here: jax.debug.print, and checks of values, which equinox, "
+                "diffrax, lineax and optimistix leave out with throw=False or with EQX_ON_ERROR=nan in the environment"
             )
     # jax has no public name for the shardings of a step that is not compiled yet, nor for the options of jax.jit.
     lowered = _called(name, traced.lower)

@@ -76,7 +76,10 @@ def boxed(drawn: Any) -> Any:
 
 def variables(made: Any) -> Any:
     """What a model's `init` gives, without what a module of NNX has besides its variables: a state, or as it was."""
-    return _nnx().split(made, _nnx().RngState, ...)[2] if is_module(made) else made
+    if not is_module(made):
+        return made
+    _, _, state, _ = _nnx().split(made, _nnx().RngState, _nnx().Variable, ...)
+    return state
 
 
 def is_module(made: Any) -> bool:
@@ -104,10 +107,10 @@ def draws(module: Any) -> bool:
 
 def changed(module: Any, before: Any) -> Any:
     """The state of what a call has changed of a module, which had the variables of `before`: no parameters."""
-    was = {keys: variable.get_raw_value() for keys, variable in _nnx().to_flat_state(before)}
-    now = _nnx().to_flat_state(_nnx().state(module, _nnx().Not(_nnx().Any(_nnx().Param, _nnx().RngState))))
-    new = [(keys, variable) for keys, variable in now if variable.get_raw_value() is not was.get(keys)]
-    return _nnx().from_flat_state(new)
+    nnx, was = _nnx(), {keys: variable.get_raw_value() for keys, variable in _nnx().to_flat_state(before)}
+    state = nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+    now = [(keys, one) for keys, one in nnx.to_flat_state(state) if one.get_raw_value() is not was.get(keys)]
+    return nnx.from_flat_state(now)
 
 
 def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:

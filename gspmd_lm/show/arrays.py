@@ -71,7 +71,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
         console.print(line, soft_wrap=True, markup=False)
     if kinds := len(recorder.constraints):
         whole = len(recorder.unmapped)
-        console.print(f"kinds of nn.with_logical_constraint: {kinds}, {whole} of them without an axis that a row maps")
+        console.print(f"kinds of constraints on activations: {kinds}, {whole} of them without an axis that a row maps")
     console.print("bytes per device, counted, without activations and temporaries:")
     for name, sizes in totals.items():
         console.print(f"  {name:10} {sum(sizes):>20,}  {human_bytes(sum(sizes))}")

@@ -153,7 +153,7 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
     if whole and rows and rules.num_shards(rows.mesh_axes) > 1:
         axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
         message = (
-            f"{place}: of {len(named.constraints)} kinds of nn.with_logical_constraint, {len(whole)} name no axis that "
+            f"{place}: of {len(named.constraints)} kinds of constraints, {len(whole)} name no axis that "
             f"a row of rules maps ({', '.join(axes)}), so each device holds these arrays whole"
         )
         warnings.append(Problem(message, rows.place, f"rules.{axes[0]}: {rows.mesh_axes[0]}", warning=True))

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -143,3 +144,47 @@ def test_an_array_of_nnx_outside_of_tasks_is_read_as_flax_does():
         assert w[0].shape == (3,) and w.T.shape == (3, 4) and w.shape == (4, 3)
     with pytest.raises(AttributeError):
         _ = w.transposed
+
+
+class Dropping(nnx.Module):
+    """A module that draws random numbers, keeps averages and has a constant beside its variables."""
+
+    def __init__(self, rngs):
+        self.layer, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.drop, self.scale = nnx.Dropout(0.5, rngs=rngs), jnp.arange(1.0, 5)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.layer(x))) * self.scale
+
+
+def test_a_module_of_nnx_draws_keeps_state_and_is_evaluated_without_either():
+    task = gspmd_lm.Task(
+        name="dropping", init=lambda key: Dropping(nnx.Rngs(key)), optimizer=optax.sgd(0.1),
+        sums=lambda model, batch, key: model(batch["x"]).sum(1),
+        inputs={"x": gspmd_lm.Input((8, 4), "float32", "x: batch w")},
+    )  # fmt: skip
+    assert task.draws and task.is_module and task.changed == {"batch_stats.norm.mean", "batch_stats.norm.var"}
+    params = nn.unbox(task.initial(jax.random.key(0)))
+    batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)}
+    summed = jax.jit(task.summed, static_argnums=3)
+    (one, state), (same, _), (other, _) = (summed(params, batch, jax.random.key(n), True) for n in (1, 1, 2))
+    assert one.loss == same.loss != other.loss
+    kernel, mean = params["params"]["layer"]["kernel"], state["batch_stats"]["norm"]["mean"]
+    np.testing.assert_allclose(mean, 0.01 * (batch["x"] @ kernel).mean(0), atol=1e-6)
+    totals, made = jax.jit(task.totals)(params, batch), Dropping(nnx.Rngs(0))
+    made.layer.kernel[...] = kernel
+    made.eval()
+    assert totals["loss"] == pytest.approx(float(made(batch["x"]).sum()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_few_steps_of_a_module_are_trained_and_evaluated(tmp_path):
+    task = dataclasses.replace(
+        own_models.task("module", None), vocabulary=None, train=gspmd_lm.config.Train(steps=2, eval_every=2),
+        init=lambda key: nnx.Sequential(nnx.Linear(128, 8, rngs=nnx.Rngs(key)), nnx.BatchNorm(8, rngs=nnx.Rngs(key))),
+        sums=lambda model, batch, key: optax.losses.squared_error(model(batch["rows"])[:, 0, 0], batch["labels"]),
+    )  # fmt: skip
+    shape = task.inputs["rows"].shape
+    batch = {"rows": np.ones(shape, np.float32), "labels": np.zeros(len(np.ones(shape)), np.int32)}
+    gspmd_lm.train(task, "none", tmp_path / "run", data=lambda step: batch, held_out=[batch])
+    assert "eval_loss" in (tmp_path / "run" / "metrics.jsonl").read_text()
