@@ -13,7 +13,7 @@ happens:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,8 @@ def mixture_of_experts(
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)
     layout = layout._replace(activated=activated, capacity=capacity, weighted_input=weighted_input)
     arrays = [w.array for w in leaves]
-    x_zBTD = copies(x_BTD, layout.sum)
-    y_zBTD, rounds_B = cast(Any, _mixture(layout, x_zBTD, weights_BTk, chosen_BTk, *arrays))
+    mixed: Any = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *arrays)
+    y_zBTD, rounds_B = mixed
     return unreduced(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum), rounds_B
 
 

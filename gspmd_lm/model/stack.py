@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -263,7 +263,8 @@ class Stack(nn.Module):
         def part(weights: Any, number: jax.Array, x_BTD: jax.Array, of_rows: tuple[Any, Any]) -> tuple[Any, ...]:
             first = stack.first + layers * number
             some = Layers(stack, layers, parent=None)
-            x_BTD, routed = cast(Any, some.apply({"params": {stack.name: weights}}, first, x_BTD, *of_rows))
+            applied: Any = some.apply({"params": {stack.name: weights}}, first, x_BTD, *of_rows)
+            x_BTD, routed = applied
             return x_BTD, *((routed.load_C, routed[1:]) if routed else (None, None))
 
         x_BTD, load_LC, routed = pipeline.in_stages(part, weights, x_BTD, (of_rows, keys_BT))

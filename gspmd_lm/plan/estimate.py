@@ -277,7 +277,7 @@ class Estimator:
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)
         kernel = rules.kernel(self.target.platform)
         key = (tuple(rules.mesh.items()), rows, tuple(rules.dcn.items()), rules.microbatches, rules.context, kernel)
-        key += (rules.pipeline,)
+        key += rules.pipeline, rules.expert_buffer
         if key not in self._layouts:
             costs = [self._part(part, kernel != "xla") for part in parts(rules, self.traces)]
             weight_bytes = bounds.held_bytes(rules, "weights", self._params)

@@ -126,6 +126,21 @@ def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(smal
     assert sum(one.grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
 
 
+def test_what_is_kept_of_rows_at_their_experts_has_the_room_of_their_buffers(small):
+    config = small(**EXPERTS)
+    estimator, raw = Estimator(config, targets.parse("cpu:4")), {"mesh": {"expert": 4}}
+    raw["rules"] = {"batch": "expert", "expert": "expert"}
+    kept = {
+        room: estimator.estimate_remat(rules_file.from_dict({**raw, "expert_buffer": room}, "one"), Remat())
+        for room in (1, 1.5, 2, 3)
+    }
+    rows, numbers = 64 * 2, 64 + 2 * 192  # of the one row of each device; of what is sent, and of gate and up
+    assert kept[1.5].device_bytes - kept[1].device_bytes == 0.5 * 4 * rows * numbers * 4
+    assert kept[2].device_bytes - kept[1].device_bytes == 4 * rows * numbers * 4
+    assert kept[3] == kept[2]  # no more can arrive: a token has one expert at most on each of four devices
+    assert kept[2].peak_bytes - kept[1].peak_bytes > kept[2].device_bytes - kept[1].device_bytes
+
+
 def test_on_tpus_elementwise_operations_within_products_take_their_bytes(llama, traces_of, monkeypatch):
     """What is computed again comes again, and so do its elementwise operations."""
 
