@@ -143,17 +143,11 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         inputs.check_folder("to", folder)
     if values.adapter:
         export.family_and_model(folder, model, like)
+        imported, written, ends = {}, {}, []  # they are those of the base model
     else:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-    imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
-    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
-    if patches := model.vision.patches if model.vision else model.patches:
-        written |= image_families.preprocessor(patches, config.data.images)
-    if model.frames:
-        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
-        text = written[name].decode() if name in written else path.read_text() if path else "{}"
-        end = tokenizer.load_tokenizer(config.data.tokenizer).end
-        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
+        imported = sidecars.exported(original, config.data.tokenizer)
+        written, ends = _written_anew(config, imported, original)
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
@@ -177,6 +171,22 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {len(every)} files")
     return 0
+
+
+def _written_anew(
+    config: configs.Config, imported: Mapping[str, Path], original: Path | None
+) -> tuple[dict[str, bytes], list[int]]:
+    """The sidecar files that a run asks for beside those that came with its weights, and the ids that end a text."""
+    model = config.model
+    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
+    if patches := model.vision.patches if model.vision else model.patches:
+        written |= image_families.preprocessor(patches, config.data.images)
+    if model.frames:
+        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
+        text = written[name].decode() if name in written else path.read_text() if path else "{}"
+        end = tokenizer.load_tokenizer(config.data.tokenizer).end
+        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
+    return written, ends
 
 
 def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mapping[str, Any]) -> dict[str, Any]:
