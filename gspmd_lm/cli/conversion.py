@@ -20,6 +20,7 @@ from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
+from gspmd_lm.runtime import compiler
 from gspmd_lm.session import Session
 from gspmd_lm.sharding import shapes
 from gspmd_lm.sharding.rules import Rules
@@ -61,6 +62,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _placed(begun, published.config)
+        built.check_held({"weights": built.held["weights"]})
         begun.say(f"{source}: {published.family.name}, {built.arrays.parameter_count:,} parameters")
         if published.left_out:
             begun.say(
@@ -153,6 +155,10 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
         # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
         wanted = jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype), wanted)
+        sizes = (like.size * like.dtype.itemsize for like in jax.tree.leaves(wanted))
+        compiler.check_held({"weights": sum(sizes)}, begun.devices[:1])
+    else:
+        built.check_held({"weights": wanted})
     with checkpoint.of_run(workdir, config, begun.say) as checkpoints:
         restored = checkpoints.restore_weights(wanted, values.step)
     if restored is None:
