@@ -3,7 +3,10 @@
 The default run has each flag once. `pytest -m slow` runs each page from top to bottom, in a folder of its own.
 """
 
+import json
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -92,11 +95,14 @@ BEFORE = {
 REFUSED = "--rules=tp8.yaml --set=model.kv_heads=2", "--config=gpt2_124m --rules=tp8 --dry_run"
 CONFIGS = {"deepseek_v3": "experts.yaml", "mixtral_8x7b": "experts.yaml", "qwen3_235b_a22b": "experts.yaml",
            "tiny_experts": "experts.yaml", "t5_11b": "examples/pronunciation.yaml"}  # fmt: skip
+# Data that a page has another program write, of packages that are not installed here.
+NOT_HERE = "digits/train", "scenes/train", "FOLDER/train "
 SHIPPED = {path.stem for path in (documented.ROOT / "configs").glob("*.yaml")}
 VALUES = {
     "devices": "8", "rules=NAME": "tp8", "rules=FILE": "mine.yaml", "data.batch": "8", "data.seq": "32",
     "train.eval_every": "1", "train.trackers": "[tensorboard]", "data.tokenizer=bpe:4096": "bpe:300",
-    "max_new_tokens": "4", "minutes": "0.0001",
+    "data.source=stdlib:pairs": "pairs.jsonl",
+    "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch",
 }  # fmt: skip
 
 
@@ -105,7 +111,9 @@ def small(arguments):
 
     Other values are files of `documented.make_folder`.
     """
-    verb, flags, names = parsed(arguments)
+    verb, flags, _ = parsed(arguments)
+    if arguments == [verb]:
+        return None  # the name of a verb
     joined = shlex.split(" ".join(map(shlex.quote, arguments)).replace("--set ", "--set="))
     found = [_small(verb, "dry_run" in flags, one) for one in joined]
     if verb == "plan":
@@ -114,6 +122,8 @@ def small(arguments):
         found.append("--config=small.yaml")
     if verb == "explain" and "program" not in flags:
         found += ["--rules=fsdp8"] * ("rules" not in flags) + ["--target=cpu:8"] * ("target" not in flags)
+    if any(one.startswith("--config=examples/") for one in found) and verb == "train":
+        found.append("--steps=1")
     if "executable" in flags:
         found += ["--rules=fsdp", "--mesh=fsdp=2", "--steps=1"]
     return found
@@ -132,14 +142,69 @@ def _small(verb, dry, argument):
     return f"{before}{name}{equals}{value}"
 
 
+SEQUENCES = documented.sequences(OF_MAIN)
+
+
+def test_commands_of_documents_are_found_and_have_flags_that_exist():
+    assert len(OF_MAIN) > 100 and {"README.md", "docs/plan.md", "configs/uva.yaml"} <= {one.page for one in OF_MAIN}
+    for command in OF_MAIN:
+        made = small(command.arguments)
+        assert made is None or parsed(command.arguments)[1] <= parsed(made)[1], command
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in OF_MAIN))
-def test_commands_of_a_page(run, tmp_path, monkeypatch, page):
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=[f"{one[0].page}-{n}" for n, one in enumerate(SEQUENCES)])
+def test_commands_of_a_page(run, tmp_path, monkeypatch, sequence):
+    """From top to bottom; a page begins anew where it converts a folder. Two processes are in test_processes.py."""
+    page = sequence[0].page
     monkeypatch.chdir(documented.make_folder(tmp_path / "all"))
+    if page == "docs/families.md" or page.startswith("examples/"):
+        pytest.importorskip("PIL.Image")
+        documented.add_models(tmp_path / "all")
     commands = [shlex.split(text) for text in BEFORE.get(page, ())]
-    commands += [small(command.arguments) for command in OF_MAIN if command.page == page]
+    commands += [made for command in sequence if (made := small(command.arguments))]
     for arguments in commands:
-        if "--coordinator" in " ".join(arguments):
+        given = shlex.join(arguments)
+        if not any(f"--{flag}=" in given for flag in SEVERAL) and not any(data in given for data in NOT_HERE):
+            code, text = run(arguments)
+            assert code == (2 if any(one in given for one in REFUSED) else 0), f"{given}\n{text}"
+
+
+# Benchmarks and examples take minutes, or hardware: what their flags are is asked, and they end there.
+ASK = """
+import argparse, importlib.util, json, runpy, sys
+sys.path.insert(0, "examples")
+class Asked(Exception): pass
+parse = argparse.ArgumentParser.parse_args
+def asked(self, *given):
+    parse(self, *given)
+    raise Asked
+argparse.ArgumentParser.parse_args = asked
+for module, name, arguments in json.loads(sys.argv[1]):
+    sys.argv = [name, *arguments]
+    source = open(importlib.util.find_spec(name).origin if module else name).read()
+    if "parse_args" in source:
+        try:
+            runpy.run_module(name, run_name="__main__") if module else runpy.run_path(name, run_name="__main__")
+        except Asked:
             continue
-        code, text = run(arguments)
-        assert code == (2 if any(one in shlex.join(arguments) for one in REFUSED) else 0), f"{shlex.join(arguments)}\n{text}"
+        raise SystemExit(f"{name} asked for no flags")
+"""
+
+
+@pytest.mark.slow
+def test_other_programs_have_the_flags_that_documents_give_them():
+    given = []
+    for command in ALL:
+        words = command.text.split()
+        if not command.is_of_main and "KIND" not in command.text:
+            given.append((words[1] == "-m", words[2] if words[1] == "-m" else words[1], _behind(command, words[1])))
+    assert len(given) > 30
+    done = subprocess.run([sys.executable, "-c", ASK, json.dumps(given)], cwd=documented.ROOT, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def _behind(command, word):
+    """The arguments behind the name of a module or file."""
+    return shlex.split(command.text, comments=True)[3 if word == "-m" else 2 :]
