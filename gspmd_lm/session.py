@@ -293,6 +293,7 @@ def opened(
         raise InputError(
             "each of several processes would choose its own workdir\n  fix   give all of them the same --workdir=DIR"
         )
+    built.check_held(built.held_in_step if writes else {"weights": built.held["weights"]})
     with contextlib.ExitStack() as stack:
         writer = None
         if writes:

@@ -20,6 +20,7 @@ from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
+from gspmd_lm.runtime import compiler
 from gspmd_lm.session import Session
 from gspmd_lm.sharding import shapes
 from gspmd_lm.sharding.rules import Rules
@@ -61,6 +62,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _placed(begun, published.config)
+        built.check_held({"weights": built.held["weights"]})
         begun.say(f"{source}: {published.family.name}, {built.arrays.parameter_count:,} parameters")
         if published.left_out:
             begun.say(
@@ -143,22 +145,20 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         inputs.check_folder("to", folder)
     if values.adapter:
         export.family_and_model(folder, model, like)
+        imported, written, ends = {}, {}, []  # they are those of the base model
     else:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-    imported = {} if values.adapter else sidecars.exported(original, config.data.tokenizer)
-    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
-    if patches := model.vision.patches if model.vision else model.patches:
-        written |= image_families.preprocessor(patches, config.data.images)
-    if model.frames:
-        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
-        text = written[name].decode() if name in written else path.read_text() if path else "{}"
-        end = tokenizer.load_tokenizer(config.data.tokenizer).end
-        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
+        imported = sidecars.exported(original, config.data.tokenizer)
+        written, ends = _written_anew(config, imported, original)
     built = _placed(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
         # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
         wanted = jax.tree.map(lambda like: jax.ShapeDtypeStruct(like.shape, like.dtype), wanted)
+        sizes = (like.size * like.dtype.itemsize for like in jax.tree.leaves(wanted))
+        compiler.check_held({"weights": sum(sizes)}, begun.devices[:1])
+    else:
+        built.check_held({"weights": wanted})
     with checkpoint.of_run(workdir, config, begun.say) as checkpoints:
         restored = checkpoints.restore_weights(wanted, values.step)
     if restored is None:
@@ -177,6 +177,22 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         every = [path for path in folder.rglob("*") if path.is_file()]
         begun.say(f"{folder}: {human_bytes(sum(path.stat().st_size for path in every))}, {plural(len(every), 'file')}")
     return 0
+
+
+def _written_anew(
+    config: configs.Config, imported: Mapping[str, Path], original: Path | None
+) -> tuple[dict[str, bytes], list[int]]:
+    """The sidecar files that a run asks for beside those that came with its weights, and the ids that end a text."""
+    model = config.model
+    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
+    if patches := model.vision.patches if model.vision else model.patches:
+        written |= image_families.preprocessor(patches, config.data.images)
+    if model.frames:
+        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
+        text = written[name].decode() if name in written else path.read_text() if path else "{}"
+        end = tokenizer.load_tokenizer(config.data.tokenizer).end
+        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
+    return written, ends
 
 
 def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mapping[str, Any]) -> dict[str, Any]:

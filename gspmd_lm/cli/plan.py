@@ -3,9 +3,11 @@
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -17,6 +19,8 @@ from gspmd_lm.errors import InputError, RunFailed
 if TYPE_CHECKING:
     from gspmd_lm.config import Config
     from gspmd_lm.hardware.target import Target
+    from gspmd_lm.plan import outcome
+    from gspmd_lm.plan.candidate import Plan
 
 _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
@@ -26,8 +30,8 @@ def _define(flags: Flags) -> None:
     flags.text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
                "Commas separate several, which are compared.")  # fmt: skip
     flags.group("The search")
-    flags.number("minutes", 15.0, "Compile nothing new after this many minutes. A plan that was stopped goes on from "
-                 "what it has compiled.")  # fmt: skip
+    flags.number("minutes", 15.0, "Compile nothing new after this many minutes, which all targets share. A plan that "
+                 "was stopped goes on from what it has compiled.")  # fmt: skip
     flags.text("batch", None, "A:B: let the batch be any of A, 2A, 4A, ... up to B rows. By default it is data.batch.")
     flags.number("tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it "
                  "costs.")  # fmt: skip
@@ -35,7 +39,8 @@ def _define(flags: Flags) -> None:
     flags.several("price", "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where "
                   "there is one. This flag may be repeated.")  # fmt: skip
     flags.group(RESULTS)
-    flags.text("out", None, "Write the best layout to this rules file.")
+    flags.text("out", None, "Write the best layout to this rules file. Of several targets, the best layout of each "
+               "goes into a file beside it that has the target in its name.")  # fmt: skip
     flags.text("json", None, "Write all figures to this file (docs/plan.md).")
     flags.text("html", None, "Write one self-contained page to this file.")
     overrides(flags, mesh=False)
@@ -43,7 +48,6 @@ def _define(flags: Flags) -> None:
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
     """Plans for each target, prints what was found and writes the files of the flags. Returns the exit code."""
-    from gspmd_lm import api
     from gspmd_lm.cli import inputs
     from gspmd_lm.hardware import target as targets
 
@@ -57,17 +61,19 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     _check(values, cases)
     inputs.log_to_stderr()
     inputs.on_the_cpu()
-    from gspmd_lm.plan import advice, candidate, outcome
+    from gspmd_lm.plan import advice, candidate, outcome, search
     from gspmd_lm.show import plan as shown
 
     console = outputs.console(140)
     command = outputs.command_line(sys.argv[1:])
     outcomes: list[outcome.Outcome] = []
-    began = time.monotonic()
-    for number, (place, asked) in enumerate(cases):
+    ends_s = time.monotonic() + 60 * values.minutes
+    for place, asked in cases:
         outputs.say(f"planning {config.name} with {asked.data.batch} rows a step for {place.text}")
-        left = max(values.minutes - (time.monotonic() - began) / 60, 0.0)  # of which the targets left get equal parts
-        planned = api.plan(asked, place.text, minutes=left / (len(cases) - number))
+    searched = [(asked, place) for place, asked in cases]
+    rank_by = search.ranking(places[0])
+    plans = search.plans(searched, minutes=values.minutes, say=outputs.say, rank_by=rank_by)
+    for planned, (place, asked) in zip(plans, cases, strict=True):
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
     best = shown.ranked(outcomes)[0]
@@ -76,20 +82,39 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if best.plan.best and best.plan.target.chip:
         advised = shown.helps(advice.changes(asked, best.plan))
     elif not best.plan.best and len(cases) == 1:
-        advised = shown.fixes(advice.larger(asked, best.plan, outputs.say), advice.savings(asked, best.plan))
+        larger = advice.larger(asked, best.plan, outputs.say, ends_s)
+        late = not larger and time.monotonic() > ends_s
+        advised = shown.fixes(larger, advice.savings(asked, best.plan), late)
     shown.show(outcomes, console, advised)
     if values.json:
         outputs.write(values.json, json.dumps(outcome.to_json(outcomes), indent=1) + "\n")
     if values.html:
         outputs.write(values.html, shown.page(outcomes, advised, command))
     if best.plan.best is None:
-        raise RunFailed("no layout fits, and no rules file was written")
+        why = "no layout that was compiled in the time fits" if best.plan.late else "no layout fits"
+        raise RunFailed(f"{why}, and no rules file was written")
     if values.out:
-        outputs.write(values.out, candidate.rules_file(best.plan, best.plan.best, command))
-        console.print(f"wrote {values.out}", soft_wrap=True)
+        for path, one in rules_files(Path(values.out), best, outcomes).items():
+            assert one.best
+            outputs.write(str(path), candidate.rules_file(one, one.best, command))
+            console.print(f"wrote {path}, for {one.target.text}", soft_wrap=True)
     if best.in_time is False:
-        raise RunFailed(f"{shown.answer(best)}\n  fix   more chips, more --days, or fewer --tokens")
+        raise RunFailed(f"{shown.answer(best)}\n  fix   {shown.enough(best)}, more --days, or fewer --tokens")
     return 0
+
+
+def rules_files(out: Path, best: "outcome.Outcome", outcomes: "Sequence[outcome.Outcome]") -> "dict[Path, Plan]":
+    """The plan that each file of --out holds: the best one's, and, of several, each one's, named by its target.
+
+    mine.yaml has beside it mine-v5e-4x8.yaml, and mine-v5e-4x8-256.yaml if there are several batches.
+    """
+    files = {out: best.plan}
+    several = len({outcome.batch for outcome in outcomes}) > 1
+    for outcome in outcomes if len(outcomes) > 1 else ():
+        name = re.sub(r"\W+", "-", outcome.plan.target.text) + (f"-{outcome.batch}" if several else "")
+        if outcome.plan.best:
+            files[out.with_name(f"{out.stem}-{name}{out.suffix}")] = outcome.plan
+    return files
 
 
 def _batches(config: "Config", span: str | None) -> "list[Config]":

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from gspmd_lm.config import Config
     from gspmd_lm.train.step import Step
 
-_LAST_WORDS = """this process was ended from outside, or by a fault in a library; its last lines are above
-  fix   give the same command again: it goes on from the newest checkpoint in {}"""
-
 
 def _define(flags: Flags) -> None:
     on_devices(flags)
@@ -41,6 +38,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
     from gspmd_lm.show import arrays
+    from gspmd_lm.workdir import layout
 
     profile = _profile(values.profile)
     begun = inputs.begin(values, config, rules)
@@ -53,7 +51,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)
     executable = _executable(values, built) if values.executable else None
     with session.opened(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
-        processes.last_words(_LAST_WORDS.format(run.workdir))
+        processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
     return 0
 
@@ -62,11 +60,11 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
     from gspmd_lm.foresight import compile, exported
     from gspmd_lm.hardware import target
 
-    devices = target.from_devices(list(built.mesh.devices.flat))
-    wanted = compile.CompileRequest(built.config, built.rules, devices, export=True)
-    return exported.load(
-        Path(values.executable), wanted.key(), wanted.name, compile.compilers(devices), trust=values.trust
-    )
+    devices = list(built.mesh.devices.flat)
+    place = target.from_devices(devices)
+    wanted = compile.CompileRequest(built.config, built.rules, place, export=True)
+    versions = compile.compilers(place)
+    return exported.load(Path(values.executable), wanted.key(), wanted.name, versions, values.trust, devices)
 
 
 def _profile(span: str | None) -> tuple[int, int] | None:

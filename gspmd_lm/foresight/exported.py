@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ def _is_recorded(sha256: str) -> bool:
     return any(record.stat().st_uid == os.getuid() for record in found)
 
 
-def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool = False) -> Any:
-    """The step in a file, ready to run on the devices that are here.
+def load(
+    path: Path, key: str, name: str, versions: dict[str, str], trust: bool = False, devices: Sequence[Any] | None = None
+) -> Any:
+    """The step in a file, ready to run on `devices`: by default all that are here.
 
     key, name, versions: of what is wanted. trust: take a file that this user did not export.
     Raises InputError for a file that is damaged, none of ours, made for something else, or not to be trusted.
@@ -85,4 +88,4 @@ def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool 
         )
     from jax.experimental import serialize_executable
 
-    return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    return serialize_executable.deserialize_and_load(*pickle.loads(payload), execution_devices=devices)

@@ -204,6 +204,17 @@ def larger(target: Target) -> Iterator[Target]:
     return (parse(f"{before}:{size}{slash}{network}") for size in larger_ones)
 
 
+def with_chips(target: Target, chips: int) -> Target | None:
+    """The smallest larger target of the same chip that has at least so many chips; None if none is rented out."""
+    chip = target.chip
+    assert chip
+    if chip.platform == "gpu":
+        (_, per_host), (_, slash, network) = target.topology, target.text.partition("/")
+        hosts = -(-chips // per_host)
+        return parse(f"{chip.name}:{hosts}x{per_host}{slash}{network}") if hosts * per_host <= MOST_DEVICES else None
+    return next((one for one in larger(target) if one.devices >= chips * chip.devices_per_chip), None)
+
+
 def from_devices(devices: Sequence[Any]) -> Target:
     """The target that real or simulated `devices` form. Its chip is None if theirs is not known."""
     first, count = devices[0], len(devices)

@@ -265,6 +265,7 @@ class GenerationPrograms(Forward):
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
+        self.check_held(self.held)
         traced = self.trace_prefill(), self.trace_decode()
         prefill, decode = (self.compile(one.lower(), what, fix, self.compiled_for) for one in traced)
         return prefill, decode

@@ -130,6 +130,7 @@ class Scoring(Forward):
         """The program, compiled. Raises InputError if it needs more memory than there is."""
         what = f"scoring {self.rows:,} rows of {self.seq:,} tokens at a time"
         fix = "--batch=1, for a text a smaller --seq, or rules that split more"
+        self.check_held({"weights": self.abstract_params})
         return self.compile(self.lower(), what, fix)
 
     def _score(self, params: Any, rows: ScoredRows) -> Scores:

@@ -18,7 +18,7 @@ from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Arrays
+from gspmd_lm.sharding.shapes import Arrays, bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,11 @@ class ShardedProgram:
         if what:
             compiler.check_room(program, list(self.mesh.devices.flat), what, fix)
         return program
+
+    def check_held(self, held: Mapping[str, Any]) -> None:
+        """Raises InputError if the devices cannot hold arrays: trees of shapes and shardings, by purpose."""
+        sizes = {name: sum(map(bytes_per_device, jax.tree.leaves(tree))) for name, tree in held.items()}
+        compiler.check_held(sizes, list(self.mesh.devices.flat))
 
 
 @dataclasses.dataclass(frozen=True)

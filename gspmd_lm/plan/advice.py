@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -81,12 +83,17 @@ class Larger(NamedTuple):
     candidate: Candidate
 
 
-def larger(config: Config | Task, plan: Plan, say: Callable[[str], None]) -> Larger | None:
-    """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried."""
+def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_s: float = math.inf) -> Larger | None:
+    """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried.
+
+    until_s: what `time.monotonic` says when nothing new is estimated or compiled any more.
+    """
     traces = TraceCache(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        candidates = estimated(Space(config, target, traces))
+        candidates = estimated(Space(config, target, traces), until_s)
+        if time.monotonic() > until_s:
+            return None
         least = min(candidates, key=lambda one: one.estimate.peak_bytes, default=None)
         if least is None or least.estimate.peak_bytes > target.chip.usable_hbm_bytes:
             continue

@@ -16,6 +16,7 @@ from gspmd_lm.units import human_bytes, human_seconds
 
 _OWN_LINES = ("rules", "weights", "optimizer")  # sections with one row per line
 FOUND_BY = "found by"
+HOPELESS = "it needs more memory than a layout like it that does not fit"
 FAR_ABOVE = 1.2  # the share of the limit above which nothing is compiled while something else may fit
 
 
@@ -102,6 +103,10 @@ class Plan:
     nearest: Candidate | None = None  # where nothing fits: what comes nearest to it
     stopped: str = ""  # why the search ended
     unit: str = "tokens"  # what `tokens` counts: tokens, or rows of a task that does not say how many it has
+    late: bool = False  # whether something was not compiled for want of time
+    left_out: int = 0  # meshes, each with its tables, that were not estimated for want of time
+    tables: int = 0  # of how many
+    notes: tuple[str, ...] = ()  # what the user should know of the choice
 
 
 def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gspmd_lm.foresight.timing.predict import Parts, differences, parts_s
 from gspmd_lm.hardware.chips import CHIPS
-from gspmd_lm.plan.candidate import Candidate, Plan
+from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.units import human_bytes, human_seconds
 
 HOURS, DAYS = 3600, 86400
@@ -61,6 +61,21 @@ class Outcome:
     def in_time(self) -> bool | None:
         """Whether the tokens are done in `days`; None where that was not asked."""
         return self.days_needed <= self.days if self.tokens and self.days else None
+
+    @property
+    def chips_in_time(self) -> int | None:
+        """How many chips would do the tokens in `days` if each stayed as fast; None where these are enough."""
+        late = self.in_time is False and self.tokens_per_s
+        return math.ceil(self.chips * self.days_needed / self.days) if late else None
+
+    @property
+    def searched(self) -> str:
+        """How much of the search was done: 'full', or how many meshes were estimated and layouts compiled."""
+        plan = self.plan
+        if not plan.late and not plan.left_out:
+            return "full"
+        meshes = f"{plan.tables - plan.left_out:,} of {plan.tables:,} meshes" if plan.left_out else "all meshes"
+        return f"{meshes}, {plan.compiled} compiled"
 
     @property
     def usd(self) -> float | None:
@@ -134,6 +149,18 @@ class Outcome:
         return ", ".join(f"{seconds / best.step_time_s:.1%} of the step {name}" for seconds, name in waits)
 
 
+def not_ranked(plan: Plan) -> str:
+    """The layouts that were compiled and are in no ranking, and why; '' if all are."""
+    said = []
+    for one in plan.candidates:
+        if one.report and not one.report.memory.fits:
+            said.append(f"{one.name} needs {human_bytes(one.peak_bytes)}")
+        elif one.failure and one.failure != HOPELESS:
+            said.append(f"at {one.name} the compiler failed")
+    more = f" and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+    return f"{len(said)} that were compiled: {', '.join(said[:SHOWN])}{more}" if said else ""
+
+
 def _known(one: Candidate) -> Parts:
     """The parts of its step: of its prediction where it was compiled, else of its estimate."""
     return one.report.prediction if one.report and one.report.prediction else one.estimate
@@ -178,6 +205,10 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "compiled": plan.compiled,
         "seconds": round(plan.seconds, 1),
         "stopped": plan.stopped,
+        "meshes": plan.tables,
+        "meshes_left_out": plan.left_out,
+        "late": plan.late,
+        "notes": list(plan.notes),
         "error": plan.error,
         "price_error": plan.estimate_error,
         "usd_per_chip_hour": outcome.usd_per_chip_hour,
@@ -185,6 +216,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "days": outcome.days or None,
         "days_needed": outcome.days_needed if outcome.tokens and outcome.tokens_per_s else None,
         "usd": outcome.usd,
+        "chips_in_time": outcome.chips_in_time,
     }
 
 

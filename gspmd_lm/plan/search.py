@@ -7,7 +7,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, RunFailed
@@ -16,7 +16,7 @@ from gspmd_lm.foresight.known_errors import estimate_error, kind_of, mean_error
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.model.task import Task
-from gspmd_lm.plan.candidate import Candidate, Plan
+from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.units import plural
@@ -24,7 +24,6 @@ from gspmd_lm.units import plural
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler
 LEAST_NEEDING = 3  # how many that are far above the limit are compiled before it is said that nothing fits
 EQUAL = 0.002  # two predictions that differ by less are the same time: memory and simplicity decide
-HOPELESS = "it needs more memory than a layout like it that does not fit"
 GAIN = 0.005  # what another compilation must promise
 UNKNOWN_ERROR = 0.1  # of predictions for a chip that no published step time was compared with
 ESTIMATE_ERROR = 0.05  # taken for that of estimates where none is known and nothing is compiled yet
@@ -38,6 +37,7 @@ FINALISTS = 2  # layouts with host offload that are compiled where that takes lo
 SLOW_OFFLOAD = ("v6e",)  # chips for which the compiler takes 9 to 20 minutes for a program that offloads to the host
 
 Reports = Callable[..., list[Report]]
+Say = Callable[..., None]
 RankBy = Literal["time", "bytes"]
 
 
@@ -58,45 +58,94 @@ def plan(
     target: Target,
     *,
     minutes: float = 15,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
     rank_by: RankBy = "time",
     most: int = 40,
     reports: Reports = explain.reports,
 ) -> Plan:
-    """The best layout of `config` on `target`, and what else was looked at.
+    """The best layout of `config` on `target`, and what else was looked at. See `plans`."""
+    how: dict[str, Any] = {"minutes": minutes, "say": say, "rank_by": rank_by, "most": most, "reports": reports}
+    return plans([(config, target)], **how)[0]
 
-    minutes: half of them may go into estimates, and the compiler starts nothing after them. most: how many layouts are
-    compiled; with 0 all are only estimated.
+
+def plans(
+    cases: Sequence[tuple[Config | Task, Target]],
+    *,
+    minutes: float = 15,
+    say: Say = lambda _: None,
+    rank_by: RankBy = "time",
+    most: int = 40,
+    reports: Reports = explain.reports,
+) -> list[Plan]:
+    """The best layout of each config on its target, and what else was looked at.
+
+    The cases share the minutes. Half of them may go into estimates, of which each case that is left gets an equal part.
+    Then the case that has compiled for the shortest time is the next to compile, until the minutes are over: after that
+    the compiler starts nothing. Where it has compiled nothing for a case by then, the best layout is the best estimate.
+
+    most: how many layouts of a case are compiled; with 0 all are only estimated.
     rank_by: "bytes" needs no times and compiles nothing; layouts are ranked by what they send, then by memory. reports:
     what compiles, as `explain.reports` does. Raises InputError where a target has no times, and where no mesh of its
     devices divides the batch.
     """
     began = time.monotonic()
-    if target.chip is None and rank_by == "time":
-        raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
-    traces = TraceCache(config)
+    for _, target in cases:
+        if target.chip is None and rank_by == "time":
+            raise InputError(f"--target={target.text}: {explain.NOT_ON_CPU}\n  fix   or rank by bytes and memory alone")
+    clock, traces, searches = _Clock(began, minutes), dict[int, TraceCache](), list[_Search]()
+    for number, (config, target) in enumerate(cases):
+        now = time.monotonic()
+        share_s = max(began + 60 * minutes * ESTIMATING - now, 0.0) / (len(cases) - number)
+        if id(config) not in traces:
+            traces[id(config)] = TraceCache(config)
+        known = traces[id(config)]
+        place = f"{target.text}, {known.task.rows} rows: " if len(cases) > 1 else ""
+        told: Say = lambda message, place=place: say(place + message)  # noqa: E731
+        searches.append(_begun(known, target, now + share_s, told, reports, clock, most))
+    if rank_by == "bytes":
+        for search in searches:
+            search.stopped = "layouts are ranked by bytes alone"
+    while going := [search for search in searches if not search.stopped]:
+        min(going, key=lambda search: search.compiling_s).compile_next()
+    if rank_by == "time":
+        for search in searches:
+            search.finish()
+    return [search.result(rank_by) for search in searches]
+
+
+def _begun(traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports,
+           clock: "_Clock", most: int) -> "_Search":  # fmt: skip
+    """A search that has its estimates, as many as there was time for until `until_s`."""
+    began = time.monotonic()
     space = Space(traces.task, target, traces)
-    candidates = estimated(space, began + 60 * minutes * ESTIMATING)
+    candidates = estimated(space, until_s)
     if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
         say(note)
-    left_out = f"; {space.left_out:,} meshes and tables were not estimated for want of time" if space.left_out else ""
-    say(f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s{left_out}")
-    search = _Search(space, candidates, say, reports, began, minutes, most)
-    if rank_by == "time":
-        search.run()
-    else:
-        search.stopped = "layouts are ranked by bytes alone"
-    search.stopped += left_out
-    return search.result(traces.task.batch_size, space.refused, rank_by)
+    said = f"estimated {plural(len(candidates), 'layout')} in {time.monotonic() - began:.0f} s", space.not_estimated
+    say("; ".join(filter(None, said)))
+    return _Search(space, candidates, say, reports, clock, most, time.monotonic() - began)
+
+
+class _Clock(NamedTuple):
+    """The time that there is for everything."""
+
+    began_s: float
+    minutes: float
+
+    @property
+    def left_s(self) -> float:
+        return self.began_s + 60 * self.minutes - time.monotonic()
 
 
 class _Search:
-    def __init__(self, space: Space, candidates: Sequence[Candidate], say: Callable[[str], None],
-                 reports: Reports, began: float, minutes: float, most: int):  # fmt: skip
+    def __init__(self, space: Space, candidates: Sequence[Candidate], say: Say,
+                 reports: Reports, clock: _Clock, most: int, estimating_s: float):  # fmt: skip
         self.task, self.space, self.target, self.say, self.reports = space.task, space, space.target, say, reports
-        self.began, self.minutes, self.most = began, minutes, most
+        self.clock, self.most = clock, most
+        self.estimating_s, self.compiling_s = estimating_s, 0.0
+        self.late = False  # whether something was not compiled for want of time
         self.searched = len(candidates)
         may_fit = [one for one in candidates if one.fits is not False]
         self.untried = [one for one in may_fit if not self._is_slow(one)]
@@ -124,33 +173,38 @@ class _Search:
         chip = self.target.chip
         return bool(chip and chip.name in SLOW_OFFLOAD and one.rules.remat.offload)
 
-    def run(self) -> None:
-        """Compiles until nothing is left that promises more than GAIN; then, outside of the time, slow finalists."""
-        while not self.stopped:
-            if len(self.tried) >= self.most:
-                self.stopped = f"{self.most} layouts were compiled"
-                break
-            chosen = self._next(compile.side_by_side(2))
-            if not chosen:
-                break
-            spent_s = time.monotonic() - self.began
-            if self.tried and spent_s + self.longest_s / 2 > 60 * self.minutes:
-                self.stopped = f"the {self.minutes:.2g} minutes are over"
-                break
-            before = time.monotonic()
+    def compile_next(self) -> None:
+        """Compiles what promises most; `stopped` says when nothing promises more than GAIN, or the time is over."""
+        if len(self.tried) >= self.most:
+            self.stopped = f"{self.most} layouts were compiled"
+            return
+        chosen = self._next(compile.side_by_side(2))
+        if chosen and self._in_time(self.longest_s / 2):
+            before = self.compiling_s
             self._compile(chosen)
-            self.longest_s = max(self.longest_s, time.monotonic() - before)
+            self.longest_s = max(self.longest_s, self.compiling_s - before)
             self._correct()
+
+    def finish(self) -> None:
+        """Compiles what comes last, while there is time: slow finalists, what needs least, and variants of the best."""
         best = self.best
         finalists = sorted(self.slow, key=self._promised_s)[:FINALISTS]
         for one in finalists if self.most else ():
-            if best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN):
-                self.say("a finalist that offloads to the host: its compilation takes long and is outside of the limit")
+            if (best is None or self._promised_s(one) < best.step_time_s * (1 - GAIN)) and self._in_time():
+                self.say("a finalist that offloads to the host: its compilation takes long")
                 self._compile([one])
         self._try_least()
-        if len(self.tried) < self.most and time.monotonic() - self.began < 60 * self.minutes:
+        if len(self.tried) < self.most and self.clock.left_s > 0:
             self._try_variants(self.space.interleaved)
             self._try_variants(self.space.with_options)
+
+    def _in_time(self, takes_s: float = 0.0) -> bool:
+        """Whether there is time for what takes so long; if not, the search has stopped for want of it."""
+        if takes_s < self.clock.left_s:
+            return True
+        self.late, over = True, f"the {self.clock.minutes:.2g} minutes are over"
+        self.stopped = self.stopped if over in self.stopped else "; ".join(filter(None, (self.stopped, over)))
+        return False
 
     def _try_least(self) -> None:
         """Where nothing fits, compiles what needs least by estimate, each of another family, until one fits.
@@ -164,6 +218,8 @@ class _Search:
             if self.best or beyond or len(self.tried) >= self.most:
                 return
             if one.family not in families:
+                if not self._in_time():
+                    return
                 families.add(one.family)
                 self.far = [other for other in self.far if other is not one]
                 self._compile([one])
@@ -172,6 +228,8 @@ class _Search:
         """Compiles the best layout with settings whose effect no estimate knows."""
         if best := self.best:
             for raw in variants(best.raw):
+                if self.clock.left_s <= 0:
+                    return
                 self.searched += 1
                 self._compile([dataclasses.replace(best, raw=raw, rules=self.space.rules(raw), report=None)])
 
@@ -216,11 +274,13 @@ class _Search:
         best = self.best
         best_so_far = f"; best so far {best.step_time_s:.4g} s: {best.name}" if best else ""
         self.say(f"compiling {len(self.tried) + 1} to {len(self.tried) + len(chosen)}{best_so_far}")
+        began = time.monotonic()
         try:
             reports: list[Report | None] = [
                 *self.reports(self.task, [one.rules for one in chosen], self.target, self.say)
             ]
         except RunFailed as error:
+            self.compiling_s += time.monotonic() - began
             if len(chosen) > 1:
                 for one in chosen:
                     self._compile([one])
@@ -228,6 +288,7 @@ class _Search:
             self.say(f"left out: {chosen[0].name}: {error}")
             self._done(dataclasses.replace(chosen[0], failure=str(error)), chosen[0])
             return
+        self.compiling_s += time.monotonic() - began
         for one, report in zip(chosen, reports, strict=True):
             self._done(dataclasses.replace(one, report=report), one)
 
@@ -274,9 +335,10 @@ class _Search:
         error = mean_error(kind_of(self.target, best.rules, experts)) if chip and best else None
         return UNKNOWN_ERROR if error is None else error
 
-    def result(self, size: tuple[int, str], refused: int, rank_by: RankBy) -> Plan:
+    def result(self, rank_by: RankBy) -> Plan:
         """The plan, as far as it has come."""
-        best, error = self.best, self._error()
+        best, error, space = self.best, self._error(), self.space
+        tokens, unit = self.task.batch_size
         if rank_by == "bytes":
             ranked = sorted(self.untried, key=lambda one: (one.estimate.sent_bytes, one.peak_bytes, one.entries))
             best, ties = (ranked[0] if ranked else None), []
@@ -284,26 +346,34 @@ class _Search:
             fitting = [one for one in self.tried if one.fits and one.step_time_s < math.inf]
             others = [one for one in self.tried if one not in fitting]
             fitting.sort(key=lambda one: (one is not best, one.step_time_s))
-            ranked = [*fitting, *sorted([*self.untried, *self.slow], key=lambda one: one.step_time_s), *others]
+            others = sorted([*self.untried, *self.slow], key=lambda one: one.step_time_s) + others
+            if self.late and not self.tried:  # nothing was asked of a compiler: the best estimate is what there is
+                best = next((one for one in others if one.estimate.peak_bytes <= (one.limit_bytes or 0)), None)
+                others.sort(key=lambda one: one is not best)
+            ranked = [*fitting, *others]
             ties = [one for one in fitting if best and one.step_time_s <= best.step_time_s * (1 + error)]
         ranked += sorted([*self.dropped, *self.far], key=lambda one: one.peak_bytes)
         nearest = min(itertools.chain(self.tried, self.far), key=lambda one: one.peak_bytes, default=None)
         return Plan(
             target=self.target,
             config=self.task.name,
-            tokens=size[0],
-            unit=size[1],
+            tokens=tokens,
+            unit=unit,
             candidates=tuple(ranked),
             ties=tuple(ties),
             searched=self.searched,
             compiled=len(self.tried),
-            seconds=time.monotonic() - self.began,
+            seconds=self.estimating_s + self.compiling_s,
             error=error,
             best=best,
             estimate_error=self.compiled_error,
-            refused=refused,
+            refused=space.refused,
             nearest=None if best else nearest,
-            stopped=self.stopped,
+            stopped="; ".join(filter(None, (self.stopped, space.not_estimated))),
+            late=self.late,
+            left_out=space.left_out,
+            tables=space.tables,
+            notes=tuple(space.notes),
         )
 
 

@@ -84,7 +84,8 @@ class Space:
         self.traces = traces or TraceCache(config)
         self.task, self.target = self.traces.task, target
         self.refused = 0  # how many a check of the rules refused
-        self.left_out = 0  # meshes and tables for which there was no time
+        self.tables = 0  # meshes, each with its tables, in all
+        self.left_out = 0  # those for which there was no time
         self.notes: list[str] = []  # what the user should know of the choice
         single = rules_file.from_dict({"mesh": {"data": 1}}, "plan", vocabulary=self.task.names)
         self.trace = self.traces.trace(single)
@@ -106,6 +107,7 @@ class Space:
         until_s: what `time.monotonic` says when it must end, though not before the first mesh.
         """
         layouts = sorted(self._layouts(), key=lambda layout: len(layout["mesh"]))
+        self.tables = len(layouts)
         for number, layout in enumerate(layouts):
             if number and time.monotonic() > until_s:
                 self.left_out = len(layouts) - number
@@ -122,6 +124,12 @@ class Space:
                         continue
                     named = raw | _plain(remat)
                     yield named, dataclasses.replace(rules, remat=remat, path=describe(named))
+
+    @property
+    def not_estimated(self) -> str:
+        """How many of the meshes, each with its tables, there was no time for; '' if there was time for all."""
+        left_out = f"{self.left_out:,} of {self.tables:,} meshes and tables were not estimated for want of time"
+        return left_out if self.left_out else ""
 
     def interleaved(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A layout with layers interleaved in two parts, which hides the gathers of tensor parallelism."""

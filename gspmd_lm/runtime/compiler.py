@@ -156,14 +156,48 @@ def check_room(compiled: jax.stages.Compiled, devices: Sequence[Any], what: str,
     analysis: Any = compiled.memory_analysis()
     needed = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     needed += analysis.temp_size_in_bytes
-    local_devices = [device for device in devices if device.process_index == jax.process_index()]
-    if devices[0].platform == "cpu":
-        free, needed, place = _free_bytes(), needed * len(local_devices), "this machine"
-    else:
-        free, place = (local_devices[0].memory_stats() or {}).get("bytes_limit"), "each device"
+    free, sharers = _room(devices)
+    needed, place = needed * max(sharers, 1), "this machine" if sharers else "each device"
     if free is not None and needed > free:
         sizes = f"needs {needed / 1e9:.3g} GB, and {place} has {free / 1e9:.3g} GB free"
         raise InputError(f"{what} {sizes}\n  fix   {fix}")
+
+
+def check_held(held_bytes: Mapping[str, int], devices: Sequence[Any]) -> None:
+    """Raises InputError if devices cannot hold certain arrays, whatever is compiled. Nothing is compiled to know it.
+
+    held_bytes: the bytes of arrays on each device, by purpose.
+    """
+    free, sharers = _room(devices)
+    needed = {name: max(sharers, 1) * size for name, size in held_bytes.items()}
+    total = sum(needed.values())
+    if free is None or total <= free:
+        return
+    parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needed.items() if size > 0.001 * total)
+    whole, free_gb = f"{total / 1e9:.3g} GB", f"{free / 1e9:.3g} GB"
+    if sharers:
+        several = "s share" if sharers > 1 else " has"
+        raise InputError(
+            f"{sharers} simulated device{several} the memory of this machine, which has {free_gb} free: "
+            f"{whole} are needed before anything is computed ({parts})\n"
+            "  fix   a smaller model, such as --config=tiny, a machine with more memory, or explain "
+            "--target=v5p:2x2x2, which allocates nothing"
+        )
+    raise InputError(
+        f"each device has {free_gb}: {whole} are needed before anything is computed ({parts})\n"
+        "  fix   rules that split more, such as fsdp, more devices, or a smaller model"
+    )
+
+
+def _room(devices: Sequence[Any]) -> tuple[int | None, int]:
+    """The free bytes of each device of this process, or of all its simulated ones together, and how many share them.
+
+    None where the system does not say; 0 where each device has its own.
+    """
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
+    if devices[0].platform == "cpu":
+        return _free_bytes(), len(local_devices)
+    return (local_devices[0].memory_stats() or {}).get("bytes_limit"), 0
 
 
 def _free_bytes() -> int | None:

@@ -28,6 +28,18 @@ HEARTBEAT_S = 3600  # until jax gives up a process, even one that is only stoppe
 SILENT_HOST_S = 30  # until the connection to a host that vanished counts as closed
 _POLL_MS = 1000
 
+# Files with a line "oom_kill N": the processes that Linux has killed for want of memory, here or in this container.
+OUT_OF_MEMORY_COUNTERS = "/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"
+_LAST_WORDS = """
+trap "" INT TERM HUP
+killed() { grep -hs "^oom_kill " $counters; }
+before=$(killed)
+read -r word && exit
+if [ "$(killed)" = "$before" ]; then what=$ended fix=$again; else what=$full fix=$smaller; fi
+if ls "$checkpoints" 2>/dev/null | grep -qx "[0-9]*"; then outcome=$saved; else outcome=$anew; fi
+printf "%s\\n  fix   %s: %s\\n" "$what" "$fix" "$outcome" >&2
+"""
+
 _calls = 0  # keys that were asked for, which every process does in the same order
 _watch: "_Watch | None" = None
 _last_words: "subprocess.Popen[bytes] | None" = None
@@ -296,13 +308,26 @@ def _notice_a_vanished_host(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def last_words(message: str) -> None:
-    """Lets `message` be printed last if this process ends without a word: killed, out of memory, or aborted by XLA.
+def last_words(workdir: str, checkpoints: str) -> None:
+    """Lets it be said how to go on if this process ends without a word: killed, out of memory, or aborted by XLA.
 
-    A process that is killed cannot print. So a shell waits for the end of a pipe that only this process holds.
+    A process that is killed cannot print. So a shell waits for the end of a pipe that only this process holds. It looks
+    whether the system counts one more process that it killed for want of memory, and whether anything was saved.
     """
     global _last_words
-    script = 'trap "" INT TERM HUP; read -r word || printf "%s\\n" "$1" >&2'
+    anew = "nothing was saved, so it begins anew"
+    if "://" in workdir:  # a shell cannot look there
+        anew = f"it goes on from the newest checkpoint in {workdir}, if there is one"
+    texts = {
+        "ended": "this process was ended from outside, or by a fault in a library; its last lines are above",
+        "full": "out of memory: the system ended this process, which is exit code 137",
+        "again": "give the same command again",
+        "smaller": "a smaller data.batch, remat: block, a smaller model or more memory; then the same command",
+        "saved": f"it goes on from the newest checkpoint in {workdir}",
+        "anew": anew,
+        "checkpoints": checkpoints,
+        "counters": " ".join(OUT_OF_MEMORY_COUNTERS),
+    }
     _last_words = subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", message], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        ["/bin/sh", "-c", _LAST_WORDS], env=os.environ | texts, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from gspmd_lm.foresight import known_errors
+from gspmd_lm.hardware.target import with_chips
 from gspmd_lm.plan import candidate
 from gspmd_lm.plan.advice import Change, Larger
 from gspmd_lm.plan.candidate import Plan
-from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front
+from gspmd_lm.plan.outcome import SHOWN, Line, Outcome, front, not_ranked
 from gspmd_lm.show import comparison, html, terminal
 from gspmd_lm.show.document import Cell, Figure, Notes, Section, Text, figure, table_of
 from gspmd_lm.show.report import hardware
@@ -21,7 +22,7 @@ MOST_EXPOSED = 2  # mesh axes in a cell
 IN_FULL = 3  # layouts of which the page says everything
 LIMIT_SEEN = 5  # a limit so many times above all that is drawn is not drawn
 FARTHEST = 3  # times the best step: slower layouts are not drawn
-WORDS = ("layout", "exposed", "target", "known by")  # columns that hold no numbers
+WORDS = ("layout", "exposed", "target", "known by", "searched")  # columns that hold no numbers
 
 Note = tuple[str, str]  # a label and a text
 
@@ -76,6 +77,7 @@ def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
         notes.append(("search", "; ".join(filter(None, (plan.stopped, estimate_error(plan))))))
+    notes += [("not ranked", not_ranked(plan)), *(("note", note) for note in plan.notes)]
     blocks = [Text(summary(outcome)), table_of("Ranking", rows, WORDS), *more]
     return Section("Ranking", "predicted", [*blocks, Notes([note for note in notes if note[1]])])
 
@@ -133,6 +135,8 @@ def _notes(outcome: Outcome) -> list[Note]:
     runner = outcome.runner_up()
     ties = f"{len(plan.ties)} layouts, marked =, are within the known error of {plan.error:.1%}; prefer the one that " \
            "leaves more memory, or measure"  # fmt: skip
+    if plan.late and not best.compiled:
+        error = "; it is the best estimate: there was no time to compile any layout"
     return [
         ("best", f"{best.name}{error or ''}"),
         ("waits for", outcome.waits()),
@@ -158,8 +162,17 @@ def answer(outcome: Outcome) -> str:
     )
     sentence = f"{human_count(outcome.tokens)} tokens take {_amount(outcome.days_needed)} days{price}"
     if outcome.in_time is False:
-        return f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are"
+        return (f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are; "
+                f"{enough(outcome)} would do if each chip stayed as fast")  # fmt: skip
     return f"{sentence}: within the {outcome.days:g} days that there are" if outcome.in_time else sentence
+
+
+def enough(outcome: Outcome) -> str:
+    """The chips that would do the tokens in time: '42 chips (h100:6x8)'."""
+    chips, target = outcome.chips_in_time, outcome.plan.target
+    assert chips
+    larger = with_chips(target, chips)
+    return f"{chips:,} chips" + (f" ({larger.text})" if larger else "")
 
 
 def _amount(value: float) -> str:
@@ -197,9 +210,14 @@ def _nothing_fits(outcome: Outcome, advice: Sequence[Note]) -> Section:
     return Section("Nothing fits", "", [*paragraphs, *([Notes(advice)] if advice else [])])
 
 
-def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]]) -> list[Note]:
-    """What to do where nothing fits: a larger target, or a setting that saves memory."""
+def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool = False) -> list[Note]:
+    """What to do where nothing fits: a larger target, or a setting that saves memory.
+
+    late: whether there was no time to try all larger targets.
+    """
     fix = "no larger target that was tried is large enough either"
+    if late:
+        fix = "the minutes were over before a larger target was found that is large enough: more --minutes"
     if larger:
         fix = (f"{larger.target.text} is the smallest target of its chip on which it fits: {larger.candidate.name}, "
                f"{human_bytes(larger.candidate.peak_bytes)}")  # fmt: skip
@@ -217,9 +235,10 @@ def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]]) -> list[Not
 def _targets(outcomes: Sequence[Outcome]) -> Section:
     """Several plans side by side, and the time of their tokens against their chips."""
     table = table_of("Targets", [compared(outcome) for outcome in outcomes], WORDS)
+    notes = Notes([(f"{outcome.plan.target.text}, {outcome.batch:,} rows", _said(outcome)) for outcome in outcomes])
     known = [outcome for outcome in outcomes if outcome.tokens_per_s]
     if not known:
-        return Section("Targets", "predicted", [table])
+        return Section("Targets", "predicted", [table, notes])
     slowest = max(1e9 / outcome.tokens_per_s for outcome in known)
     drawn = Plot(
         Axis("chips", 0, 1.1 * max(outcome.chips for outcome in known), "{:,.0f}".format),
@@ -231,7 +250,15 @@ def _targets(outcomes: Sequence[Outcome]) -> Section:
         drawn.dot(at, "var(--blue)", name)
         drawn.word(at, name, before=drawn.x.share(outcome.chips) > 0.5)
     picture = Figure(drawn.html("Time of a billion tokens against chips", tall=True))
-    return Section("Targets", "predicted", [table, picture])
+    return Section("Targets", "predicted", [table, notes, picture])
+
+
+def _said(outcome: Outcome) -> str:
+    """What is to be known of one plan beside others: how far its search came, and what its target asks for."""
+    plan, left = outcome.plan, not_ranked(outcome.plan)
+    said = f"{plan.searched:,} layouts estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
+    parts = said, plan.stopped, left and f"not ranked: {left}", *plan.notes, answer(outcome)
+    return "; ".join(filter(None, parts))
 
 
 def compared(outcome: Outcome) -> dict[str, str]:
@@ -248,6 +275,7 @@ def compared(outcome: Outcome) -> dict[str, str]:
         "days": figure(outcome.days_needed if line and outcome.tokens else None, _amount),
         "$ in all": figure(line and outcome.usd, _amount),
         "in time": {None: "-", True: "yes", False: "NO"}[outcome.in_time if line else None],
+        "searched": outcome.searched,
     }
 
 

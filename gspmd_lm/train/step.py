@@ -83,6 +83,11 @@ class Step(TaskProgram):
         state = self.abstract_state
         return {"weights": state.params, "optimizer": state.optimizer, "batch": self.abstract_batch}
 
+    @property
+    def held_in_step(self) -> dict[str, Any]:
+        """`held`, and the gradients, all of which a step has at once: their norm is known before any weight changes."""
+        return self.held | {"gradients": placed(self.arrays.trained, self._gradient_shardings)}
+
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0, with the same values under every placement."""
         return jax.jit(self._init, out_shardings=self.state_shardings).lower()

@@ -197,13 +197,33 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
-    monkeypatch.setattr(compiler, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 190_000)  # the weights have 183 kB
     monkeypatch.setattr(session, "_restored", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
-    assert "GB, and this machine has 1e-06 GB free\n  fix   --batch=1" in err
+    assert "GB, and this machine has 0.00019 GB free\n  fix   --batch=1" in err
     code, _, err = verb("generate", f"--workdir={workdir}", "--prompt=a", "--max_new_tokens=5", *ALONE)
     assert code == 2 and "generating 1 texts of up to 6 tokens needs" in err and "fix   --batch=1" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --config={workdir}/config.yaml --workdir={new}", "eval --workdir={workdir}",
+        "eval --workdir={workdir} --text={text}", "generate --workdir={workdir} --prompt=a --max_new_tokens=5",
+        "generate --workdir={folder} --prompt=a --max_new_tokens=5", "convert --from={folder} --workdir={new}",
+        "convert --workdir={workdir} --to={new}",
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_by_counting(verb, folder, workdir, tmp_path, monkeypatch, command):
+    """Before anything is compiled, read or written."""
+    (tmp_path / "text.txt").write_text("some text")
+    paths = {"folder": folder, "workdir": workdir, "new": tmp_path / "new", "text": tmp_path / "text.txt"}
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 100_000)
+    monkeypatch.setattr(compiler, "compile", lambda *_: pytest.fail("compiled"))
+    code, out, err = verb(*command.format_map(paths).split(), *ALONE)
+    assert code == 2 and "1 simulated device has the memory of this machine, which has 0.0001 GB free: " in err, out
+    assert "needed before anything is computed (weights 0.0001" in err and not (tmp_path / "new").exists()
 
 
 def test_training_goes_on_from_it_elsewhere(verb, workdir, tmp_path):

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gspmd_lm.config import Lora
+from gspmd_lm import cli
+from gspmd_lm.config import Lora, ModelConfig
 from gspmd_lm.convert import export
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.train import state
 from tests.convert import ours, references
+from tests.courses import weights
+from tests.data import conversations
+from tests.quick import QUICK_FLAGS
 
 ATTENTION, PLAIN = ("wq", "wk", "wv", "wo"), ("w_up", "w_down")
 GATED = ("w_gate", *PLAIN)
@@ -139,3 +143,64 @@ def test_peft_computes_the_same_logits(name, targets, tmp_path):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     plain = np.asarray(ours.compiled(lora.merged({}, model)[1], lora.weights(params), batch))
     assert np.abs(got - plain).max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A published folder with a tokenizer, and a LoRA run that began from it, exported twice: in full, as an adapter.
+
+    Every step is a command.
+    """
+    folder = tmp_path_factory.mktemp("lora")
+    published, base, tuned, full, adapter = (folder / name for name in ("hub", "base", "tuned", "full", "adapter"))
+    model = ModelConfig(
+        layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, vocab=272, context=64, compute_dtype="float32"
+    )  # fmt: skip
+    export.write_folder(published, model, jax.device_get(weights(model)))
+    conversations.write_tokenizer(published, conversations.CHATML)
+    chats = [{"messages": conversations.turns(f"{n}+{n}?", str(2 * n))} for n in range(64)]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    sets = ["data.messages_field=messages", f"data.source={folder / 'chats.jsonl'}", "data.seq=64", "data.batch=2",
+            "data.held_out=0.0", f"train.init_from={base}", "train.steps=2", "train.trackers=[]",
+            "optimizer.learning_rate=0.1", "model.lora={rank: 4, alpha: 32, targets: [wq, wv, w_up]}"]  # fmt: skip
+    place = "--rules=single", "--compile_cache=none", *QUICK_FLAGS
+    for command in (
+        ["convert", f"--from={published}", f"--workdir={base}"],
+        ["train", f"--config={base / 'config.yaml'}", f"--workdir={tuned}", *(f"--set={one}" for one in sets)],
+        ["convert", f"--workdir={tuned}", f"--to={full}"],
+        ["convert", f"--workdir={tuned}", f"--to={adapter}", "--adapter", f"--base={published}"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["main.py", *command, *place])
+        assert end.value.code == 0, command
+    return published, full, adapter
+
+
+def test_an_adapter_is_exported_on_the_command_line(exported):
+    published, full, adapter = exported
+    assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    about = json.loads((adapter / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(published) and about["r"] == 4
+    assert (full / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
+    before, after = ours.tensors(published), ours.tensors(full)
+    assert {name.split(".")[-2] for name in after if (before[name] != after[name]).any()} == {
+        "q_proj", "v_proj", "up_proj"
+    }  # fmt: skip
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")  # peft 0.21.2
+def test_peft_computes_with_it_what_the_full_export_computes(exported):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    published, full, adapter = exported
+    torch.set_num_threads(1)
+    base, merged = (AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32) for at in (published, full))
+    tokens = torch.tensor(np.random.default_rng(1).integers(3, 265, (2, 12)))
+    with torch.no_grad():
+        plain, want = base(input_ids=tokens).logits, merged(input_ids=tokens).logits
+        got = PeftModel.from_pretrained(base, adapter).eval()(input_ids=tokens).logits
+    np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=0, atol=1e-4)
+    assert (want - plain).abs().max() > 0.01

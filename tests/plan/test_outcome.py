@@ -18,8 +18,8 @@ from gspmd_lm.cli import plan as verb
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware import target as targets
+from gspmd_lm.plan import advice, outcome, search, space
 from gspmd_lm.plan import candidate as candidates
-from gspmd_lm.plan import outcome, search, space
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.estimate import Estimate
 from gspmd_lm.sharding import rules_file
@@ -263,17 +263,72 @@ def test_wrong_flags_are_told_with_a_fix(flags, message, capsys):
     assert message in error and "\n  fix   " in error
 
 
-def test_time_that_a_target_leaves_goes_to_the_next_ones(planned, monkeypatch):
-    clock, given = [0.0], []
+def test_chips_that_would_do_are_counted(planned):
+    assert planned.chips_in_time == 22  # 2.65 times 8
+    assert shown.enough(planned) == "22 chips (h100:3x8)"
+    assert "; 22 chips (h100:3x8) would do if each chip stayed as fast" in shown.answer(planned)
+    assert dataclasses.replace(planned, days=38.0).chips_in_time is None
+    for text, larger in (("v5e:4x4", "v5e:8x8"), ("tpu7x:2x2x2", "tpu7x:2x4x4"), ("h100:2x4/800", "h100:6x4/800")):
+        target = targets.parse(text)
+        one = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, target=target))
+        assert shown.enough(one) == f"{one.chips_in_time} chips ({larger})"
+    assert targets.with_chips(targets.parse("v5e:4x4"), 257) is None
 
-    def plan(config, target, *, minutes, **more):
-        given.append(minutes)
-        clock[0] += 60 * 2
-        return planned.plan
 
-    monkeypatch.setattr(search, "plan", plan)
-    monkeypatch.setattr(verb, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+def test_how_much_was_searched_is_said(planned):
+    def one(**changes):
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, **changes))
+
+    assert planned.searched == "full"
+    assert one(late=True, tables=17).searched == "all meshes, 3 compiled"
+    cut = one(late=True, left_out=106, tables=111, stopped="the 15 minutes are over", notes=("attention: xla",))
+    assert cut.searched == "5 of 111 meshes, 3 compiled"
+    console = Console(width=200, record=True, file=io.StringIO(), highlight=False)
+    shown.show([planned, cut], console)
+    text = re.sub(r"\s+", " ", console.export_text())
+    assert "5 of 111 meshes, 3 compiled" in text and "full" in text
+    assert "3 compiled in 61 s; the 15 minutes are over; attention: xla; 1.00 T tokens take" in text
+
+
+def test_programs_that_are_in_no_ranking_are_named(planned):
+    best, second, *rest = planned.plan.candidates
+    memory = types.SimpleNamespace(fits=False, peak_bytes=70_000_000_000)
+    large = dataclasses.replace(second, report=types.SimpleNamespace(prediction=None, memory=memory))
+    failed = dataclasses.replace(best, report=None, failure="the compiler failed")
+    dropped = dataclasses.replace(best, report=None, failure=candidates.HOPELESS)
+    plan = dataclasses.replace(planned.plan, candidates=(best, *rest, large, failed, dropped), ties=(best,))
+    assert outcome.not_ranked(planned.plan) == ""
+    said = "2 that were compiled: fsdp 8, no remat needs 70.0 GB, at fsdp 8, remat block the compiler failed"
+    assert outcome.not_ranked(plan) == said
+    console = Console(width=140, record=True, file=io.StringIO(), highlight=False)
+    shown.show([dataclasses.replace(planned, plan=plan)], console)
+    assert said in console.export_text()
+
+
+def run(*flags):
     with pytest.raises(SystemExit) as end:
-        cli.main(["main.py", "plan", "--target=h100:8,h100:2x8,h200:8", "--minutes=12"])
-    assert end.value.code == 0
-    assert given == [12 / 3, 10 / 2, 8]
+        cli.main(["main.py", "plan", *flags])
+    return end.value.code
+
+
+def test_each_target_gets_a_rules_file(planned, monkeypatch, tmp_path, capsys):
+    """Beside the file of the best one. They are the layouts of their plans."""
+    asked = {}
+
+    def plans(cases, *, minutes, **more):
+        asked.update(minutes=minutes, cases=[(config.data.batch, target.text) for config, target in cases])
+        return [dataclasses.replace(planned.plan, target=target, best=None if target.chip.name == "h200" else
+                planned.plan.candidates[target.chip.name == "v5e"]) for _, target in cases]  # fmt: skip
+
+    monkeypatch.setattr(search, "plans", plans)
+    monkeypatch.setattr(advice, "changes", lambda *_: [])
+    out, places = tmp_path / "mine.yaml", "--target=h100:8,v5e:4x4,h200:2x8/800"
+    assert run(places, "--minutes=12", f"--out={out}") == 0
+    assert asked == {"minutes": 12, "cases": [(16, "h100:8"), (16, "v5e:4x4"), (16, "h200:2x8/800")]}
+    found = {path.name: core_yaml.parse(path.read_text(), "file") for path in tmp_path.iterdir()}
+    assert found == {"mine.yaml": RAWS[1], "mine-v5e-4x4.yaml": RAWS[1], "mine-h100-8.yaml": RAWS[0]}
+    assert f"wrote {tmp_path}/mine-h100-8.yaml, for h100:8\n" in capsys.readouterr().out
+    assert run("--target=h100:8", "--batch=16:32", f"--out={out}", "--tokens=1e12", "--days=14") == 1
+    assert "\n  fix   22 chips (h100:3x8), more --days, or fewer --tokens\n" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.glob("*h100*")} == {"mine-h100-8.yaml", "mine-h100-8-16.yaml",
+                                                               "mine-h100-8-32.yaml"}  # fmt: skip

@@ -174,7 +174,8 @@ def test_prices_have_no_more_than_their_part_of_the_minutes(config, monkeypatch)
     said = []
     found = plan(config, targets.parse("h100:4"), reports=Compiler(config), minutes=1e-9, say=said.append, most=0)
     assert 0 < found.searched < 100
-    assert re.search(r"; \d+ meshes and tables were not estimated for want of time", found.stopped)
+    assert re.search(r"; 16 of 17 meshes and tables were not estimated for want of time", found.stopped)
+    assert (found.left_out, found.tables) == (16, 17)
     assert any("not estimated" in line for line in said)
 
 
@@ -206,6 +207,77 @@ def test_a_plan_ends_with_its_time_or_its_number_and_goes_on_from_there(config, 
     late = plan(config, target, reports=Compiler(config), minutes=15)
     assert late.compiled < found.compiled + 6
     assert "15 minutes are over" in late.stopped
+
+
+class Clock:
+    """Stands in for the time, of which only compilations take any: the seconds of a round on each target."""
+
+    def __init__(self, monkeypatch, **round_s):
+        self.now, self.round_s, self.asked, self.begun_at = 0.0, round_s, {}, []
+        self.spent_s = dict.fromkeys(round_s, 0.0)
+        monkeypatch.setattr(search.time, "monotonic", lambda: self.now)
+
+    def __call__(self, config, layouts, target, say):
+        compiler = self.asked.setdefault(target.text, Compiler(config, target.text))
+        self.begun_at.append(self.now)
+        self.now += self.round_s[target.chip.name]
+        self.spent_s[target.chip.name] += self.round_s[target.chip.name]
+        return compiler(config, layouts, target, say)
+
+
+PLACES = [targets.parse(text) for text in ("v5p:2x2x1", "v6e:2x2", "h100:4")]
+
+
+def test_targets_share_the_time_for_compiling(config, monkeypatch):
+    """Each compiles for about as long, however long one program takes, and none begins after the end."""
+    clock, said = Clock(monkeypatch, v5p=120.0, v6e=60.0, h100=5.0), list[str]()
+    found = search.plans([(config, place) for place in PLACES], minutes=5, reports=clock, say=said.append)
+    assert max(clock.begun_at) < 300 <= clock.now
+    assert clock.spent_s["h100"] < 60  # it had nothing left to do, and what it left went to the others
+    assert clock.spent_s["v5p"] >= 120 and abs(clock.spent_s["v5p"] - clock.spent_s["v6e"]) <= 120
+    assert [one.late for one in found] == [True, True, False]
+    assert all("the 5 minutes are over" in one.stopped for one in found[:2])
+    assert any(line.startswith("h100:4, 4 rows: compiling 1 to 2") for line in said)
+    alone = plan(config, PLACES[2], reports=Compiler(config))
+    assert alone.best and found[2].best and alone.best.name == found[2].best.name
+
+
+def test_nothing_is_compiled_when_the_time_is_over(config, monkeypatch):
+    """A program of the first target took all of it: of the others, what is estimated to be best is the best."""
+    clock = Clock(monkeypatch, v5p=2000.0)
+    found = search.plans([(config, place) for place in PLACES], minutes=15, reports=clock)
+    assert clock.begun_at == [0.0] and [one.compiled for one in found] == [2, 0, 0]
+    for one in found[1:]:
+        limit = one.target.chip.usable_hbm_bytes
+        may_fit = [layout for layout in one.candidates if layout.estimate.peak_bytes <= limit]
+        assert one.best is one.candidates[0] and one.late and one.stopped == "the 15 minutes are over"
+        assert one.best.step_time_s == min(layout.step_time_s for layout in may_fit)
+        assert "estimated at" in candidate.expectation(one, one.best)
+
+
+def test_targets_share_the_time_for_estimates(config, monkeypatch):
+    clock, until = Clock(monkeypatch), []
+    estimated = search.estimated
+
+    def taking_a_minute(space, until_s):
+        until.append(until_s - clock.now)
+        clock.now += 60
+        return estimated(space, until_s)
+
+    monkeypatch.setattr(search, "estimated", taking_a_minute)
+    search.plans([(config, place) for place in PLACES], minutes=12, most=0)
+    assert until == [360 / 3, 300 / 2, 240]
+
+
+def test_what_needs_a_slow_compilation_has_no_time_of_its_own(config, monkeypatch):
+    monkeypatch.setattr(variants, "FILLED", (0.01,))
+    limit = targets.parse("v6e:2x2").chip.usable_hbm_bytes
+    compiler = Compiler(config, "v6e:2x2", peak=lambda rules: limit if rules.remat.offload else 2 * limit)
+    clock = Clock(monkeypatch, v6e=500.0)
+    clock.asked["v6e:2x2"] = compiler
+    found = plan(config, targets.parse("v6e:2x2"), minutes=15, reports=clock)
+    assert max(clock.begun_at) < 900 and found.best is None and found.late
+    assert not any("offload" in name for name in compiler.asked)
 
 
 def test_compiler_options_that_help_are_taken(config):

@@ -1,6 +1,7 @@
 """Compiler options, what a compiler refuses, and the memory that is free."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,20 @@ def test_what_a_container_keeps_of_files_is_free(tmp_path, monkeypatch):
     assert compiler._free_bytes() == 610_000
     (group / "memory.max").write_text("max\n")
     assert compiler._free_bytes() == 1000 * 1024
+
+
+def test_arrays_that_devices_cannot_hold_are_refused_by_counting(monkeypatch):
+    held, real = {"weights": 3 * 10**9, "batch": 10**3}, SimpleNamespace(platform="tpu", process_index=0)
+    real.memory_stats = lambda: {"bytes_limit": 3 * 10**9}
+    for free in 24_000_008_000, None:
+        monkeypatch.setattr(compiler, "_free_bytes", lambda free=free: free)
+        compiler.check_held(held, jax.devices())
+    monkeypatch.setattr(compiler, "_free_bytes", lambda: 24_000_007_999)
+    with pytest.raises(InputError, match=r"^8 simulated devices share the memory of .*, which has 24 GB free"):
+        compiler.check_held(held, jax.devices())
+    compiler.check_held({"weights": 3 * 10**9}, [real] * 4)
+    with pytest.raises(InputError, match=r"^each device has 3 GB: 3 GB are needed before .* \(weights 3 GB\)\n  fix"):
+        compiler.check_held(held, [real] * 4)
 
 
 def test_only_training_on_gpus_gives_up_matmuls_that_read_a_slice_of_a_stack():

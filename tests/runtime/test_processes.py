@@ -48,6 +48,20 @@ gspmd_lm.train(classifier.TASK, rules, f"{workdir}/task", 2, data=classifier.bat
 """
 
 
+# A process that is killed; the system then has counted one more of those that it killed for want of memory, or not.
+KILLED = """
+import os, pathlib, sys, time
+from gspmd_lm.runtime import processes
+workdir, counter, after = sys.argv[1:]
+pathlib.Path(counter).write_text("low 3\\noom_kill 7\\n")
+processes.OUT_OF_MEMORY_COUNTERS = counter, counter + ".none"
+processes.last_words(workdir, workdir + "/checkpoints")
+time.sleep(0.3)  # until the shell has read it
+pathlib.Path(counter).write_text(f"low 4\\noom_kill {after}\\n")
+os.kill(os.getpid(), 9)
+"""
+
+
 def start(*flags, what=("main.py",), **environment):
     return subprocess.Popen(
         [sys.executable, *what, *flags],
@@ -198,3 +212,27 @@ def test_the_wheel_carries_rules_and_configs(tmp_path):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert list(empty.glob("runs/tiny-tp8-*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize(("after", "saved"), [(7, False), (8, True)])
+def test_the_end_of_a_process_that_is_killed_is_explained(tmp_path, after, saved):
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp-1").mkdir(parents=True)  # is not one yet
+    if saved:
+        (tmp_path / "checkpoints" / "20").mkdir()
+    process = start(str(tmp_path), str(tmp_path / "counter"), str(after), what=("-c", KILLED))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == -9
+    what, fix = said.splitlines()[-2:]
+    assert what.startswith(
+        "this process was ended from outside, or" if after == 7 else "out of memory: the system ended"
+    )
+    assert fix.startswith("  fix   give the same command again: " if after == 7 else "  fix   a smaller data.batch, ")
+    end = (
+        f": it goes on from the newest checkpoint in {tmp_path}" if saved else ": nothing was saved, so it begins anew"
+    )
+    assert fix.endswith(end)
+
+
+def test_last_words_about_a_workdir_that_is_not_here(tmp_path):
+    process = start("gs://here/run", str(tmp_path / "counter"), "7", what=("-c", KILLED))
+    assert process.communicate(timeout=60)[0].endswith(" newest checkpoint in gs://here/run, if there is one\n")
