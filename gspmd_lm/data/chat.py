@@ -89,7 +89,7 @@ class Chat:
                 "  fix   remove the line, or name the role assistant"
             )
         known = {field, *template.fields, *LISTS, KEYWORDS}
-        self._say(place, [name for name in record if name not in known], "is not read")
+        self._say(place, [name for name in record if name not in known], "nothing reads {}")
         try:
             numbers = [number for number, message in enumerate(said) if learnt(message, number + 1)]
             fields = template_fields(record, template.fields, "")
@@ -199,21 +199,21 @@ class Chat:
         of_content = isinstance(content, str) and content.rstrip().endswith(written)
         if written and (written in self._ends or not of_content):
             if written not in self._ends and not after.startswith(self._ends):
-                stops = f"is not where generate stops, which is at {' and '.join(self._ends)}"
+                stops = f"the end of a turn, {{}}, is not where generate stops, which is at {' and '.join(self._ends)}"
                 fix = "name it as eos_token_id in a generation_config.json beside it, so that answers end"
-                self._say(template.place, [f"the end of a turn, {written},"], f"{stops}; {fix}")
+                self._say(template.place, [written], f"{stops}; {fix}")
             return text, spans
         if after.startswith(self._closers) or after.endswith(self._closers):
-            self._say(template.place, ["the end of a turn"], "stands after {% endgeneration %}, and is not learnt")
+            self._say(template.place, ["the end of a turn"], "{} stands after {% endgeneration %}, and is not learnt")
             return text, spans
         end = str(self._tokenizer.text_of(self._tokenizer.end))
         return text + end, [*spans[:-1], (start, len(text + end))]
 
     def _say(self, place: str, names: Sequence[str], what: str) -> None:
-        """Says something about names, once for each."""
+        """Says something about names, which stand in the place of {}, once for each."""
         if new := [name for name in names if name not in self._said]:
             self._said.update(new)
-            _log.warning("%s: %s %s", place, ", ".join(new), what)
+            _log.warning("%s: %s", place, what.replace("{}", ", ".join(new)))
 
 
 def _marked(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> np.ndarray:
