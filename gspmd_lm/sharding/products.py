@@ -64,7 +64,7 @@ class _Products:
         """A jaxpr without the marks of parameters, whose products with them are `_product`s."""
         parameters: dict[Any, Spec] = {}  # variable -> what it is the value of, cast or transposed
         instead: dict[Any, Any] = {}  # variable that a mark has made -> the variable that it has marked
-        made: dict[Any, Any] = {}  # variable -> the variables that an equation with a derivative of its own made it of
+        made: dict[Any, Any] = {}  # variable -> the one that an equation with a derivative of its own made it of
         gathered: dict[Any, Any] = {}  # parameter, and what its value in use is made of -> that value
         equations = []
         for one in jaxpr.eqns:
@@ -78,8 +78,8 @@ class _Products:
                     instead[equation.outvars[0]] = value
                     parameters[value] = named._replace(table="optimizer")
                     continue
-                case "custom_vjp_call" | "custom_vjp_call_jaxpr":
-                    made[equation.outvars[0]] = tuple(equation.invars)
+                case "custom_vjp_call" | "custom_vjp_call_jaxpr" if len(variables) == len(equation.outvars) == 1:
+                    made[equation.outvars[0]] = first[0]
                 case "convert_element_type" if spec:
                     parameters[equation.outvars[0]] = spec
                 case "transpose" if spec:
