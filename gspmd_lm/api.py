@@ -21,15 +21,13 @@ from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.workdir import layout
 
 if TYPE_CHECKING:
-    from contextlib import closing
-
     from gspmd_lm.foresight.report import Report
     from gspmd_lm.infer.loaded import Model, TaskModel
     from gspmd_lm.model.task import Task
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
     from gspmd_lm.train.step import Step
-    from gspmd_lm.workdir.checkpoint import Checkpoints
+    from gspmd_lm.workdir.checkpoint import OpenCheckpoints
 
 _log = logging.getLogger("gspmd_lm")
 SIMULATED = 8  # devices, where the rules do not say how many
@@ -151,7 +149,7 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     return "\n".join([*(f"warning: {warning}" for warning in warnings), page])
 
 
-def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3) -> "closing[Checkpoints]":
+def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3) -> "OpenCheckpoints":
     """A context of the checkpoints in a folder, which may be remote (gs://). It need not exist.
 
     `save(number, state, extra)` writes in the background; `restore(step.abstract_state)` gives (number, state, extra)

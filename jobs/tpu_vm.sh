@@ -10,6 +10,7 @@ TPU=${TPU:-}                   # name of the slice, see `gcloud compute tpus tpu
 REPOSITORY=${REPOSITORY:-}     # git URL of your copy, which the workers can clone
 REVISION=${REVISION:-main}
 WORKDIR=${WORKDIR:-}           # gs://bucket/runs/name, one for all workers
+PORT=${PORT:-8482}             # of the first worker, at which all meet; jax's own is 8482
 COMPILED=${COMPILED:-${WORKDIR%/*}/compiled}  # compiled programs: a slice made anew finds them and starts warm
 TRAIN=(--config=llama3_8b --rules=fsdp_tp --set "data.source=/data/*.jsonl" --set data.tokenizer=/data/tokenizer.json)
 
@@ -29,4 +30,4 @@ on_all_workers "
   test -d .venv || ~/.local/bin/uv venv --quiet --python 3.12
   ~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'"
 
-on_all_workers "cd gspmd_lm; exec .venv/bin/python main.py$(printf ' %q' "${TRAIN[@]}" "--workdir=$WORKDIR" "--compile_cache=$COMPILED")"
+on_all_workers "cd gspmd_lm; export JAX_COORDINATOR_PORT=$PORT; exec .venv/bin/python main.py$(printf ' %q' "${TRAIN[@]}" "--workdir=$WORKDIR" "--compile_cache=$COMPILED")"

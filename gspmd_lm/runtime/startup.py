@@ -19,7 +19,7 @@ from jax.extend import backend
 
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.hardware.chips import GPU_MEMORY_SHARE, PLATFORMS
-from gspmd_lm.runtime import processes, quiet
+from gspmd_lm.runtime import processes, quiet, rendezvous
 from gspmd_lm.units import plural
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}  # the first is used; cpu serves host computations
@@ -78,11 +78,12 @@ def start(
 
     `platform` takes precedence over JAX_PLATFORMS, and both over the platform that is found. `simulated_devices` is per
     process and counts only on cpu. Processes join as the three flags say. Without flags, jax finds the processes of
-    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM; `num_processes=1` alone keeps this process by itself. XLA
-    aborts a process that waits for the others in vain for 5 minutes. With `keep_memory`, a process with simulated
+    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM; there XLA aborts a process that waits for the others in vain
+    for 5 minutes. `num_processes=1` alone keeps this process by itself. With `keep_memory`, a process with simulated
     devices keeps memory that it frees, which makes many steps faster and takes more memory.
 
-    Raises InputError if a flag is wrong, if the platform cannot be used, or if jax cannot join the processes.
+    Raises InputError if a flag is wrong, if the platform cannot be used, or if jax cannot join the processes, and
+    RunFailed if one of those that the flags name does not come.
     """
     _check_flags(coordinator, num_processes, process_id)
     if simulated_devices < 1:
@@ -243,6 +244,8 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
     # It takes SIGTERM, also where nobody asks for it, and agrees on a step that may be past: Orbax asks it about steps
     # that it has saved, which sets it back. preemption.py takes its place.
     jax.config.update("jax_enable_preemption_service", False)
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        rendezvous.meet(coordinator, num_processes, process_id, _log.info)
     try:
         jax.distributed.initialize(
             coordinator,

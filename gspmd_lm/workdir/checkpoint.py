@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 def of_run(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
-) -> AbstractContextManager["Checkpoints"]:
+) -> "OpenCheckpoints":
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
     return opened(workdir, config.train, compatible.facts(config.model), report)
 
@@ -363,3 +363,6 @@ class Checkpoints:
 
 def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
+
+
+OpenCheckpoints = AbstractContextManager[Checkpoints]
