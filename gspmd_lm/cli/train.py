@@ -60,11 +60,11 @@ def _executable(values: flags.FlagValues, built: "Step") -> Any:
     from gspmd_lm.foresight import compile, exported
     from gspmd_lm.hardware import target
 
-    devices = target.from_devices(list(built.mesh.devices.flat))
-    wanted = compile.CompileRequest(built.config, built.rules, devices, export=True)
-    return exported.load(
-        Path(values.executable), wanted.key(), wanted.name, compile.compilers(devices), trust=values.trust
-    )
+    devices = list(built.mesh.devices.flat)
+    place = target.from_devices(devices)
+    wanted = compile.CompileRequest(built.config, built.rules, place, export=True)
+    versions = compile.compilers(place)
+    return exported.load(Path(values.executable), wanted.key(), wanted.name, versions, values.trust, devices)
 
 
 def _profile(span: str | None) -> tuple[int, int] | None:

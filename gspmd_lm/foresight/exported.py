@@ -7,6 +7,7 @@ leaves a note of its sha256 in the cache folder, or with an explicit word of tru
 import hashlib
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ def record(path: Path) -> None:
     files.replace(folder / sha256, json.dumps({"path": str(path.absolute())}) + "\n")
 
 
-def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool = False) -> Any:
-    """The step in a file, ready to run on the devices that are here.
+def load(
+    path: Path, key: str, name: str, versions: dict[str, str], trust: bool = False, devices: Sequence[Any] | None = None
+) -> Any:
+    """The step in a file, ready to run on `devices`: by default all that are here.
 
     key, name, versions: of what is wanted. trust: take a file that this user did not export.
     Raises InputError for a file that is damaged, none of ours, made for something else, or not to be trusted.
@@ -78,4 +81,4 @@ def load(path: Path, key: str, name: str, versions: dict[str, str], trust: bool 
         )
     from jax.experimental import serialize_executable
 
-    return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    return serialize_executable.deserialize_and_load(*pickle.loads(payload), execution_devices=devices)
