@@ -229,7 +229,7 @@ def test_what_cannot_be_loaded(tmp_path, model):
     with pytest.raises(g.InputError, match="prompt 2"):
         model.generate(["a", "b" * 1000], max_new_tokens=5)
     for wrong in ({"stop": [1]}, {"prompts": ["a", None]}):
-        with pytest.raises(g.InputError, match="generate: (1|None) is not text"):
+        with pytest.raises(g.InputError, match=r"generate: (1|None) is not text"):
             model.generate(**{"prompts": "a"} | wrong)
     with pytest.raises(g.InputError, match="temperature=None: must be a number"):
         model.generate("a", temperature=None)
