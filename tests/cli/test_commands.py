@@ -99,7 +99,8 @@ CONFIGS = {"deepseek_v3": "experts.yaml", "mixtral_8x7b": "experts.yaml", "qwen3
 NOT_HERE = "digits/train", "scenes/train", "FOLDER/train "
 SHIPPED = {path.stem for path in (documented.ROOT / "configs").glob("*.yaml")}
 VALUES = {
-    "devices": "8", "rules=NAME": "tp8", "rules=FILE": "mine.yaml", "data.batch": "8", "data.seq=64": "16", "data.seq": "32",
+    "devices": "8", "rules=NAME": "tp8", "rules=FILE": "mine.yaml", "data.batch": "8", "data.seq": "32",
+    "data.seq=64": "16",
     "train.eval_every": "1", "train.trackers": "[tensorboard]", "data.tokenizer=bpe:4096": "bpe:300",
     "data.source=stdlib:pairs": "pairs.jsonl",
     "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch",
