@@ -100,6 +100,7 @@ NOT_HERE = "digits/train", "scenes/train", "FOLDER/train "
 SHIPPED = {path.stem for path in (documented.ROOT / "configs").glob("*.yaml")}
 VALUES = {
     "devices": "8", "rules=NAME": "tp8", "rules=FILE": "mine.yaml", "data.batch": "8", "data.seq": "32",
+    "data.seq=64": "16",
     "train.eval_every": "1", "train.trackers": "[tensorboard]", "data.tokenizer=bpe:4096": "bpe:300",
     "data.source=stdlib:pairs": "pairs.jsonl",
     "max_new_tokens": "4", "minutes": "0.0001", "WORD": "batch",
@@ -138,7 +139,7 @@ def _small(verb, dry, argument):
         value = "cpu:8" if verb != "plan" else "v5e:1x1,h100:1" if "," in value else "v5e:1x1"
     elif name in ("steps", "train.steps"):
         value = str(max(1, int(value) // 100))  # so that a later command of the page goes on
-    value = VALUES.get(name, VALUES.get(f"{name}={value}", value))
+    value = VALUES.get(f"{name}={value}", VALUES.get(name, value))
     return f"{before}{name}{equals}{value}"
 
 
