@@ -73,7 +73,7 @@ def test_a_gpu_has_times_and_results_beside_the_arguments_are_told():
     estimated = dataclasses.replace(report, floor=dataclasses.replace(report.floor, estimated_because="it is open"))
     assert "floor, counted" in repr(report) and "no floor: it is open" in repr(estimated)
     idle = dataclasses.replace(report, floor=dataclasses.replace(report.floor, compute_s=0.0, memory_s=0.0))
-    assert "x the larger" in repr(report) and "x the larger" not in repr(idle)
+    assert "the larger" in repr(report) and "the larger" not in repr(idle)
     assert report.memory.results_bytes >= 2 * 4 * WIDTH * WIDE // 2
     assert "xla_gpu_autotune_level" in report.versions and "xla_gpu_enable_triton_gemm" not in report.versions
 

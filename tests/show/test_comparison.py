@@ -231,9 +231,7 @@ def test_counts_have_a_plural():
     assert report.hardware(1, "") == "1 simulated device" and report.hardware(8, "") == "8 simulated devices"
 
 
-@pytest.mark.parametrize(
-    ("step_s", "said"), [(14.9, "1.91x the larger"), (77.9, "10 times the larger, so the work is")]
-)
+@pytest.mark.parametrize(("step_s", "said"), [(14.9, "1.91x the larger"), (77.9, "10 times the larger, so the")])
 def test_a_step_far_above_its_floor_says_why(step_s, said):
     predicted = dataclasses.replace(sample.LLAMA.prediction, step_time_s=step_s)
     page = terminal.text_of(
