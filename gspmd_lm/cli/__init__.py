@@ -21,7 +21,7 @@ from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
-from gspmd_lm.errors import InputError, RunFailed, did_you_mean
+from gspmd_lm.errors import InputError, RunFailed, did_you_mean, printable
 from gspmd_lm.versions import __version__
 
 VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if not message:
             traceback.print_exc()
     if message:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if processes := sys.modules.get("gspmd_lm.runtime.processes"):  # a verb that needs no jax does not import it
