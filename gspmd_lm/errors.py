@@ -1,6 +1,7 @@
 """The two errors that a user sees, the words of a hint or a choice, and the check of a whole number."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
@@ -12,6 +13,11 @@ class InputError(ValueError):
 
 class RunFailed(RuntimeError):
     """A run cannot go on, though its input is right. The message says why and what to do; the exit code is 1."""
+
+
+def printable(message: str) -> str:
+    """A message whose control characters, of which a terminal would make titles and colours, are spelled out."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], message)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -27,7 +27,8 @@ MANIFEST = "sha256.json"  # in a sealed folder: the path of each file -> its siz
 
 def replace(path: epath.PathLike, content: str | bytes) -> None:
     """Writes a file in one move. Readers find the old content or the new one, even if this process is killed."""
-    content = content.encode() if isinstance(content, str) else content
+    # Half of a character, which JSON can hold and UTF-8 cannot, is written as JSON writes it.
+    content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     if is_remote(path):
         epath.Path(path).write_bytes(content)  # an object store shows an object only when it is complete
         return
@@ -66,14 +67,14 @@ def growing(path: Path) -> Iterator[TextIO]:
     earlier process left there is kept too, with `.old` after its name.
     """
     if not replaceable(path):
-        with naming(path), path.open("w", encoding="utf-8") as out:
+        with naming(path), path.open("w", encoding="utf-8", errors="backslashreplace") as out:
             yield out
         return
     partial = partial_of(path)
     with naming(path, partial):
         if partial.exists():
             partial.replace(f"{partial}.old")
-        with partial.open("w", encoding="utf-8") as out:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())

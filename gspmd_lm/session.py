@@ -25,7 +25,7 @@ from gspmd_lm.convert.pretrained import Pretrained
 from gspmd_lm.data import loader, trained
 from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.tokenizer import Tokenizer
-from gspmd_lm.errors import InputError, is_whole_number
+from gspmd_lm.errors import InputError, is_whole_number, printable
 from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target
@@ -66,7 +66,7 @@ class Session:
 
     def say(self, message: str) -> None:
         if self.machine.is_main:
-            self.console.print(message, soft_wrap=True, highlight=False, markup=False)
+            self.console.print(printable(message), soft_wrap=True, highlight=False, markup=False)
 
 
 def begin(

@@ -47,6 +47,12 @@ def test_a_file_that_grows_is_beside_its_place_until_it_is_whole(tmp_path):
     assert path.read_text() == "whole\n" and not partial.exists()
 
 
+def test_half_of_a_character_is_written_as_json_has_it(tmp_path):
+    for write in (grow, files.replace):
+        write(tmp_path / "page.html", "before \ud83d after \U0001f600")
+        assert (tmp_path / "page.html").read_bytes() == "before \\ud83d after \U0001f600".encode()
+
+
 def grow(path, text):
     with files.growing(path) as out:
         out.write(text)

@@ -25,7 +25,7 @@ from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
-from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either
+from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
 from gspmd_lm.versions import __version__
 
 VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if is_read and not message:
             traceback.print_exc()
     if message:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     try:
         sys.stdout.flush()
     except BrokenPipeError:

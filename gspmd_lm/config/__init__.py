@@ -136,6 +136,8 @@ class Config:
     train: Train
 
     def __post_init__(self):
+        if not self.name.isprintable() or {*self.name} & {*"/\\"} or self.name in (".", ".."):
+            raise ValueError(f"name: {self.name!r} names a folder, so it has no slash and no control character")
         if self.data.seq > self.model.context and not self.model.patches:
             raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
         if wrong := self._wrong_objective():

@@ -329,17 +329,18 @@ class Rules:
             if any(row.speaks_of(path) and row.axis in axes for path, axes in activations.items()):
                 message = f"{row.key}: only activations have this axis"
                 problems.append(Problem(message, row.place, "move the row to rules"))
-            elif row.array and named:
+            elif row.array and named and any(row.axis in axes for axes in arrays.values()):
                 has = sorted({axis for axes in named.values() for axis in axes})
                 message = f"{row.key}: {row.array} has no axis {row.axis}"
                 problems.append(Problem(message, row.place, f"use {either(has)}"))
-            elif row.array and (last not in known or (last != row.array and last in lasts)):
+            elif row.array and not named and (last not in known or (last != row.array and last in lasts)):
                 message = f"{row.key}: no array is named {row.array}{did_you_mean(row.array, [*known, *arrays])}"
                 near = difflib.get_close_matches(row.array, {**known, **arrays}, n=3, cutoff=0)
                 fix = f"use {either(near)}; --rules=none --dry_run lists them all"
                 problems.append(Problem(message, row.place, fix))
             else:
-                message = f"{row.key}: this config has no {row.array or row.axis}, so the row does nothing"
+                lacks = row.axis if named else row.array or row.axis
+                message = f"{row.key}: this config has no {lacks}, so the row does nothing"
                 problems.append(Problem(message, row.place, "drop the row", warning=True, code="rule-matched-nothing"))
         for name, size in self.mesh.items():
             if size > 1 and not any(name in row.mesh_axes for row in self.rows):

@@ -1,12 +1,13 @@
 """Configs: strict, and wrong ones told what is wrong."""
 
 import dataclasses
+import json
 
 import pytest
 
 from gspmd_lm import config, errors
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import InputError, printable
 
 MODEL = "{layers: 4, embed: 128, heads: 8, kv_heads: 8, head_dim: 16, mlp: 384, vocab: 257, context: 256}"
 RIGHT = f"model: {MODEL}\ntrain: {{steps: 10}}\n"
@@ -259,3 +260,14 @@ def test_fine_tuning_has_a_learning_rate_of_its_own_and_says_it(sets, rate, mess
     found = config.load("bench_4m", sets)
     assert found.optimizer.learning_rate == rate
     assert session._learning_rate(found) == message
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "x\x1b]0;T\x07", "a\nb", "a\\b"])
+def test_a_name_leads_out_of_no_folder_and_changes_no_terminal(load, name):
+    with pytest.raises(InputError, match="names a folder, so it has no slash and no control character") as error:
+        load(f"name: {json.dumps(name)}\n{RIGHT}")
+    assert "\x1b" not in printable(str(error.value))
+
+
+def test_control_characters_of_messages_are_spelled_out():
+    assert printable("a\tb\nc \x1b]0;T\x07\x9b é") == "a\tb\nc \\x1b]0;T\\x07\\x9b é"

@@ -115,6 +115,11 @@ def test_none_is_one_device():
 # What is only a warning
 
 
+def test_an_axis_that_no_array_of_this_config_has_is_a_warning_for_one_array_too(resolved):
+    (warning,) = resolved(Case(DP + "weights: {w_up.expert: data}\n"))
+    assert str(warning).startswith("weights.w_up.expert: this config has no expert, so the row does nothing\n")
+
+
 def test_known_axis_that_this_config_lacks_is_a_warning(resolved):
     (warning,) = resolved(Case(DP + "weights: {rank: data}\n"))
     assert str(warning) == (
