@@ -145,7 +145,7 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
     rules = _rules(rules, task)
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
     arrays, warnings = state.arrays_and_warnings(task, filled, "cpu")
-    page = terminal.text_of(lambda console: shown.show(task, filled, arrays, console), 160)
+    page = terminal.text_of(lambda console: shown.show(task, filled, arrays, console), 240)
     return "\n".join([*(f"warning: {warning}" for warning in warnings), page])
 
 

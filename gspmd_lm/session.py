@@ -82,7 +82,7 @@ def begin(
     Raises InputError if other processes of the run were given something else. flags: of the command line.
     """
     devices = startup.devices_of(rules.devices)
-    folder, console = layout.path_of(workdir) if workdir else None, terminal.console(160, stderr)
+    folder, console = layout.path_of(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
     if processes.several():
         processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
