@@ -1,10 +1,10 @@
 """The messages of conversations, and the fields beside them: what they may hold, and which of them are learnt."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gspmd_lm.errors import InputError, did_you_mean
+from gspmd_lm.files import json_value
 
 Message = Mapping[str, Any]  # role, content, and other fields of a message that the template reads
 # Fields that say whether an assistant's message is learnt: 0 and false, or 1 and true.
@@ -89,10 +89,7 @@ def _parsed(value: Any, place: str) -> Any:
     """The value of a JSON text that begins as a list does; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place} begins as a list in JSON and is none ({error})\n  fix   correct it") from error
+    return json_value(value, f"{place}, which begins as a list in JSON", "correct it")
 
 
 def template_fields(record: Mapping[str, Any], reads: Collection[str], place: str) -> dict[str, Any]:

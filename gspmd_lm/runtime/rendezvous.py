@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.files import json_value
 
 WAIT_S = 300.0  # for all processes
 RESOLVE_S = 60.0  # until the name of a host that was just started is known
@@ -170,7 +171,7 @@ def _line(connection: socket.socket) -> dict[str, Any] | None:
     """The line of another process; None if there is none, or if it is a stranger's, who scans for open ports."""
     try:
         with connection.makefile("r", encoding="utf-8") as lines:
-            found = json.loads(lines.readline(4096))
+            found = json_value(lines.readline(4096), "the line of a process")
     except (OSError, ValueError):
         return None
     is_ours = isinstance(found, dict) and (

@@ -14,7 +14,7 @@ from gspmd_lm.foresight.table import PlacedArray, Spec, held, rows, split
 from gspmd_lm.model.task import Task
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
-from gspmd_lm.sharding.rules import CONTEXTS, MESH_AXES, Rules
+from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train import decoder
 from gspmd_lm.train.state import recorded
@@ -150,6 +150,7 @@ def keys(rules: Rules, batch_rows: int) -> Iterator[str]:
     if rules.interleave > 1:
         yield f"interleave {rules.interleave}"
     others = {
+        "expert_buffer": None if rules.expert_buffer == EXPERT_BUFFER else rules.expert_buffer,
         "unroll": rules.unroll,
         "attention": rules.attention,
         "compiler_options": rules.compiler_options,

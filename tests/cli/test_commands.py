@@ -27,7 +27,7 @@ compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=tr
 explain --program=train.py:step --target=cpu:2 | train.py:step
 plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
-generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz | tokens
+generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz --special | tokens
 generate --config=W/config.yaml --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=2 --platform=cpu --devices=8 --compile_cache=none --set data.seq=32 --prompts=prompts.jsonl --output=out.jsonl --batch=1 --max_new_tokens=3 --chat --step=0 | out.jsonl
 eval --config=W/config.yaml --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=2 --platform=cpu --devices=8 --compile_cache=none --set data.seq=32 --text=book.txt --seq=16 --batch=64 --step=0 | bits per byte
 eval --workdir=W --rules=none --continuations=IN.jsonl --output=scores.jsonl | scores.jsonl

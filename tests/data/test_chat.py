@@ -172,13 +172,13 @@ def test_lists_as_json_text_are_lists(talks):
         assert talk.prompt_of(other).tolist() == talk.prompt_of(record).tolist()
     for wrong, message in (
         ({"tools": "f"}, "tools is a str"),
-        ({"tools": "[f]"}, "tools begins as a list in JSON and is none"),
+        ({"tools": "[f]"}, "tools, which begins as a list in JSON: not valid JSON"),
         ({"tools": ["f"]}, "tools is a list with 'f'"),
         ({"tools": {"name": "f"}}, "tools is a dict"),
         ({"documents": [{"text": "a"}]}, "documents would be lost: the chat template does not read this field"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking would be lost: the chat template"),
         ({"chat_template_kwargs": "no"}, "chat_template_kwargs is a str"),
-        ({"messages": "[1"}, "messages begins as a list in JSON and is none"),
+        ({"messages": "[1"}, "messages, which begins as a list in JSON: not valid JSON"),
     ):
         with pytest.raises(InputError, match=rf"{message}.*\n  fix "):
             talk.document(record | wrong, "", "messages")

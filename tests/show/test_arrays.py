@@ -62,6 +62,7 @@ KEYS = {
     "microbatches": (4, "4 microbatches of 4 rows"),
     "pipeline": ({"microbatches": 4}, "pipeline: 2 stages, each of which computes in 4 of 5 turns; {microbatches: 4}"),
     "interleave": (2, "interleave 2"),
+    "expert_buffer": (3, "expert_buffer 3.0"),
     "unroll": ("all", "unroll all"),
     "attention": ({"tpu": "splash"}, "attention {tpu: splash}"),
     "context": ("ring", "context ring"),
