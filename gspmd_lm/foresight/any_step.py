@@ -190,6 +190,17 @@ def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise InputError(f"{_place(error.__traceback__, name)}: {what}{message}\n  fix   {fix}") from error
 
 
+def no_partitioner(traced: jax.stages.Traced, name: str) -> InputError:
+    """What to raise where the compiler does not know how a function of the step is split among devices."""
+    program = traced.jaxpr.jaxpr
+    frames = [one.source_info.traceback for one in _equations(program) if one.primitive.name == "custom_partitioning"]
+    return InputError(
+        f"{_place(next(iter(frames), None), name)}: custom_partitioning: Python says there how a function is split "
+        "among devices, and a compiler for TPUs that are not here does not ask it\n"
+        "  fix   call the function in a jax.shard_map over all mesh axes, or explain the step for GPUs"
+    )
+
+
 def _place(frames: Any, name: str) -> str:
     """file:line of the innermost of the user's frames of a traceback, Python's or jax's, and the step's name."""
     if frames is None:

@@ -298,6 +298,8 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     try:
         compiled = compiler.compile(lowered, options, target.platform, rules.path or config.name)
     except jax.errors.JaxRuntimeError as error:
+        if "CustomSPMDPartitioning" in str(error):
+            raise any_step.no_partitioner(traced, request.name) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled = str(error)

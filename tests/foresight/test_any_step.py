@@ -182,6 +182,11 @@ def test_what_is_refused(name):
     assert "\n  fix   " in str(error.value)
 
 
+def test_a_function_that_says_in_python_how_it_is_split_is_not_compiled_for_tpus():
+    with pytest.raises(InputError, match=r"own_steps.py:\d+, in \S+.*: custom_partitioning: .*\n  fix   .*shard_map"):
+        gspmd_lm.explain(own_steps.partitioned, target="v5e:2x2")
+
+
 @pytest.mark.parametrize("name", ["holds", "runs", "other_devices"])
 def test_devices_that_are_not_here_hold_nothing(name):
     with pytest.raises(InputError, match=r"need not be here|is not made of the devices"):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -109,6 +110,11 @@ def branch_and_gather(x, _):
     ), None
 
 
+def decompositions(x):
+    factor, (q, r), (values, _) = jnp.linalg.cholesky(x), jnp.linalg.qr(x), jnp.linalg.eigh(x)
+    return jax.scipy.linalg.solve_triangular(factor, q @ r) + jnp.linalg.solve(x, x) + values[:, None]
+
+
 KERNEL = (3, 1, 8), PartitionSpec(None, None, "tensor")
 
 
@@ -127,6 +133,9 @@ KERNEL = (3, 1, 8), PartitionSpec(None, None, "tensor")
                             PartitionSpec("fsdp", "tensor"), PartitionSpec("fsdp", "tensor")),
                      PartitionSpec("fsdp", "tensor"), [((8, 16), PartitionSpec("fsdp", "tensor"))],
                      id="a sum over groups"),
+        pytest.param(decompositions, ROWS, [((8, 16, 16), ROWS)], id="matrices of a batch"),
+        pytest.param(lambda x: jax.grad(lambda x: (jnp.tile(x, (1, 3)) ** 2).sum())(x), ROWS, [((8, 16), ROWS)],
+                     id="rows that are repeated"),
     ],
 )  # fmt: skip
 def test_what_is_sent_is_what_the_compiled_program_sends(function, result, arguments):
@@ -140,6 +149,47 @@ def test_what_a_loop_takes_apart_is_gathered_along_the_dimension_that_it_runs_ov
     found, compiled = read_sharded(lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0], ROWS,
                                    ((32, 16), ROWS), layers)  # fmt: skip
     assert found.communication_bytes == found.chosen_bytes == compiled == 8 * 16 * 16 * 4 * 3 / 4
+
+
+def test_what_is_repeated_or_transformed_is_gathered_along_that_dimension():
+    both, rows_bytes = PartitionSpec("fsdp", "tensor"), 4 * 16 * 4
+    found, compiled = read_sharded(lambda x: jnp.tile(x, (2, 1)), ROWS, ((8, 16), ROWS))
+    assert found.communication_bytes == found.chosen_bytes == compiled == rows_bytes
+    found, compiled = read_sharded(lambda x: jnp.abs(jnp.fft.fft(x)), ROWS, ((8, 16), both))
+    assert found.communication_bytes == found.chosen_bytes == rows_bytes * 3 / 4 < compiled
+    found, compiled = read_sharded(lambda x: jnp.abs(jax.lax.fft(x, "RFFT", (16, 16))), ROWS, ((8, 16, 16), both))
+    assert found.communication_bytes == 16 * rows_bytes * 3 / 4 < compiled and not found.unknown  # XLA gathers all rows
+
+
+@pytest.mark.parametrize("layout", [0, 1])
+def test_rows_and_heads_of_attention_of_cudnn_stay_split(monkeypatch, layout):
+    answers = {"check_cudnn_version": 91_000, "check_compute_capability": True}
+    for question, answer in (answers | {"is_cuda_compute_capability_equal": False}).items():
+        monkeypatch.setattr(fused_attention_stablehlo, question, lambda *_, answer=answer: answer)
+    mesh, length = mesh_of_eight(AxisType.Auto), 128
+
+    def array(*shape, split):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*split)))
+
+    def per_head(heads):
+        dims = [(4, "fsdp"), (length, None), (heads, "tensor"), (64, None)]
+        dims[1:3] = dims[1:3][:: -1 if layout else 1]
+        return array(*(size for size, _ in dims), split=[name for _, name in dims])
+
+    def attention(queries, keys, bias):
+        return fused_attention_stablehlo.dot_product_attention(
+            queries, keys, keys, bias, qkv_layout=["BTNH", "BNTH"][layout]
+        )
+
+    def found(heads, bias):
+        arrays = per_head(8), per_head(heads), bias
+        gradients = jax.jit(jax.grad(lambda *arrays: attention(*arrays).astype(jnp.float32).sum(), (0, 1, 2)))
+        return read_step(gradients.trace(*arrays).jaxpr, arrays, arrays, mesh.shape)
+
+    reading = found(4, array(1, 8, length, length, split=(None, "tensor")))
+    of_bias = 2 * length * length * 2  # two heads of a device; only the gradient of what all rows share is sent
+    assert reading.communication_bytes == 2 * of_bias / 2 and not reading.unknown and not reading.estimated_because
+    assert found(2, array(1, 8, length, length, split=())).estimated_because  # two heads are not split in four
 
 
 def test_mesh_axes_that_a_function_of_one_device_leaves_to_the_compiler_stay_and_are_named():

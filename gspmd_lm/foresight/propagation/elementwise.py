@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, unknown
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, replicated, without
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, axes_of, replicated, without
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 
@@ -153,16 +154,35 @@ def _groups(old: Any, new: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def along_dimension(reader: Reader, operation: Operation) -> list[ArraySharding]:
-    """A dimension is sorted or added up step by step: a device needs all of it. Others stay split."""
-    params, rank = operation.params, operation.inputs[0].ndim
-    along = (
-        params["dimensions"] if "dimensions" in params else (params.get("dimension", params.get("axis", -1)) % rank,)
-    )
-    lead = max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
-    target = tuple(() if d in along else names for d, names in enumerate(lead.dims))
-    for number in range(len(operation.operands)):
-        reader.move_operand(operation, number, target)
-    return [ArraySharding(target)] * len(operation.equation.outvars)
+    """Something is computed along some dimensions, of which a device needs all. Others stay split.
+
+    Operands and results of fewer dimensions lack the last ones, such as the eigenvalues of a batch of matrices.
+    """
+    rank = max(aval.ndim for aval in operation.inputs)
+    along = _whole_dimensions(operation, rank)
+    targets = [
+        tuple(() if d in along else names for d, names in enumerate(one.dims))
+        for one in operation.operands
+        if len(one.dims) == rank
+    ]
+    target = max(targets, key=lambda dims: reader.mesh.shards(axes_of(dims)))
+    for number, aval in enumerate(operation.inputs):
+        reader.move_operand(operation, number, target[: aval.ndim])
+    return [ArraySharding(target[: var.aval.ndim]) for var in operation.equation.outvars]
+
+
+def _whole_dimensions(operation: Operation, rank: int) -> Collection[int]:
+    """The dimensions that are sorted, added up step by step, repeated, or those of a signal or of a matrix."""
+    params = operation.params
+    if operation.primitive in OF_MATRICES:
+        return range(rank - OF_MATRICES[operation.primitive], rank)
+    if operation.primitive == "fft":
+        return range(rank - len(params["fft_lengths"]), rank)
+    if operation.primitive == "tile":
+        return [d for d, times in enumerate(params["reps"]) if times > 1]
+    if "dimensions" in params:
+        return params["dimensions"]
+    return [params.get("dimension", params.get("axis", -1)) % rank]
 
 
 ELEMENTWISE = (
@@ -182,6 +202,18 @@ CONSTANT = (
 )  # fmt: skip
 REDUCTIONS = ["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"]
 
+# Of batches of matrices, or of permutations -> how many dimensions one has.
+OF_MATRICES = {
+    **dict.fromkeys((
+        "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "ormqr", "qr", "schur",
+        "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve",
+    ), 2),
+    "lu_pivots_to_permutation": 1,
+}  # fmt: skip
+ALONG_DIMENSIONS = (
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "tile", "fft", *OF_MATRICES,
+)  # fmt: skip
+
 
 def convert(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
     """An array in another dtype. If that is wider, the array can be sent before it is converted."""
@@ -198,7 +230,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CONSTANT, constant),
     **dict.fromkeys(("random_wrap", "random_unwrap", "random_clone"), constant),
     **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k"), along_dimension),
+    **dict.fromkeys(ALONG_DIMENSIONS, along_dimension),
     "convert_element_type": convert,
     "select_n": select,
     "broadcast_in_dim": broadcast,

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, gather_operands
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, axes_of, replicated, total_bytes
+from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, gather_operands, unknown
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, array_bytes, axes_of, replicated, total_bytes
 
 LEFT, RIGHT = 0, 1
+KEYS, BIAS, PAGE_TABLES = 1, 3, (8, 9)  # of cuDNN's attention; the gradient of a bias is its result of the same number
 
 
 @dataclasses.dataclass
@@ -176,8 +177,37 @@ def kernel_flops(params: Any) -> float:
     return float(estimate.flops) if estimate else 0.0
 
 
+def cudnn_attention(reader: Reader, operation: Operation) -> list[ArraySharding]:
+    """Attention of cuDNN, or its gradients: its rows and heads stay split, and of sequences a device needs all.
+
+    The gradient of a bias that rows or heads share is a partial sum. FLOPs count nothing, as those of cuDNN do not.
+    """
+    inputs, results = operation.inputs, [var.aval for var in operation.equation.outvars]
+    if any(inputs[number].size for number in PAGE_TABLES):
+        return unknown(reader, operation)
+    heads_at = 1 if operation.params["layout"] else 2
+    lead = max(operation.operands[:3], key=lambda one: reader.mesh.shards((*one.dims[0], *one.dims[heads_at])))
+    rows, heads = lead.dims[0], lead.dims[heads_at]
+    if inputs[KEYS].shape[heads_at] % reader.mesh.shards(heads):
+        heads = ()
+
+    def dims(number: int, aval: Any) -> Dims:
+        by_head = heads_at if aval.ndim == 4 and number != BIAS else 1  # that of sums of rows, too
+        split = {0: rows, by_head: heads} if aval.ndim > 2 else {0: rows}
+        return tuple(split.get(d, ()) if size > 1 else () for d, size in enumerate(aval.shape))
+
+    for number, aval in enumerate(inputs):
+        reader.move_operand(operation, number, dims(number, aval))
+    split = axes_of((rows, heads))
+    return [
+        ArraySharding(dims(number, aval), split - axes_of(dims(number, aval))) for number, aval in enumerate(results)
+    ]
+
+
 RULES: dict[str, Rule] = {
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
     "pallas_call": kernel,
+    "dot_product_attention_fwd_wrapper": cudnn_attention,
+    "dot_product_attention_bwd_wrapper": cudnn_attention,
 }
