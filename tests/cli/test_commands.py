@@ -131,6 +131,8 @@ def small(arguments):
 
 
 def _small(verb, dry, argument):
+    if not argument.startswith("-"):
+        return VALUES.get(argument, argument)
     name, equals, value = argument.removeprefix("--set=").removeprefix("--").partition("=")
     before = argument[: len(argument) - len(name + equals + value)]
     if name == "config" and value in SHIPPED and not dry:
