@@ -150,7 +150,8 @@ def once_for(config, stages, fsdp, replicas):
 
 
 @pytest.mark.parametrize(
-    "pipeline", [{}, ONE_BY_ONE, *(pytest.param(one, marks=pytest.mark.slow) for one in (INPUTS, {"gather": "step"}))],
+    "pipeline",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in (ONE_BY_ONE, INPUTS, {"gather": "step"}))],
     ids=str,
 )  # fmt: skip
 def test_replicas_are_summed_once_however_many_the_turns(pipeline, small, built, read):
@@ -161,7 +162,8 @@ def test_replicas_are_summed_once_however_many_the_turns(pipeline, small, built,
         assert sum(one.bytes_per_device_per_step for one in sums) == once_for(config, 2, 2, 2)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_compiled_step_sums_replicas_once(schedule, small, built):
     config = small(layers=4)
     rules = rules_of(REPLICAS, mesh="data=4,fsdp=1", microbatches=8, schedule=schedule)
