@@ -17,7 +17,7 @@ from gspmd_lm.config import core_yaml, paths
 from gspmd_lm.convert import architecture, export, image_families, pretrained, sidecars, sound_families
 from gspmd_lm.convert.encoder_families import SEVERAL
 from gspmd_lm.convert.strict_json import parse_object
-from gspmd_lm.data import chat, tokenizer
+from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.runtime import compiler
@@ -188,7 +188,7 @@ def _written_anew(
     if patches := model.vision.patches if model.vision else model.patches:
         written |= image_families.preprocessor(patches, config.data.images)
     if model.frames:
-        name, path = sidecars.GENERATION, imported.get(sidecars.GENERATION)
+        name, path = special_tokens.GENERATION, imported.get(special_tokens.GENERATION)
         text = written[name].decode() if name in written else path.read_text() if path else "{}"
         end = tokenizer.load_tokenizer(config.data.tokenizer).end
         written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)

@@ -9,10 +9,10 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.config import paths
 from gspmd_lm.data import chat, special_tokens, tokenizer
+from gspmd_lm.data.special_tokens import GENERATION, SETTINGS
 from gspmd_lm.errors import InputError
 
 CARD, FORMER_CARD = "README.md", "README.original.md"
-GENERATION, TOKENIZER_CONFIG = special_tokens.GENERATION, special_tokens.SETTINGS
 # Files about the terms of use, which licences ask to be passed on, and the model card.
 _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
@@ -74,9 +74,9 @@ def written_anew(
     if any(end not in (known if isinstance(known, list) else [known]) for end in ends):
         written[GENERATION] = as_json(settings | {"eos_token_id": ends[0] if len(ends) == 1 else ends})
     tokens = tokenizer.load_tokenizer(name)
-    if isinstance(tokens, tokenizer.HuggingFace) and TOKENIZER_CONFIG not in imported:
+    if isinstance(tokens, tokenizer.HuggingFace) and SETTINGS not in imported:
         end = next(text for text, number in tokens.special.items() if number == tokens.end)
-        written[TOKENIZER_CONFIG] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+        written[SETTINGS] = as_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     return written, ends
 
 

@@ -225,7 +225,7 @@ def _build(
                     ids = next(encoded)
                     if not is_left_out and (text.strip() or len(each) == 1):
                         _add(noted, parts, name, ids, tokenizer)
-                    if number < len(each) or not getattr(document, "goes_on", False):
+                    if number < len(each) or not (isinstance(document, Section) and document.goes_on):
                         _end(noted, parts, tokenizer)
                 noted.spelled_ends += len(each) - 1
             for name, arrays in parts.items():

@@ -176,8 +176,10 @@ class Chat:
         return [*parts, (whole, spans)] if spans else parts
 
     def _stops(self, text: str, start: int) -> list[int]:
-        """Where the turn that a text ends with may end, the likeliest first: after a token at which `generate` stops,
-        or else after another special token. The line break that templates put behind it belongs to nobody.
+        """The positions at which the last turn of a text may end, the likeliest first.
+
+        They are those behind a token at which `generate` stops, and then those behind other special tokens. The line
+        break that templates put there belongs to no turn.
         """
         found: list[tuple[int, str]] = []
         at = len(text)

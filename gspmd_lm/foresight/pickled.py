@@ -13,7 +13,7 @@ _SHARDINGS = "in_shardings", "out_shardings"
 
 
 def pickled(sent: Any) -> bytes:
-    """The bytes that another process makes a task, a step or a request with a `name` from.
+    """A task, a step or a request as bytes, from which another process makes it. It has a `name`.
 
     That process imports modules anew. What stands in the script that runs, in a cell of a notebook or in a lambda is in
     the bytes. Raises InputError for what cannot be sent.

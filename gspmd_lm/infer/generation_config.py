@@ -13,7 +13,6 @@ from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.infer.processors import Processors
 from gspmd_lm.infer.sampling import Sampling
 
-NAME = special_tokens.GENERATION
 _SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # field -> the value that changes nothing
 # Values with which a field that is not supported changes nothing. null, false and {} never do.
 _NEUTRAL = {
@@ -98,7 +97,7 @@ def about_sampling(tokenizer: Tokenizer, asked: Sampling) -> list[str]:
 
 def _fields(tokenizer: HuggingFace) -> tuple[Path, dict[str, Any]]:
     """The path of the file beside a tokenizer, and its fields that are not null."""
-    path = tokenizer.path.with_name(NAME)
+    path = tokenizer.path.with_name(special_tokens.GENERATION)
     return path, {name: value for name, value in special_tokens.read_object(path).items() if value is not None}
 
 

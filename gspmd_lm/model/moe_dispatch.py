@@ -286,10 +286,10 @@ _mixture.defvjp(_forward, _backward)
 def _derivatives_of_round(
     layout: _MoeLayout, weights: Any, kept: Any, dy_MD: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[Any]]:
-    """The gradients of the rows of `_products`; for each row what is weighted times its weighted gradient, [M, 1]; and
-    the gradients of the weights.
+    """The derivative of `_products`: of its rows, of the weight of each row, [M, 1], and of the matrices.
 
-    What is weighted is the output, or what experts read. kept: the rows, and what `_products` gives beside the output.
+    That of a row's weight is given times this weight, which multiplies what experts give or what they read. kept: the
+    rows, and what `_products` gives beside the output.
     """
     (rows_MD, in_MF, low_MR), (matrices, (*_, b_down)) = kept, weights
     hidden_MF, back = jax.vjp(layout.activated, *in_MF)

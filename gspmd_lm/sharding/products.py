@@ -55,7 +55,7 @@ def summing_once(function: Callable[..., Any], rows: int) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """What rewrites a traced function whose batch has so many rows, which are split."""
+    """Rewrites traced functions. `rows`: those of the whole batch, which the mesh axes `over` split."""
 
     over: Split
     rows: int

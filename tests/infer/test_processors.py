@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gspmd_lm as g
+from gspmd_lm.data import special_tokens
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, generation_config, programs
 from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
@@ -92,14 +93,14 @@ def beside(tmp_path):
     tokens = spelled.tokenizer("byte-level", tmp_path)
 
     def write(**fields):
-        (tmp_path / generation_config.NAME).write_text(json.dumps(fields))
+        (tmp_path / special_tokens.GENERATION).write_text(json.dumps(fields))
         return tokens
 
     return write
 
 
 def test_the_file_becomes_processors_and_sentences(beside, tmp_path):
-    path = tmp_path / generation_config.NAME
+    path = tmp_path / special_tokens.GENERATION
     assert generation_config.read(None) == (None, []) == generation_config.read(beside(eos_token_id=1, top_p=0.9))
     found, notes = generation_config.read(beside(**FILE, num_beams=4, typical_p=1.0, length_penalty=2.0, novel=[0]))
     assert found == Processors(
@@ -200,7 +201,7 @@ def test_greedy_tokens_equal_those_of_transformers(kind, tmp_path):
     def written(**fields):
         """What both write; the tokens that ends of texts, the given ones among them, leave."""
         fields = {"eos_token_id": 1, "pad_token_id": 0, "repetition_penalty": 1.3} | begin | fields
-        (tmp_path / generation_config.NAME).write_text(json.dumps(fields))
+        (tmp_path / special_tokens.GENERATION).write_text(json.dumps(fields))
         model, end = g.load(str(tmp_path), "none"), fields["eos_token_id"]
         results = model._ready([read], NEW - given).results([read], new_tokens=NEW - given, ends=(end,))
         made.generation_config = transformers.GenerationConfig(**fields)
