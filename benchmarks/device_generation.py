@@ -18,7 +18,7 @@ from benchmarks import measure
 from gspmd_lm import config
 from gspmd_lm.hardware import target
 from gspmd_lm.infer import programs
-from gspmd_lm.model.supported import settled
+from gspmd_lm.program.supported import settled
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         train,
     )
     from gspmd_lm.errors import InputError, RunFailed
-    from gspmd_lm.model.task import Generation, Input, Task
+    from gspmd_lm.program.task import Generation, Input, Task
     from gspmd_lm.sharding.annotate import parameter, shard, use
     from gspmd_lm.sharding.names import Vocabulary
     from gspmd_lm.versions import __version__ as __version__
@@ -41,7 +41,7 @@ _MODULES = {
     "api": "build checkpoints compare dry_run explain load load_config load_rules load_task plan show start train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
-    "model.task": "Generation Input Task",
+    "program.task": "Generation Input Task",
     "sharding.names": "Vocabulary",
     "versions": "__version__",
 }

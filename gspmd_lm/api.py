@@ -23,7 +23,7 @@ from gspmd_lm.workdir import layout
 if TYPE_CHECKING:
     from gspmd_lm.foresight.report import Report
     from gspmd_lm.infer.loaded import Model, TaskModel
-    from gspmd_lm.model.task import Task
+    from gspmd_lm.program.task import Task
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
     from gspmd_lm.train.step import Step

@@ -32,7 +32,7 @@ from gspmd_lm.hardware import target
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.generate import SampleGenerator
 from gspmd_lm.infer.loaded import TaskModel
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compile_cache as compile_caches
 from gspmd_lm.runtime import processes, startup
 from gspmd_lm.runtime.startup import Runtime

@@ -9,7 +9,7 @@ import yaml
 from gspmd_lm import config as configs
 from gspmd_lm import errors
 from gspmd_lm.hardware import chips, target
-from gspmd_lm.model import supported
+from gspmd_lm.program import supported
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import axes, problems, rules_file
 from gspmd_lm.sharding.rules import MESH_AXES

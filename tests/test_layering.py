@@ -30,6 +30,7 @@ FLOORS = (
     "runtime",
     "sharding workdir",
     "model data",
+    "program",
     "train infer convert",
     "foresight",
     "plan",
@@ -234,11 +235,19 @@ def told_of_devices(nodes):
 
 
 # What stands in model/ and knows of several devices: attention over a split sequence, where devices send keys to each
-# other; tokens that go to the devices of their experts; and which kernels and rules a program on a mesh can have.
+# other; and tokens that go to the devices of their experts.
 APART = tuple(f"gspmd_lm.model.kernels.{name}" for name in ("context", "ring", "splash", "cudnn"))
-ON_DEVICES = (
-    *APART, *(f"gspmd_lm.model.{name}" for name in ("moe_dispatch", "moe_routing", "supported", "program")),
-)  # fmt: skip
+ON_DEVICES = (*APART, "gspmd_lm.model.moe_dispatch", "gspmd_lm.model.moe_routing")
+
+
+def test_no_model_knows_rules_or_a_mesh():
+    """Without exemptions: what knows the rules of a model's arrays stands in program/."""
+    apart = tuple(f"gspmd_lm.sharding.{name}" for name in ("rules", "rules_file", "mesh", "placement", "shapes"))
+    found = [
+        (module, name) for module in MODULES if room(module) == "model" for name in imports(ast.walk(tree(module)))
+    ]
+    assert len(found) > 100
+    assert [(module, name) for module, name in found if name.startswith(apart)] == []
 
 
 def test_models_see_four_words_of_attention_over_a_split_sequence():

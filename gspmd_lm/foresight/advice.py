@@ -15,7 +15,7 @@ from gspmd_lm.foresight.timing import attention
 from gspmd_lm.foresight.timing.op_time import CALL
 from gspmd_lm.foresight.timing.predict import UNKNOWN_TRIP_COUNT, Prediction
 from gspmd_lm.hardware.chips import Processor
-from gspmd_lm.model.supported import faster_kernel
+from gspmd_lm.program.supported import faster_kernel
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.train import state

@@ -10,7 +10,7 @@ from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node, breadth_first
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs, placed
 

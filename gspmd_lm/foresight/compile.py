@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from gspmd_lm.foresight.any_step import BuiltProgram, Program
     from gspmd_lm.infer.programs import GenerationPrograms
-    from gspmd_lm.model.task import Task
+    from gspmd_lm.program.task import Task
     from gspmd_lm.sharding.shapes import Arrays
     from gspmd_lm.train.step import Step
 
@@ -51,7 +51,7 @@ ENTRY = ("facts.json", "program.txt.gz", "notes.json", EXECUTABLE)  # of a kept 
 CACHE_LIMIT_BYTES = 4 * 2**30
 PROCESS_BYTES = 5 * 2**30  # what one compilation may need: 4 GB were seen, for 405B on 512 chips
 # What decides a program besides the request and the packages: the rooms that the step is made of.
-_SOURCES = ("config", "hardware", "runtime", "sharding", "model", "train", "infer", "foresight/compile.py")
+_SOURCES = ("config", "hardware", "runtime", "sharding", "model", "program", "train", "infer", "foresight/compile.py")
 _READERS = ("foresight/equations.py", "foresight/propagation")  # of its trace
 
 Progress = Callable[[str], None]

@@ -23,9 +23,9 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.operands import matmul_operands
-from gspmd_lm.model.supported import Pass, kernel_choice, settled
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.operands import matmul_operands
+from gspmd_lm.program.supported import Pass, kernel_choice, settled
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from gspmd_lm.config import Config
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Activations, Arrays, pairs, placed

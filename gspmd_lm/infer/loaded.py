@@ -21,7 +21,7 @@ from gspmd_lm.infer.detokenizer import special_stops
 from gspmd_lm.infer.generation_config import about_sampling
 from gspmd_lm.infer.lines import ids_of
 from gspmd_lm.infer.sampling import NO_TOKEN, Sampling, SamplingSettings, choose
-from gspmd_lm.model.program import TaskProgram
+from gspmd_lm.program.program import TaskProgram
 from gspmd_lm.runtime import compile_cache
 from gspmd_lm.sharding import placement, shapes
 from gspmd_lm.sharding.rules import Rules

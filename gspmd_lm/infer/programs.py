@@ -19,10 +19,10 @@ from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.images import PATCHES
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.program import ShardedProgram, placed
 from gspmd_lm.model.sounds import FRAMES
-from gspmd_lm.model.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.model.transformer import SOURCE, extend, init
+from gspmd_lm.program.program import ShardedProgram, placed
+from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT

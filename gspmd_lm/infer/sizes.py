@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.kernels.attention import LANES
-from gspmd_lm.model.supported import split_sequence
+from gspmd_lm.program.supported import split_sequence
 from gspmd_lm.sharding.rules import KERNELS, Rules
 
 

@@ -13,12 +13,12 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.search import estimated
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train import decoder
 from gspmd_lm.train.choices import settled

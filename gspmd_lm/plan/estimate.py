@@ -17,7 +17,6 @@ from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan.any_model_transfers import AnyModelTransfers
 from gspmd_lm.plan.decoder_transfers import DecoderTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
@@ -25,6 +24,7 @@ from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
 from gspmd_lm.plan.traces import Part, Shards, TraceCache, parts
 from gspmd_lm.plan.transfers import EstimatedTransfer
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import pairs
 

@@ -15,10 +15,10 @@ from gspmd_lm.foresight import compile, explain
 from gspmd_lm.foresight.known_errors import estimate_error, kind_of, mean_error
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan.candidate import HOPELESS, Candidate, Plan
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.program.task import Task
 from gspmd_lm.units import plural
 
 BEYOND = 2.0  # the share of the limit above which an estimate of memory is believed without a compiler

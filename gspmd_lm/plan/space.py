@@ -25,11 +25,11 @@ from typing import Any
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.model.supported import kernel_choice
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan import variants
 from gspmd_lm.plan.estimate import Estimate, Estimator
 from gspmd_lm.plan.traces import TraceCache
+from gspmd_lm.program.supported import kernel_choice
+from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules

@@ -8,9 +8,9 @@ import functools
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.foresight.graph import DataflowGraph, Node
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan.expert_buffers import buffer_share
 from gspmd_lm.plan.operations import NamedNodes, OpGraph
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import placement
 from gspmd_lm.sharding.placement import Recorder
 from gspmd_lm.sharding.problems import Problem

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight.table import PlacedArray, Spec, held, rows, split
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules

@@ -9,9 +9,9 @@ from etils import epath
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.report import Report, to_json
-from gspmd_lm.model.task import Task
 from gspmd_lm.plan import candidate, outcome
 from gspmd_lm.plan.search import Plan
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
 from gspmd_lm.show.terminal import text_of

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from gspmd_lm.config import Config
 from gspmd_lm.hardware.chips import CHIPS, Processor
-from gspmd_lm.model import supported
-from gspmd_lm.model.task import Task
+from gspmd_lm.program import supported
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import GATHERS, Rules
 from gspmd_lm.sharding.shapes import pairs, placed
 from gspmd_lm.train import decoder, state

@@ -15,8 +15,8 @@ from gspmd_lm.model import lora
 from gspmd_lm.model.loss import Sums
 from gspmd_lm.model.moe import balanced
 from gspmd_lm.model.sounds import FRAMES
-from gspmd_lm.model.task import Input, Task
 from gspmd_lm.model.transformer import SOURCE, init
+from gspmd_lm.program.task import Input, Task
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.train import objectives, optimizer
 

@@ -12,7 +12,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
-from gspmd_lm.model.program import placed
+from gspmd_lm.program.program import placed
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step

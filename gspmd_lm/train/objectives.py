@@ -13,9 +13,9 @@ from gspmd_lm.model.ends import SCORES
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.loss import Sums, losses
 from gspmd_lm.model.masks import Drawn, draw
-from gspmd_lm.model.task import Batch
 from gspmd_lm.model.towers import compare
 from gspmd_lm.model.transformer import classify, decode_routed
+from gspmd_lm.program.task import Batch
 from gspmd_lm.sharding.annotate import like, shard
 
 NEVER = -1e30  # the score of a row of padding

@@ -12,8 +12,8 @@ import optax
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError, did_you_mean
-from gspmd_lm.model.supported import Pass, interleave_problems, layer_problems, pipeline_problems
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.supported import Pass, interleave_problems, layer_problems, pipeline_problems
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import shapes as model_shapes
 from gspmd_lm.sharding.names import is_unnamed
 from gspmd_lm.sharding.placement import Named, Recorder, mark, record

@@ -13,9 +13,9 @@ from einops import rearrange
 
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.model.program import TaskProgram, placed
-from gspmd_lm.model.supported import Pass
-from gspmd_lm.model.task import Task
+from gspmd_lm.program.program import TaskProgram, placed
+from gspmd_lm.program.supported import Pass
+from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Spec, Split
 from gspmd_lm.sharding.op_names import LOSS, scope

@@ -15,8 +15,8 @@ from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer import programs as generation
-from gspmd_lm.model.supported import Pass, settled
 from gspmd_lm.model.weights import first_output
+from gspmd_lm.program.supported import Pass, settled
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.quantised import at_rest
 from gspmd_lm.train import state

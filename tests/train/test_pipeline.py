@@ -16,7 +16,7 @@ from gspmd_lm.config import Lora
 from gspmd_lm.foresight import advice, explain, hlo
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.infer import programs, score
-from gspmd_lm.model.supported import pipeline_problems
+from gspmd_lm.program.supported import pipeline_problems
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding import permutes, pipeline, rules_file
 from gspmd_lm.sharding.annotate import Split, Weight

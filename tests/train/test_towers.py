@@ -8,9 +8,9 @@ import pytest
 
 from gspmd_lm import InputError
 from gspmd_lm.config import Encoder, Images, Lora, Patches, Queries, RelativePositions, Vision
-from gspmd_lm.model.supported import Pass, attention_lacks
 from gspmd_lm.model.towers import compare
 from gspmd_lm.plan.variants import layers
+from gspmd_lm.program.supported import Pass, attention_lacks
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import decoder, objectives, progress, state
 from tests.courses import agree, weights

@@ -11,7 +11,7 @@ from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
-from gspmd_lm.model.operands import check_matmul_dtype
+from gspmd_lm.program.operands import check_matmul_dtype
 from gspmd_lm.sharding.problems import Problem, check, flow
 from gspmd_lm.sharding.rules import KERNELS, Rules
 

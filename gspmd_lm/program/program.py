@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from gspmd_lm.hardware.chips import Processor
-from gspmd_lm.model.operands import matmul_operands
-from gspmd_lm.model.supported import Pass, expert_rounds, kernel_choice
-from gspmd_lm.model.task import Batch, Task
+from gspmd_lm.program.operands import matmul_operands
+from gspmd_lm.program.supported import Pass, expert_rounds, kernel_choice
+from gspmd_lm.program.task import Batch, Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import placed_by

@@ -8,8 +8,8 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import core_yaml
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import CHIPS, Processor
-from gspmd_lm.model import supported
-from gspmd_lm.model.supported import Pass
+from gspmd_lm.program import supported
+from gspmd_lm.program.supported import Pass
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.sharding.rules import KERNELS

@@ -14,7 +14,7 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.compile import CompileRequest, programs
 from gspmd_lm.foresight.equations import called_jaxprs, inner_jaxprs, same_rank
 from gspmd_lm.hardware import target as targets
-from gspmd_lm.model.operands import matmul_operands
+from gspmd_lm.program.operands import matmul_operands
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import choices, state
 from tests.courses import agree, trace_gradients
