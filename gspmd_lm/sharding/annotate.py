@@ -23,6 +23,13 @@ CONSTRAINT = "constraint"  # how the name of an array begins that a model places
 REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
+class Shared(NamedTuple):
+    """A weight that several matmuls read: it is gathered once, and its gradient is reduced once."""
+
+    in_use: Any  # an array, or one that is quantised; no gradient flows through it
+    slot: jax.Array  # zeros, whose gradient becomes the weight's: see `partial_sums.gradient_slot`
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A parameter as a layer holds it: its array, and the facts that the rules and `use` need."""
@@ -35,10 +42,10 @@ class Weight:
     scanned: bool = False  # it belongs to a layer of the scan
     used: bool = False
     matmul_dtype: str = ""  # of its products: int8 or fp8; "": the compute dtype
-    shared: tuple[jax.Array, ...] = ()  # for all its matmuls, the array in use and zeros whose gradient is the weight's
+    shared: Shared | None = None  # what all its matmuls read, if they share the weight
 
     def holding(self, array: Any) -> "Weight":
-        return dataclasses.replace(self, array=array, shared=())
+        return dataclasses.replace(self, array=array, shared=None)
 
 
 @jax.tree_util.register_dataclass
@@ -318,9 +325,9 @@ def parameter(
     boxed = nn.with_logical_partitioning(init, names)
     array: Any = module.param(name, boxed, shape, jnp.dtype(dtype), unbox=False)
     array = array.value if nn.meta.is_axis_metadata(array) else array  # `use` places it, not its box
-    array, *shared = array if isinstance(array, tuple) else (array,)  # see `gathered_once`
+    array, shared = array if isinstance(array, tuple) else (array, None)  # see `partial_sums.share_weight`
     in_use = jnp.dtype(compute_dtype or dtype)
-    return Weight(array, ".".join((*module.path, name)), names, in_use, shared=tuple(shared))
+    return Weight(array, ".".join((*module.path, name)), names, in_use, shared=shared)
 
 
 def shard(x: jax.Array, spec: str) -> jax.Array:

@@ -21,7 +21,6 @@ sequence.
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,7 +31,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import quantised
-from gspmd_lm.sharding.annotate import Adapted, Spec, Split, Weight, like, parse, placement, remat, shard, split, use
+from gspmd_lm.sharding.annotate import (
+    Adapted,
+    Shared,
+    Spec,
+    Split,
+    Weight,
+    like,
+    parse,
+    placement,
+    remat,
+    shard,
+    split,
+    use,
+)
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
@@ -46,6 +58,7 @@ from gspmd_lm.sharding.partial_sums import (
     gradient_slot,
     letters_of,
     reduced,
+    share_weight,
     tokens_of,
     unreduced,
 )
@@ -224,27 +237,17 @@ class _Gathered:
 
     def _slot(self, sum_: Sum) -> jax.Array:
         """The slot of all matmuls whose weights are split over the same mesh axes."""
-        if sum_.over not in self._slots:
-            sums: list[Sum] = []  # complete when the backward pass is traced, which names its reduction after them
-            self._slots[sum_.over] = _slot(sum_.over, self._reduced_spec, sums, self._before), sums
-        slot, sums = self._slots[sum_.over]
-        sums.append(sum_)
+        if sum_.over in self._slots:
+            slot, sums = self._slots[sum_.over]
+            sums.append(sum_)
+            return slot
+        sums = [sum_]  # complete when the backward pass is traced, which names its reduction after them
+        slot: Any = gradient_slot(sums, self._reduced_spec, self._before.dtype, self._before)
+        self._slots[sum_.over] = slot, sums
         return slot
 
 
 _inputs: ContextVar[tuple[_Gathered, ...]] = ContextVar("inputs", default=())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _slot(over: Split, reduced_spec: Spec, sums: list[Sum], x: jax.Array) -> jax.Array:
-    # Zeros that depend on `x`: of the stages of a pipeline, a batch dimension of `x`, each has a slot of its own.
-    return jnp.broadcast_to(jnp.where(False, x, 0), (over.num_shards, *x.shape))
-
-
-_slot.defvjp(
-    lambda *args: (_slot(*args), None),
-    lambda over, reduced_spec, sums, _, dx: (functools.reduce(operator.or_, sums).made(dx, reduced_spec),),
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -303,24 +306,27 @@ def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
     return quantised.use(weight, matmul.w, matmul.x) if quantised.is_read(weight) else use(weight)
 
 
-_shared_weights: ContextVar[dict[str, tuple[Any, jax.Array]] | None] = ContextVar("shared_weights", default=None)
-
-
 def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: Weight) -> jax.Array:
-    """The product of `x` and a weight, which within `sharing_weights` is one array for all its products."""
-    if w.shared:  # gradients have the dtype of their matmul before they are added to those of others
-        in_use, partials = w.shared
-        matmul = matmul._replace(weight=dataclasses.replace(matmul.weight, used=True))
-        return _product(matmul, x, slot, in_use, partials.astype(in_use.dtype))
-    shared = _shared_weights.get()
-    if shared is None or w.used or placement().is_single:
+    """The product of `x` and a weight, which may be shared with other products."""
+    shared = w.shared or _share(matmul, x, w)
+    if not shared:
         return _product(matmul, x, slot, w.array, None)
-    if w.path not in shared:
-        in_use = jax.lax.stop_gradient(_in_use(matmul, w.array))
-        shared[w.path] = in_use, gradient_slot(matmul.weight, _tokens(matmul, x).sum, w.array)
-    in_use, partials = shared[w.path]
-    weight = dataclasses.replace(matmul.weight, used=True)
-    return _product(matmul._replace(weight=weight), x, slot, in_use, partials)
+    matmul = matmul._replace(weight=dataclasses.replace(matmul.weight, used=True))
+    # Gradients have the dtype of their matmul before they are added to those of others.
+    return _product(matmul, x, slot, shared.in_use, shared.slot.astype(shared.in_use.dtype))
+
+
+_shared_weights: ContextVar[dict[str, Shared] | None] = ContextVar("shared_weights", default=None)
+
+
+def _share(matmul: _Matmul, x: jax.Array | Quantised, w: Weight) -> Shared | None:
+    """What all products with a weight read within `sharing_weights`; None outside of it."""
+    weights = _shared_weights.get()
+    if weights is None or w.used or placement().is_single:
+        return None
+    if w.path not in weights:
+        weights[w.path] = share_weight(w, _tokens(matmul, x).sum, _in_use(matmul, w.array), w.compute_dtype)
+    return weights[w.path]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

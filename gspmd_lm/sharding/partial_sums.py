@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.annotate import (
     REPLICAS,
     Placement,
+    Shared,
     Spec,
     Split,
     Weight,
@@ -101,6 +103,11 @@ class Unreduced:
         each = [*(_total(part.sum, reduced_spec, gathered_spec, part.array) for part in self.parts), *self.rest]
         return sum(each[1:], each[0])
 
+    def gradient(self, spec: Spec, dtype: Any) -> jax.Array:
+        """The sum as the gradient of an array of that dtype, placed as `spec` says."""
+        total = self.total(spec, spec)
+        return (total if self.parts else placement().constrain(total, spec)).astype(dtype)
+
 
 def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
     """The sum over the first dimension of `partials`. A sum over one shard has no such dimension."""
@@ -153,27 +160,28 @@ def reduced(y: Unreduced, gathered_spec: str, reduced_spec: str) -> jax.Array:
 
 def gradient(dw: Unreduced, weight: Weight) -> jax.Array:
     """The gradient of `weight`, reduced to where the table `optimizer` places it."""
-    spec = Spec(weight.path, weight.axes, "optimizer")
-    total = dw.total(spec, spec)
-    if not dw.parts:
-        total = placement().constrain(total, spec)
-    return total.astype(weight.array.dtype)
+    return dw.gradient(Spec(weight.path, weight.axes, "optimizer"), weight.array.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gradient_slot(weight: Weight, sum_: Sum, w: jax.Array) -> jax.Array:
-    """Zeros whose gradient is the partial sums of a weight's gradient. Autodiff adds up those of all its products."""
-    # They depend on `w`: of the stages of a pipeline, a batch dimension of `w`, each has a slot of its own.
-    zeros, shards = jnp.where(False, w, 0).astype(weight.compute_dtype), sum_.over.num_shards
-    return jnp.broadcast_to(zeros, (shards, *w.shape)) if shards > 1 else zeros
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gradient_slot(sums: Sequence[Sum], spec: Spec, dtype: Any, x: jax.Array) -> jax.Array:
+    """Zeros, [shards, ...] as partial sums are, for all matmuls that read `x` and leave its gradient to the slot.
+
+    Each matmul gives its partial sums as the slot's gradient. Autodiff adds them up, and one reduction places the total
+    as `spec` says: the gradient of `x`. `sums` names what is summed. It need not be complete before the backward pass.
+    """
+    # The zeros depend on `x`: where `x` has a batch dimension of pipeline stages, each stage has a slot of its own.
+    zeros, shards = jnp.where(False, x, 0).astype(dtype), sums[0].over.num_shards
+    return jnp.broadcast_to(zeros, (shards, *x.shape)) if shards > 1 else zeros
 
 
-def _gradient_of_slot(weight: Weight, sum_: Sum, like: jax.Array, partials: jax.Array) -> tuple[jax.Array]:
-    with scope("of", weight.path), scope("optimizer", weight.path):
-        return (gradient(unreduced(partials, sum_), weight.holding(like)),)
+def _reduce_slot(sums: Sequence[Sum], spec: Spec, _: Any, like: jax.Array, partials: jax.Array) -> tuple[jax.Array]:
+    sum_ = functools.reduce(operator.or_, sums)
+    with scope("of", *sum_.of), scope(spec.table, spec.array):
+        return (unreduced(partials, sum_).gradient(spec, like.dtype),)
 
 
-gradient_slot.defvjp(lambda *args: (gradient_slot(*args), jnp.zeros((), args[-1].dtype)), _gradient_of_slot)
+gradient_slot.defvjp(lambda *args: (gradient_slot(*args), jnp.zeros((), args[-1].dtype)), _reduce_slot)
 
 
 class TokenSharding(NamedTuple):
@@ -244,41 +252,48 @@ def replicas_of(place: Placement, over: tuple[str, ...], batch: tuple[str, ...])
     return Replicas(place.over(over), {name: place.over((name,)).num_shards for name in batch})
 
 
-# Weights that several layers or turns multiply with: they are gathered once, and their gradient is reduced once
+# Weights that several matmuls share: they are gathered once, and their gradients are reduced once
 
 
-def gathered_once(tokens: Sum, box: Box, dtype: Any, w: jax.Array, over: Split | None = None) -> tuple[jax.Array, ...]:
-    """A weight with what all its matmuls share: see `Weight.shared`.
-
-    tokens: the sum over tokens. Its partial sums are added up over all matmuls in float32. over: where `w` is the
-    weight of all stages, [S, R, k, ...], the split over the stages; `tokens` is then the sum within one of them.
+def share_weight(w: Weight, tokens: Sum, in_use: Any, dtype: Any) -> Shared:
+    """What all matmuls with a weight read. in_use: the weight, gathered. tokens: the sum over tokens that its gradient
+    is, whose partial sums are added up in `dtype`.
     """
-    stages, own = ((box.axes[0], "", ""), box.axes[1:]) if over else ((), box.axes)
-    in_use = jax.lax.stop_gradient(use(Weight(w, box.path, (*stages, *own), dtype)))
-    slot: Any = gradient_slot(Weight(w, box.path, (*stages, *own), jnp.dtype("float32")).holding(None), tokens, w)
+    slot: Any = gradient_slot([tokens._replace(of=(w.path,))], Spec(w.path, w.axes, "optimizer"), dtype, w.array)
+    return Shared(jax.lax.stop_gradient(in_use), slot)
+
+
+def share_box(box: Box, tokens: Sum, dtype: Any, stages: Split | None = None) -> Box:
+    """A box whose weight is shared by all turns of a loop. Their gradients are added up in float32.
+
+    stages: of a weight of all stages of a pipeline, [S, R, k, ...], the split over the stages. `tokens` is then the sum
+    within one of them.
+    """
+    lead, own = ((box.axes[0], "", ""), box.axes[1:]) if stages else ((), box.axes)
+    weight = Weight(box.value, box.path, (*lead, *own), dtype)
+    in_use, slot = share_weight(weight, tokens, use(weight), jnp.dtype("float32"))
     if tokens.over.num_shards > 1:
-        of_stages = (over.over, (), ()) if over else ()
-        place = *of_stages, tokens.over.over, *(split(box.path, axis).over for axis in own)
-        slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, len(stages)))[0]
-    return w, in_use, slot
+        of_lead = (stages.over, (), ()) if stages else ()
+        place = *of_lead, tokens.over.over, *(split(box.path, axis).over for axis in own)
+        slot = per_device(lambda x: (x,), [place], [place])(jnp.moveaxis(slot, 0, len(lead)))[0]
+    return box.replace(value=(box.value, Shared(in_use, slot)))
 
 
 def for_all_layers(weights: Any, x_BTD: jax.Array) -> Any:
     """The weights of one layer, in boxes as `of_flax.readable` makes them, as all layers multiply `x_BTD` with them.
 
-    What is no matrix is left as it is, and so is a matrix that a mesh axis splits in use which splits tokens too: each
-    layer places it by itself.
+    Two kinds of weights are left as they are, and each layer places them by itself: those that are no matrices, and
+    those that a mesh axis splits in use which also splits tokens.
     """
     tokens = tokens_of(x_BTD, "BTD").sum
 
-    def once(box: Any) -> Any:
+    def share(box: Any) -> Any:
         if not is_box(box) or placement().is_single or len(box.axes) < 2:
             return box
-        if {name for axis in box.axes for name in split(box.path, axis).over} & {*tokens.over.over}:
-            return box
-        return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, box.value))
+        in_use = {name for axis in box.axes for name in split(box.path, axis).over}
+        return box if in_use & {*tokens.over.over} else share_box(box, tokens, x_BTD.dtype)
 
-    return jax.tree.map(once, weights, is_leaf=is_box)
+    return jax.tree.map(share, weights, is_leaf=is_box)
 
 
 # Einsums that make partial sums

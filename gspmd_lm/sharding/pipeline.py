@@ -26,7 +26,7 @@ from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_devic
 from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS as INPUT
-from gspmd_lm.sharding.partial_sums import Replicas, Sum, copied, gathered_once, replicas_of, tokens_of
+from gspmd_lm.sharding.partial_sums import Replicas, Sum, copied, replicas_of, share_box, tokens_of
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
 
@@ -74,7 +74,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
     def of_stages(box: Box) -> Box:
         w = layers_of_stages(over, R, Spec(box.path, box.axes), box.value)
         is_matrix = len(box.axes) > 2
-        return box.replace(value=gathered_once(tokens, box, x_BTD.dtype, w, over) if once and is_matrix else w)
+        box = box.replace(value=w)
+        return share_box(box, tokens, x_BTD.dtype, over) if once and is_matrix else box
 
     def of_replicas(box: Box) -> Box:
         """The weight, once for each replica. The gradients of all turns are added up before replicas are summed."""
@@ -223,8 +224,8 @@ def _added_up_in_float32(box: Box) -> Box:
     """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
     if not isinstance(box.value, tuple):
         return box
-    w, in_use, slot = box.value
-    return box.replace(value=(w, in_use, slot.astype(in_use.dtype)))
+    w, shared = box.value
+    return box.replace(value=(w, shared._replace(slot=shared.slot.astype(shared.in_use.dtype))))
 
 
 # Another schedule: a stage computes one microbatch forward and another one backward in each turn

@@ -19,7 +19,7 @@ from gspmd_lm.infer import programs, score
 from gspmd_lm.program.supported import pipeline_problems
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding import permutes, pipeline, rules_file
-from gspmd_lm.sharding.annotate import Split, Weight
+from gspmd_lm.sharding.annotate import Spec, Split
 from gspmd_lm.sharding.partial_sums import Sum, gradient_slot
 from gspmd_lm.sharding.placement import MeshPlacement
 from gspmd_lm.sharding.problems import ShardingError
@@ -284,10 +284,10 @@ def test_what_the_schedule_does_not_go_with_is_refused(raw, said):
 
 def test_each_stage_has_the_gradient_of_its_own_slot():
     """Of a weight that several products share, as those of the parts of a device's rows."""
-    weight, x_SD = Weight(jnp.zeros(4), "w", ("embed",), jnp.dtype("float32")), jnp.arange(8.0).reshape(2, 4)
+    spec, x_SD = Spec("w", ("embed",), "optimizer"), jnp.arange(8.0).reshape(2, 4)
 
     def total(w_SD):
-        return jax.vmap(lambda w_D, x_D: gradient_slot(weight, Sum(Split()), w_D) * x_D)(w_SD, x_SD).sum()
+        return jax.vmap(lambda w_D, x_D: gradient_slot([Sum(Split())], spec, w_D.dtype, w_D) * x_D)(w_SD, x_SD).sum()
 
     np.testing.assert_array_equal(jax.grad(total)(jnp.ones((2, 4))), x_SD)
 
