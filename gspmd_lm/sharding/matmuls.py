@@ -45,6 +45,7 @@ from gspmd_lm.sharding.annotate import (
     split,
     use,
 )
+from gspmd_lm.sharding.einsums import cut_einsum, equation_of, letters_of
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
@@ -52,11 +53,8 @@ from gspmd_lm.sharding.partial_sums import (
     TokenSharding,
     Unreduced,
     copied,
-    cut_einsum,
-    equation_of,
     gradient,
     gradient_slot,
-    letters_of,
     reduced,
     share_weight,
     tokens_of,
@@ -78,7 +76,7 @@ def gathered(x: jax.Array, gathered_spec: str, reduced_spec: str) -> Iterator[ja
     Weights that are split over other mesh axes have a reduction of their own. Within this context, `gathered` of the
     same array and specs gives the same input.
     """
-    same = (earlier for earlier in _inputs.get() if earlier.made_of(x, gathered_spec, reduced_spec))
+    same = (earlier for earlier in _inputs.get() if earlier.is_of(x, gathered_spec, reduced_spec))
     input_ = next(same, None) or _Gathered(x, gathered_spec, reduced_spec)
     token = _inputs.set((*_inputs.get(), input_))
     try:
@@ -129,7 +127,8 @@ def copies(x: jax.Array, sum_: Sum) -> jax.Array:
 
     `x` comes from `gathered`, as in `project`.
     """
-    return _Gathered.known(x).copies(sum_)
+    one = _Gathered.known(x)
+    return _copies(sum_, one.gathered_spec, one.fixed, one.slot(sum_)) if sum_.over.num_shards > 1 else one.x[None]
 
 
 def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
@@ -146,7 +145,7 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     if isinstance(w, Weight):
         letter, sum_ = _summed(w, b, a)
         operand, slot = (_quantised(x, a, b, w), x) if eight_bits else (x, None)
-        return unreduced(_times(_matmul(w, b, a, f"z{out}", a, letter, sum_), operand, slot, w), sum_)
+        return unreduced(_multiply(operand, slot, w, (b, a, f"z{out}", a), letter, sum_), sum_)
     tokens = tokens_of(x, a)
     with scope("sum", *tokens.sum.axes):
         return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
@@ -188,23 +187,20 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
 class _Gathered:
     """The gathered input of several matmuls.
 
-    Its gradient has one reduction for each set of mesh axes that the weights are split over. For each there is a slot:
-    an array of zeros whose gradient is the partial sums of all these matmuls, which autodiff adds up. The derivative of
-    the slot reduces them. The values of a slot are not used.
+    Its gradient has one reduction, and so one `gradient_slot`, for each set of mesh axes that the weights are split
+    over.
     """
 
     def __init__(self, x: jax.Array, gathered_spec: str, reduced_spec: str):
         self.x = shard(like(x, reduced_spec), gathered_spec)
-        self._fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
-        self._before, self._gathered_spec = x, parse(gathered_spec, x.ndim)
-        self._reduced_spec = parse(reduced_spec, x.ndim)
+        self.fixed = jax.lax.stop_gradient(self.x)  # one for all matmuls: a scan would keep one for each
+        self._before, self._specs = x, (gathered_spec, reduced_spec)
+        self.gathered_spec, self._reduced_spec = parse(gathered_spec, x.ndim), parse(reduced_spec, x.ndim)
         self._slots: dict[Split, tuple[jax.Array, list[Sum]]] = {}
         self._quantised: Quantised | None = None  # as all matmuls of 8 bits read it
 
-    def made_of(self, x: jax.Array, gathered_spec: str, reduced_spec: str) -> bool:
-        if x is not self._before:
-            return False
-        return (self._gathered_spec, self._reduced_spec) == (parse(gathered_spec, x.ndim), parse(reduced_spec, x.ndim))
+    def is_of(self, x: jax.Array, gathered_spec: str, reduced_spec: str) -> bool:
+        return x is self._before and (gathered_spec, reduced_spec) == self._specs
 
     @staticmethod
     def known(x: jax.Array) -> "_Gathered":
@@ -219,23 +215,18 @@ class _Gathered:
 
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
-        equation = equation_of(self._gathered_spec.axes[:-1], 1, w)
+        equation = equation_of(self.gathered_spec.axes[:-1], 1, w)
         if placement().is_single and not quantised.is_read(w):
             return jnp.einsum(equation, self.x, use(w))
         (a, b), out = letters_of(equation)
         letter, sum_ = _summed(w, b, out)
-        x, slot = (self._fixed, self._slot(sum_)) if letter else (self.x, None)
+        x, slot = (self.fixed, self.slot(sum_)) if letter else (self.x, None)
         if w.matmul_dtype:
             self._quantised = self._quantised or _quantised(self.x, a, b, w)
             x, slot = self._quantised, slot if letter else self.x
-        return _times(_matmul(w, b, a, out, f"z{a}" if letter else a, letter, sum_), x, slot, w)
+        return _multiply(x, slot, w, (b, a, out, f"z{a}" if letter else a), letter, sum_)
 
-    def copies(self, sum_: Sum) -> jax.Array:
-        if sum_.over.num_shards == 1:
-            return self.x[None]
-        return _copies(sum_, self._gathered_spec, self._fixed, self._slot(sum_))
-
-    def _slot(self, sum_: Sum) -> jax.Array:
+    def slot(self, sum_: Sum) -> jax.Array:
         """The slot of all matmuls whose weights are split over the same mesh axes."""
         if sum_.over in self._slots:
             slot, sums = self._slots[sum_.over]
@@ -268,8 +259,8 @@ def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
-        matmul = _matmul(w, b, f"z{a}", f"z{out}", f"z{a}", "", sum_)
-        parts.append(PartialSums(_times(matmul, part.array, None, w), part.sum | sum_))
+        product = _multiply(part.array, None, w, (b, f"z{a}", f"z{out}", f"z{a}"), "", sum_)
+        parts.append(PartialSums(product, part.sum | sum_))
     return Unreduced(tuple(parts))
 
 
@@ -284,11 +275,6 @@ class _Matmul(NamedTuple):
     letter: str  # of the axis along which the weight is split in use; "" if none that matters is split
     sum: Sum  # over that axis; where `x` is partial sums, theirs
     precision: Any  # of the matmul and, as in jax's own, of those of its derivative
-
-
-def _matmul(w: Weight, letters: str, x: str, y: str, dx: str, letter: str, sum_: Sum) -> _Matmul:
-    settings: Any = jax.config
-    return _Matmul(w.holding(None), letters, x, y, dx, letter, sum_, settings.jax_default_matmul_precision)
 
 
 def _quantised(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantised:
@@ -306,8 +292,15 @@ def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
     return quantised.use(weight, matmul.w, matmul.x) if quantised.is_read(weight) else use(weight)
 
 
-def _times(matmul: _Matmul, x: jax.Array | Quantised, slot: jax.Array | None, w: Weight) -> jax.Array:
-    """The product of `x` and a weight, which may be shared with other products."""
+def _multiply(
+    x: Any, slot: jax.Array | None, w: Weight, letters: tuple[str, str, str, str], letter: str, sum_: Sum
+) -> jax.Array:
+    """The product of `x` and a weight, which may be shared with other products.
+
+    letters: of the weight, `x`, the product and the gradient of `x`. For the others, see `_Matmul`.
+    """
+    settings: Any = jax.config
+    matmul = _Matmul(w.holding(None), *letters, letter, sum_, settings.jax_default_matmul_precision)
     shared = w.shared or _share(matmul, x, w)
     if not shared:
         return _product(matmul, x, slot, w.array, None)

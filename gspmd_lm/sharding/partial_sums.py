@@ -6,18 +6,14 @@
 import dataclasses
 import functools
 import operator
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.annotate import (
-    REPLICAS,
-    Placement,
     Shared,
     Spec,
     Split,
@@ -26,13 +22,11 @@ from gspmd_lm.sharding.annotate import (
     parse,
     per_device,
     placement,
-    platform,
     split,
     use,
 )
 from gspmd_lm.sharding.of_flax import Box, is_box
-from gspmd_lm.sharding.op_names import einsum_equation, scope
-from gspmd_lm.sharding.quantised import Quantised
+from gspmd_lm.sharding.op_names import scope
 
 # The axes of the mesh are automatic: the compiler places what no word places, and a sum over devices that is not yet
 # made is an array of partial sums. JAX's explicit axes, whose types know unreduced sums, would take less code. But with
@@ -218,40 +212,6 @@ def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> Toke
     return TokenSharding(*(Split() if set(one.over) & set(without) else one for one in (batch, seq)))
 
 
-# Replicas of the weights, each of which adds up the gradients of its own rows before they are summed once
-
-
-class Replicas(NamedTuple):
-    """The replicas of weights along some of the mesh axes that split the batch."""
-
-    split: Split
-    batch: Mapping[str, int]  # the mesh axes that split rows, the outermost first, and their sizes
-
-    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of each replica. A dimension of one replica would keep compilers from reduce-scattering."""
-        over = self.split.over
-        return jax.vmap(function, axis_name=REPLICAS, spmd_axis_name=over) if over else function
-
-    def apart(self, x: jax.Array, before: str = "") -> jax.Array:
-        """[R, before, rows of a replica, ...] of [before, rows, ...]; `x` itself where there are no replicas."""
-        together, apart = self._letters(before)
-        return rearrange(x, f"{together} -> {apart}", **self.batch) if self.split.over else x
-
-    def together(self, x: jax.Array, before: str = "") -> jax.Array:
-        """The inverse of `apart`."""
-        together, apart = self._letters(before)
-        return rearrange(x, f"{apart} -> {together}", **self.batch) if self.split.over else x
-
-    def _letters(self, before: str) -> tuple[str, str]:
-        own, other = [" ".join(one for one in self.batch if (one in self.split.over) == is_own) for is_own in (1, 0)]
-        return f"{before} ({' '.join(self.batch)} row) ...", f"({own}) {before} ({other} row) ..."
-
-
-def replicas_of(place: Placement, over: tuple[str, ...], batch: tuple[str, ...]) -> Replicas:
-    """The replicas along the mesh axes `over`. batch: the mesh axes that split the rows."""
-    return Replicas(place.over(over), {name: place.over((name,)).num_shards for name in batch})
-
-
 # Weights that several matmuls share: they are gathered once, and their gradients are reduced once
 
 
@@ -294,84 +254,3 @@ def for_all_layers(weights: Any, x_BTD: jax.Array) -> Any:
         return box if in_use & {*tokens.over.over} else share_box(box, tokens, x_BTD.dtype)
 
     return jax.tree.map(share, weights, is_leaf=is_box)
-
-
-# Einsums that make partial sums
-
-
-def cut_einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.Array:
-    """`jnp.einsum` whose axes may be cut: z=("N", split) cuts the axis N in two, z for the shard and N within it.
-
-    If the equation's result has z, so has the array: for partial sums, or for the shards of N. If the result has N but
-    not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
-    Operands may be quantised; the result is then scaled.
-    """
-    (a, b), out = letters_of(equation)
-    small = [(one, letters) for one, letters in ((x, a), (y, b)) if isinstance(one, Quantised)]
-    scales = [(one.scale, "".join(one.kept(letters))) for one, letters in small]
-    x, y = (one.values if isinstance(one, Quantised) else one for one in (x, y))
-    if x.dtype.itemsize != y.dtype.itemsize and small:  # a weight that rests in 8 bits, and an activation that does not
-        x, y = (one.astype(small[0][0].dtype) for one in (x, y))
-    cuts = {shards: cut for shards, cut in cuts.items() if shards in equation}
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards == 1:
-            a, b, out = (letters.replace(shards, "") for letters in (a, b, out))
-            scales = [(scale, letters.replace(shards, "")) for scale, letters in scales]
-        elif letter:
-            (x, a), (y, b) = _cut(x, a, letter, over, shards), _cut(y, b, letter, over, shards)
-            scales = [_cut(*scale, letter, over, shards) for scale in scales]
-            out = f"{shards}{out}" if letter in out else out
-    sums = quantised.dtype_of_sums(x, small[0][0].dtype) if small else None
-    product = functools.partial(jnp.einsum, preferred_element_type=sums)
-    if platform() == "cpu" and "B" not in out and x.size > y.size:
-        # Of two activations, CPUs transpose the first before they multiply: the narrower one. Without a barrier, the
-        # compiler would not turn the result but the product.
-        turned = "".join(sorted(out, key=lambda letter: (letter not in a) + 2 * (letter not in b)))
-        turned_product = jax.lax.optimization_barrier(product(f"{b},{a}->{turned}", y, x))
-        result = jnp.einsum(f"{turned}->{out}", turned_product)
-    else:
-        result = product(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
-    for scale, letters in scales:
-        result = result * quantised.aligned(scale, letters, out)
-    result = result.astype(small[0][0].dtype) if small else result
-    for shards, (letter, over) in cuts.items():
-        if over.num_shards > 1 and letter and letter in out:
-            at, out = out.index(shards), out.replace(shards, "")
-            to = out.index(letter)
-            result = jnp.moveaxis(result, at, to)
-            result = result.reshape(*result.shape[:to], -1, *result.shape[to + 2 :])
-    if out.startswith("rt"):  # one partial sum for each shard of the tokens
-        result = result.reshape(-1, *result.shape[2:])
-    return result
-
-
-def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> tuple[jax.Array, str]:
-    """`x` and its letters. If `x` has the axis `letter`, that axis is cut in two."""
-    if letter not in letters:
-        return x, letters
-    at = letters.index(letter)
-    shape = (*x.shape[:at], over.num_shards, x.shape[at] // over.num_shards, *x.shape[at + 1 :])
-    return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
-
-
-def letters_of(equation: str) -> tuple[list[str], str]:
-    """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
-    left, _, out = equation.partition("->")
-    return left.split(","), out
-
-
-def equation_of(outer: Sequence[str], summed: int, w: Weight) -> str:
-    """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
-
-    Letters are those of the model's axes, as far as they are known and differ.
-    """
-    axes, count = (*outer, *w.axes), len(outer)
-    known = {axis: letter for axis, (letter, _) in placement().vocabulary.axes.items()}
-    wanted = [{**known, "batch": "B", "seq": "T"}.get(axis, "") for axis in axes]
-    free = iter(sorted({*string.ascii_uppercase} - {*wanted}))
-    letters = [
-        letter if letter in {*string.ascii_uppercase} - {*wanted[:at]} else next(free)
-        for at, letter in enumerate(wanted)
-    ]
-    rows, weight = "".join(letters[:count]), "".join(letters[count:])
-    return f"{rows}{weight[:summed]},{weight}->{rows}{weight[summed:]}"

@@ -26,9 +26,10 @@ from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_devic
 from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS as INPUT
-from gspmd_lm.sharding.partial_sums import Replicas, Sum, copied, replicas_of, share_box, tokens_of
+from gspmd_lm.sharding.partial_sums import Sum, copied, share_box, tokens_of
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
+from gspmd_lm.sharding.replicas import Replicas, replicas_of
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
 TOKENS = Spec("tokens", ("batch", "seq"))

@@ -19,9 +19,9 @@ from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import Spec, Split
 from gspmd_lm.sharding.op_names import LOSS, scope
-from gspmd_lm.sharding.partial_sums import replicas_of
 from gspmd_lm.sharding.pipeline import one_forward_one_backward
 from gspmd_lm.sharding.placement import MeshPlacement, Named
+from gspmd_lm.sharding.replicas import replicas_of
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder
