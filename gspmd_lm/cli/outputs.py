@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gspmd_lm import files
+from gspmd_lm import files, versions
 from gspmd_lm.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check_writable(names: Iterable[str | None]) -> None:
 def command_line(arguments: Sequence[str]) -> str:
     """The command that was given, without the files that it writes, which say nothing of what was found."""
     kept = [one for one in arguments if not one.lstrip("-").startswith(("out=", "json=", "html="))]
-    return shlex.join(["python", "main.py", *kept])
+    return f"{versions.program()} {shlex.join(kept)}"
 
 
 def say(line: str) -> None:

@@ -1,6 +1,7 @@
 """The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
 
 import dataclasses
+import email
 import errno
 import importlib.metadata
 import importlib.util
@@ -17,7 +18,7 @@ import filelock
 import pytest
 
 import gspmd_lm
-from gspmd_lm import cli
+from gspmd_lm import cli, versions
 from gspmd_lm.cli import inputs
 from gspmd_lm.data import loader
 from gspmd_lm.errors import RunFailed
@@ -364,6 +365,40 @@ def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
 
     monkeypatch.setitem(cli.VERBS, "train", dataclasses.replace(cli.VERBS["train"], run=fail))
     assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
+
+
+@pytest.mark.parametrize(
+    ("started", "program"),
+    [
+        ("/there/main.py", "python main.py"),
+        ("/bin/gspmd-lm", "gspmd-lm"),
+        (f"{ROOT}/gspmd_lm/__main__.py", "python -m gspmd_lm"),
+        ("/bin/pytest", "python main.py"),
+    ],
+)
+def test_messages_name_the_program_as_it_was_started(run, monkeypatch, started, program):
+    monkeypatch.setattr(sys, "argv", [started])
+    assert f"fix   {program} train --help lists" in run("--rule=tp8")[2]
+    assert f"usage: {program} [VERB]" in run("--help")[1] and "(docs/foresight.md)" in run("explain", "--help")[1]
+    assert f"\n  {program} compare fsdp8 tp8 " in run("compare", "--help")[1]
+
+
+def test_messages_of_an_installed_program_name_pages_that_its_user_can_open(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "PACKAGE", tmp_path / "gspmd_lm")
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: email.message_from_string(
+        "Project-URL: Documentation, https://there/docs/\nProject-URL: Source, https://there"
+    ))  # fmt: skip
+    out = run("explain", "--help")[1]
+    assert "gspmd-lm explain: " in out and "(https://there/docs/foresight.md)" in re.sub(r"\s+", " ", out)
+    assert versions.with_documents("see docs/plan.md") == "see https://there/docs/plan.md"
+
+
+def test_without_its_dependencies_the_program_says_what_to_type():
+    """`-S` hides all installed packages."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True, text=True,
+                           env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "absl is not installed\n  fix   python -m pip install -e . in the folder of main.py\n"
 
 
 def test_an_interrupt_has_its_own_code(monkeypatch):
