@@ -41,7 +41,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (
             ("keys", "layres"),
-            "layres: no key of a config has this in its name (did you mean layers?)\n  fix   keys shows",
+            "layres: no key has this in its name or meaning (did you mean layers?)\n  fix   keys shows",
         ),
         (
             ("--set", "layers=3"),
