@@ -16,6 +16,7 @@ from typing import NoReturn
 from absl import flags
 
 from gspmd_lm import versions
+from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
@@ -27,7 +28,7 @@ from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
 
-VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
+VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -166,7 +167,7 @@ def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
 
 def _overview() -> str:
     """The text of --help without a verb: all verbs, and the flags of train."""
-    verbs = "\n".join(f"  {verb.name:8} {verb.about}" for verb in VERBS.values())
+    verbs = "\n".join(f"  {verb.name:10} {verb.about}" for verb in VERBS.values())
     return (
         f"usage: {versions.program()} [VERB] [--flag=value ...]\n\nverbs (train is the default):\n"
         f"{verbs}\n\n{_help(TRAIN)}\n\n{versions.program()} VERB --help shows the flags of another verb."

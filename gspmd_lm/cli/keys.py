@@ -8,7 +8,7 @@ from gspmd_lm.cli.verb import Flags, Verb
 def _define(flags: Flags) -> None:
     flags.yes_no("markdown", "Print the page docs/config.md.")
     flags.text("schema", None, "Print the JSON schema of a file, config or rules, with which an editor completes and "
-               "checks keys (docs/python.md).")  # fmt: skip
+               "checks keys (docs/rules.md).")  # fmt: skip
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:

@@ -35,7 +35,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys, completion\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
@@ -399,6 +399,43 @@ def test_without_its_dependencies_the_program_says_what_to_type():
                            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})  # fmt: skip
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == "absl is not installed\n  fix   python -m pip install -e . in the folder of main.py\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "replaced", "found"),
+    [
+        ("gspmd-lm exp", "exp", ["explain "]),
+        ("gspmd-lm --wor", "--wor", ["--workdir="]),
+        ("gspmd-lm eval --dry", "--dry", []),
+        ("gspmd-lm train --dry", "--dry", ["--dry_run "]),
+        ("gspmd-lm --rules=zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm --rules=zero1", "--rules=zero1", ["--rules=zero1_8 "]),
+        ("gspmd-lm --rules zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm explain --rules=tp8,cp8_r", "tp8,cp8_r", ["tp8,cp8_ring "]),
+        ("gspmd-lm compare tp8 zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm --platform=", "", ["cpu ", "gpu ", "tpu "]),
+        ("gspmd-lm --set optimizer.lea", "optimizer.lea", ["optimizer.learning_rate="]),
+        ("gspmd-lm --set=rules.expert", "rules.expert", ["rules.expert_buffer="]),
+        ("gspmd-lm eval --workdir=", "", []),
+        ('gspmd-lm generate --prompt="a b', "a b", []),
+    ],
+)
+def test_what_a_shell_may_complete(run, monkeypatch, line, replaced, found):
+    monkeypatch.setenv("COMP_LINE", f"{line} and what stands behind the cursor")
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert run("completion", "--", "gspmd-lm", replaced, "") == (0, "\n".join(found) + "\n", "")
+
+
+def test_all_verbs_are_offered(run, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", "gspmd-lm ")
+    assert run("completion", "--", "gspmd-lm", "", "")[1].split() == [*cli.VERBS]
+
+
+def test_bash_takes_the_script(run):
+    _, script, _ = run("completion", "bash")
+    done = subprocess.run(["bash", "-c", f"{script}\ncomplete -p gspmd-lm"], capture_output=True, text=True, check=True)
+    assert done.stdout == script
+    assert run("completion")[2] == "completion: for which shell?\n  fix   gspmd-lm completion bash, zsh or fish\n"
 
 
 def test_an_interrupt_has_its_own_code(monkeypatch):
