@@ -75,6 +75,13 @@ def known_names(folder: str) -> list[str]:
     return sorted({file.stem for root in _roots(folder)[1:] for file in root.glob("*.yaml")})
 
 
+def short_name(path: str, folder: str) -> str:
+    """The name under which `find_file` finds a file of `folder`, such as tp8; the path of any other file."""
+    name = Path(path).stem
+    found = found_file(name, folder) if Path(path).parent.name == folder else None
+    return name if found and found.resolve() == Path(path).resolve() else path
+
+
 def found_file(name: str, folder: str) -> Path | None:
     """The path of the file `name`, as `find_file` looks for it; None if there is none."""
     candidates = (root / one for root in _roots(folder) for one in (name, f"{name}.yaml"))
