@@ -1,3 +1,3 @@
-from gspmd_lm.cli import main
+from gspmd_lm.__main__ import main
 
 main()

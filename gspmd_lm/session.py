@@ -41,7 +41,7 @@ from gspmd_lm.sharding.quantised import EIGHT_BITS
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
-from gspmd_lm.show.report import paragraph
+from gspmd_lm.show.report import first_lines
 from gspmd_lm.train import decoder, loop, state, step
 from gspmd_lm.train.optimizer import unfinished
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
@@ -325,7 +325,7 @@ def opened(
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
         device = f"{'simulated ' * machine.simulated}{machine.device_kind} device"
-        run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.path}, mesh {mesh} on "
+        run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, mesh {mesh} on "
                 f"{plural(len(session.devices), device)}")  # fmt: skip
         run.say(f"workdir {workdir}")
         if writes and built.config:
@@ -384,7 +384,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
                 "  fix   rules that split or recompute more (fsdp, remat: block), or a smaller data.batch"
             )
         return PreRunReport(
-            paragraph(report, [problem.message for problem in problems]),
+            first_lines(report, [problem.message for problem in problems]),
             report.prediction.step_time_s if report.prediction else None,
             report.memory.peak_bytes,
             report.floor.flops * built.mesh.size,

@@ -1,9 +1,10 @@
-"""Which code is running, and where: the versions of packages, this one's own source and commit, command and host."""
+"""Which code is running, and where: versions, source, commit, command, host, and where its documents are."""
 
 import functools
 import hashlib
 import importlib.metadata
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -45,6 +46,30 @@ def source(*names: str) -> str:
 def command() -> str:
     """The command that started this process."""
     return shlex.join(["python", *sys.argv])
+
+
+def program() -> str:
+    """What a user types before a verb: gspmd-lm, python -m gspmd_lm, or python main.py in a checkout."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py" and started.parent.name == PACKAGE.name:
+        return f"python -m {PACKAGE.name}"
+    return "python main.py" if _is_checkout() and started.stem != "gspmd-lm" else "gspmd-lm"
+
+
+def with_documents(text: str) -> str:
+    """A text in which each document, such as docs/plan.md, is one that its reader can open.
+
+    In a checkout it is the file. Where the package was installed without one, it is the address of the page.
+    """
+    if _is_checkout():
+        return text
+    urls = importlib.metadata.metadata("gspmd_lm").get_all("Project-URL") or []
+    site = next((url for name, _, url in (line.partition(", ") for line in urls) if name == "Documentation"), "docs")
+    return re.sub(r"\bdocs/(\w+\.md)", rf"{site.rstrip('/')}/\1", text)
+
+
+def _is_checkout() -> bool:
+    return (PACKAGE.parent / "main.py").exists() and (PACKAGE.parent / "docs").is_dir()
 
 
 def host() -> str:

@@ -77,7 +77,7 @@ def test_a_comparison_and_its_explanations_show_themselves(compared):
     dp8, tp8 = compared
     assert [one.rules for one in compared] == ["rules/dp8.yaml", "rules/tp8.yaml"]
     assert shown(compared) == comparison.page(compared) and shown(dp8) == comparison.page([dp8])
-    assert repr(dp8).startswith("tiny under rules/dp8.yaml on cpu:8") and repr(dp8) == g.show(dp8)
+    assert repr(dp8).startswith("tiny under dp8 on cpu:8") and repr(dp8) == g.show(dp8)
     assert repr(compared) == g.show(*compared) and "dp8" in repr(compared) and "tp8" in repr(compared)
     assert dp8.to_json()["memory"]["peak_bytes"] == dp8.memory.peak_bytes > 0
     assert tp8.collectives and not re.search(r"(src|href)=\"?http", shown(compared))
@@ -174,7 +174,7 @@ def test_a_model_under_other_rules(trained, model):
     split = g.load(trained.workdir, rules("tp8"))
     assert g.load(trained.workdir, "none", overrides=["data.seq=8"]).config.data.seq == 8
     assert g.load(trained.workdir, "dp8").rules.name == "dp8" and model.rules.devices == 1
-    assert split.rules.devices == 8 and repr(split).endswith("under rules/tp8.yaml")
+    assert split.rules.devices == 8 and repr(split).endswith("under tp8")
     assert split.generate("def f(", max_new_tokens=5) == model.generate("def f(", max_new_tokens=5)
 
 

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 import platform
-import select
 import shlex
 import signal
 import sys
@@ -16,6 +15,8 @@ from typing import NoReturn
 
 from absl import flags
 
+from gspmd_lm import versions
+from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
@@ -26,9 +27,8 @@ from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
-from gspmd_lm.versions import __version__
 
-VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS)}
+VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     argv = list(sys.argv if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters of a model's text
-    code, message, is_read = 0, "", True
+    code, message, unprinted = 0, "", None
     try:
         code = _run(argv)
     except InputError as error:
@@ -46,20 +46,21 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        code, message = 1, _system_error(error)
-        if isinstance(error, BrokenPipeError) and not _is_read():
-            code, is_read = _NOBODY_READS, False
-        if is_read and not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
-            message = processes.cause()
-        if is_read and not message:
-            traceback.print_exc()
-    if message:
-        print(printable(message), file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        if isinstance(error, OSError) and error.filename is None:
+            unprinted = _printing_error("\n")
+        if not unprinted:
+            code, message = 1, _system_error(error)
+            if not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
+                message = processes.cause()
+            if not message:
+                traceback.print_exc()
+    unprinted = unprinted or _printing_error()
+    if isinstance(unprinted, BrokenPipeError):  # `head` stops when it has what it wants
         code = code or _NOBODY_READS
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+    elif unprinted:
+        code, message = code or 1, message or _system_error(unprinted)
+    if message:
+        print(printable(versions.with_documents(message)), file=sys.stderr)
     sys.stderr.flush()
     if processes := sys.modules.get("gspmd_lm.runtime.processes"):  # a verb that needs no jax does not import it
         processes.leave(code, message)
@@ -71,11 +72,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 _NOBODY_READS = 128 + signal.SIGPIPE  # the exit code that a shell shows for a program whose output is not read
 
 
-def _is_read() -> bool:
-    """Whether somebody reads what is printed. `head` stops when it has what it wants."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    return not any(event & select.POLLERR for _, event in output.poll(0))
+def _printing_error(text: str = "") -> OSError | None:
+    """Prints a text and all that is not yet written. Returns why that is impossible; None if it is done."""
+    try:
+        print(end=text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        error.filename = "standard output"
+        return error
+    return None
 
 
 _SYSTEM_ERRORS = {
@@ -129,7 +134,7 @@ def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, lis
         wrong = f"--{name}{value}: must be {wanted}"
     except flags.Error as error:
         wrong = str(error)
-    raise InputError(f"{wrong}\n  fix   python main.py {verb.name} --help lists the flags")
+    raise InputError(f"{wrong}\n  fix   {versions.program()} {verb.name} --help lists the flags")
 
 
 def _settings(name: str) -> list[str]:
@@ -162,16 +167,16 @@ def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
 
 def _overview() -> str:
     """The text of --help without a verb: all verbs, and the flags of train."""
-    verbs = "\n".join(f"  {verb.name:8} {verb.about}" for verb in VERBS.values())
+    verbs = "\n".join(f"  {verb.name:10} {verb.about}" for verb in VERBS.values())
     return (
-        "usage: python main.py [VERB] [--flag=value ...]\n\nverbs (train is the default):\n"
-        f"{verbs}\n\n{_help(TRAIN)}\n\npython main.py VERB --help shows the flags of another verb."
+        f"usage: {versions.program()} [VERB] [--flag=value ...]\n\nverbs (train is the default):\n"
+        f"{verbs}\n\n{_help(TRAIN)}\n\n{versions.program()} VERB --help shows the flags of another verb."
     )
 
 
 def _help(verb: Verb) -> str:
     """The text of a verb's --help."""
-    lines = [f"python main.py {verb.name}: {verb.about}"]
+    lines = [f"{versions.program()} {verb.name}: {verb.about}"]
     groups = verb.flags().flags_by_module_dict()
     for title in sorted(groups, key=lambda title: (title == HELP, title == MACHINE)):
         lines += ["", f"{title}:"]
@@ -182,13 +187,13 @@ def _help(verb: Verb) -> str:
             lines += [f"  --{flag.name:16} {about[0]}", *(f"{'':21}{line}" for line in about[1:])]
     lines += ["", "In the name of a flag, - and _ are the same.", "", "Examples:"]
     for command, about in verb.examples:
-        lines += [f"  python main.py {command}".rstrip(), f"      {about}"]
+        lines += [f"  {versions.program()} {command}".rstrip(), f"      {about}"]
     return "\n".join(lines)
 
 
 def _version() -> str:
     """The text of --version. No library is imported for it."""
-    return f"gspmd_lm {__version__}, jax {version('jax')}, Python {platform.python_version()}"
+    return f"gspmd_lm {versions.__version__}, jax {version('jax')}, Python {platform.python_version()}"
 
 
 def _run(argv: list[str]) -> int:
@@ -203,13 +208,13 @@ def _run(argv: list[str]) -> int:
     verb = VERBS[name or "train"]
     values, rest = _parsed(verb, argv[2 if name else 1 :])
     if values.help or values.version:
-        print(_version() if values.version else _help(verb) if name else _overview())
+        print(_version() if values.version else versions.with_documents(_help(verb) if name else _overview()))
         return 0
     for flag in values:
         if values[flag].present and values[flag].value == "":
             raise InputError(f"--{flag}= is empty; a variable that is not set?\n  fix   give a value, or drop the flag")
     if rest and rest[0] in VERBS:
-        raise InputError(f"{rest[0]}: the verb comes first\n  fix   python main.py {rest[0]} --flag=value ...")
+        raise InputError(f"{rest[0]}: the verb comes first\n  fix   {versions.program()} {rest[0]} --flag=value ...")
     if rest and not verb.takes_names:
         raise InputError(f"{rest[0]}: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help")
     return verb.run(values, rest)

@@ -1,33 +1,41 @@
-"""Every key of a config: its type, its default and its meaning, as config/ says them.
+"""Every key of a config and of a rules file: its type, its default and its meaning; and their JSON schemas.
 
-The meaning of a key is the comment on the line of its field, or right above it. A mapping without a comment means what
-the docstring of its class says.
+All is read from the dataclasses. The meaning of a key is the comment on the line of its field, or right above it. A
+mapping without a comment means what the docstring of its class says.
 """
 
 import ast
 import dataclasses
 import inspect
 import io
+import json
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import annotated_types
+import pydantic
+from pydantic.json_schema import GenerateJsonSchema
 
+from gspmd_lm import versions
 from gspmd_lm.config import Config
 from gspmd_lm.config.core_yaml import dump
+from gspmd_lm.config.types import OTHER_WORDS
 from gspmd_lm.errors import InputError, did_you_mean, either
+from gspmd_lm.runtime import quiet
+from gspmd_lm.sharding.rules_keys import RulesFile
 
 REQUIRED = "required"
+SCHEMAS = {"config": Config, "rules": RulesFile}
 _LARGEST = 2**31 - 2  # bounds from here on are those of int32, not of the setting
+_KINDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "null": "null",
+          "object": "mapping"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key that a config may have."""
+    """One key that a file may have."""
 
     name: str  # model.rope_scaling.factor
     kind: str  # whole number from 1
@@ -37,46 +45,118 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class KeyGroup:
-    """The keys of one mapping of a config."""
+    """The keys of one mapping of a file."""
 
-    name: str  # model.rope_scaling; "" for the whole config
+    name: str  # model.rope_scaling; "" for the whole file
     about: str
     keys: tuple[Key, ...]
 
 
+class _WithMeanings(GenerateJsonSchema):
+    """Makes the schema of a dataclass, with the meaning of each key."""
+
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().dataclass_schema(schema)
+        for name, meaning in _comments(schema["cls"]).items():
+            if meaning:
+                found["properties"][name]["description"] = _sentence(meaning)
+        return found
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # the title would be the key's name again
+
+
+def schema(kind: type = Config) -> dict[str, Any]:
+    """The JSON schema of a file that is read into a dataclass."""
+    return pydantic.TypeAdapter(kind).json_schema(schema_generator=_WithMeanings)
+
+
+def schema_text(which: str) -> str:
+    """The schema of a config or of a rules file as an editor reads it. A config is named by its file, if not by itself.
+
+    Raises InputError for any other word.
+    """
+    if which not in SCHEMAS:
+        raise InputError(f"{which}: there is no schema of it\n  fix   keys --schema={either(SCHEMAS)}")
+    found = schema(SCHEMAS[which])
+    found["required"] = [name for name in found["required"] if name != "name"]
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **found}, indent=1)
+
+
 def sections(kind: type = Config, name: str = "") -> Iterator[KeyGroup]:
-    """The mappings of a config, each before those that it contains."""
-    hints, comments = get_type_hints(kind, include_extras=True), _comments(kind)
+    """The mappings of a file, each before those that it contains."""
+    whole = schema(kind)
+    yield from _sections(whole, whole.get("$defs", {}), name)
+
+
+def _sections(found: Mapping[str, Any], defined: Mapping[str, Any], name: str) -> Iterator[KeyGroup]:
     keys, inner = [], []
-    for field in dataclasses.fields(kind):
-        path = f"{name}.{field.name}".lstrip(".")
-        mappings = [*_mappings(hints[field.name], path)]
-        meaning = comments[field.name]
+    for field, value in found["properties"].items():
+        path = f"{name}.{field}".lstrip(".")
+        mappings = [(defined[reference], within) for reference, within in _references(value, path)]
+        meaning = value.get("description", "")
         if not meaning and mappings:
-            meaning = _first_sentence(mappings[0][0])
-        keys.append(Key(path, _kind(hints[field.name]), _default(field), _sentence(meaning)))
+            meaning = _sentence(mappings[0][0]["description"].partition("\n")[0])
+        default = REQUIRED if field in found.get("required", ()) else _default(value)
+        keys.append(Key(path, _kind(value), default, meaning))
         inner += mappings
-    yield KeyGroup(name, " ".join((inspect.getdoc(kind) or "").split()), tuple(keys))
+    yield KeyGroup(name, " ".join(found.get("description", "").split()), tuple(keys))
     for mapping, path in inner:
-        yield from sections(mapping, path)
+        yield from _sections(mapping, defined, path)
+
+
+def every_key() -> Iterator[KeyGroup]:
+    """The mappings of a config, and then those of a rules file, as --set names them."""
+    yield from sections()
+    yield from sections(RulesFile, "rules")
 
 
 def text(wanted: str = "") -> str:
-    """What the verb `keys` prints: all keys, or those whose names contain `wanted`. Raises InputError for none."""
+    """What the verb `keys` prints: all keys, or those that have `wanted` in their names or meanings.
+
+    A word of other projects stands for the key that has this meaning here. Raises InputError if there is no such key.
+    """
+    groups = [*every_key()]
+    names = [key.name for group in groups for key in group.keys]
+    shown = {name for name in names if wanted in name}
+    shown |= {key.name for group in groups for key in group.keys if wanted and _stands_in(wanted, key.meaning)}
+    if not shown or wanted in OTHER_WORDS:
+        here = _words_here(wanted)
+        meant = [name for name in names if name.rpartition(".")[2] in here]
+        depth = min((name.count(".") for name in meant), default=0)
+        shown |= {name for name in meant if name.count(".") == depth}
+    if not shown:
+        hint = did_you_mean(wanted, names) or did_you_mean(wanted, {name.rpartition(".")[2] for name in names})
+        raise InputError(f"{wanted}: no key has this in its name or meaning{hint}\n  fix   keys shows all of them")
     lines = []
-    for section in sections():
-        shown = [key for key in section.keys if wanted in key.name]
-        if shown:
-            about = f"{section.name}: {section.about}" if section.name else section.about
+    for group in groups:
+        keys = [key for key in group.keys if key.name in shown]
+        if keys:
+            about = f"{group.name}: {group.about}" if group.name else group.about
             lines += ["", *textwrap.wrap(about, 100)]
-        for key in shown:
+        for key in keys:
             lines += [f"  {f'{key.name}: {key.default}':40} {key.kind}".rstrip()]
             lines += textwrap.wrap(key.meaning, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    if not lines:
-        names = [key.name for section in sections() for key in section.keys]
-        hint = did_you_mean(wanted, names) or did_you_mean(wanted, {name.rpartition(".")[2] for name in names})
-        raise InputError(f"{wanted}: no key of a config has this in its name{hint}\n  fix   keys shows all of them")
-    return "\n".join(lines[1:])
+    return versions.with_documents("\n".join(lines[1:]))
+
+
+def _stands_in(word: str, meaning: str) -> bool:
+    return bool(re.search(rf"\b{re.escape(word)}", meaning, re.IGNORECASE))
+
+
+def _words_here(word: str) -> set[str]:
+    """The last names of the keys that mean what a word means in other projects.
+
+    The fields of published models' config.json are known to what converts them, which takes a second to import.
+    """
+    if word in OTHER_WORDS:
+        return {OTHER_WORDS[word]}
+    quiet.import_jax()
+    from gspmd_lm.convert.families import FAMILIES
+    from gspmd_lm.convert.fields import Renamed
+
+    codecs = [codec for family in FAMILIES for codec in family.codecs if isinstance(codec, Renamed)]
+    return {codec.setting.rpartition(".")[2] for codec in codecs if word in codec.names.split()}
 
 
 def page() -> str:
@@ -122,58 +202,38 @@ def _comments(kind: type) -> dict[str, str]:
     return comments
 
 
-def _mappings(hint: Any, path: str) -> Iterator[tuple[type, str]]:
-    """The dataclasses of a type, each with the path of its keys."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        yield hint, path
-    inside = f"{path}[]" if get_origin(hint) is tuple else path
-    for arm in get_args(hint) if get_origin(hint) is not Literal else ():
-        yield from _mappings(arm, inside)
+def _references(value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """The mappings that a value may be or hold, by their names in the schema, each with the path of its keys."""
+    if "$ref" in value:
+        yield value["$ref"].rpartition("/")[2], path
+    for choice in _choices(value):
+        yield from _references(choice, path)
+    if isinstance(items := value.get("items"), dict):
+        yield from _references(items, f"{path}[]")
 
 
-def _kind(hint: Any) -> str:
-    """The type of a key in words."""
-    if get_origin(hint) is Annotated:
-        kind, *about = get_args(hint)
-        return _kind(kind) + _bounds(about)
-    if get_origin(hint) is Literal:
-        return either(get_args(hint))
-    if get_origin(hint) in (Union, UnionType):
-        return either(map(_kind, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return f"list of {_kind(get_args(hint)[0])}"
-    if dataclasses.is_dataclass(hint):
-        return "mapping"
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null"}
-    return words[hint]
+def _choices(value: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return value.get("anyOf") or value.get("oneOf") or ()
 
 
-def _bounds(about: list[Any]) -> str:
-    """The bounds of a number in words: ' from 0 to below 1'."""
-    marks = [mark for field in about for mark in getattr(field, "metadata", [field])]
-    words = ""
-    for mark in marks:
-        if isinstance(mark, annotated_types.Ge):
-            words += f" from {mark.ge}"
-        elif isinstance(mark, annotated_types.Gt):
-            words += f" above {mark.gt}"
-    for mark in marks:
-        if isinstance(mark, annotated_types.Le) and float(str(mark.le)) < _LARGEST:
-            words += f" to {mark.le}"
-        elif isinstance(mark, annotated_types.Lt) and float(str(mark.lt)) < _LARGEST:
-            words += f" to below {mark.lt}"
+def _kind(value: Mapping[str, Any]) -> str:
+    """The type of a value in words, with its bounds: 'number from 0 to below 1'."""
+    if choices := _choices(value):
+        return either(map(_kind, choices))
+    if "enum" in value or "const" in value:
+        return either(value.get("enum") or [value["const"]])
+    if value.get("type") == "array":
+        return f"list of {_kind(value['items'])}"
+    words = _KINDS[value.get("type", "object")]
+    for word, key in (("from", "minimum"), ("above", "exclusiveMinimum"), ("to", "maximum"),
+                      ("to below", "exclusiveMaximum")):  # fmt: skip
+        if key in value and value[key] < _LARGEST:
+            words += f" {word} {value[key]}"
     return words
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        value = list(field.default) if isinstance(field.default, tuple) else field.default
-        return dump([value], flow=True).strip()[1:-1]
-    return REQUIRED if field.default_factory is dataclasses.MISSING else "{}"
-
-
-def _first_sentence(kind: type) -> str:
-    return (inspect.getdoc(kind) or "").partition("\n")[0]
+def _default(value: Mapping[str, Any]) -> str:
+    return dump([value["default"]], flow=True).strip()[1:-1] if "default" in value else "{}"
 
 
 def _sentence(words: str) -> str:

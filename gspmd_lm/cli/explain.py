@@ -66,10 +66,11 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
             )
     inputs.log_to_stderr()
     inputs.on_the_cpu()
-    if program:
-        reports = [api.explain(program, target=values.target)]
-    else:
-        reports = api.compare(config, layouts, values.target, values.phase, values.export)
+    with outputs.clock("compiling"):
+        if program:
+            reports = [api.explain(program, target=values.target)]
+        else:
+            reports = api.compare(config, layouts, values.target, values.phase, values.export)
     from gspmd_lm.foresight import report
     from gspmd_lm.show import comparison
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from gspmd_lm import api, files
+from gspmd_lm import api, files, versions
 from gspmd_lm.cli import outputs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
@@ -168,7 +168,7 @@ def _planned(values: flags.FlagValues, config: Config, machine: "Runtime") -> Ru
     if machine.process_count > 1:
         raise InputError(
             "--rules=plan: each of several processes would plan for itself\n"
-            "  fix   python main.py plan --target=... --out=mine.yaml, then --rules=mine.yaml"
+            f"  fix   {versions.program()} plan --target=... --out=mine.yaml, then --rules=mine.yaml"
         )
     import jax
 

@@ -1,4 +1,4 @@
-"""keys: prints the keys of a config."""
+"""keys: prints the keys of a config and of a rules file, or their JSON schemas."""
 
 from absl import flags
 
@@ -7,19 +7,29 @@ from gspmd_lm.cli.verb import Flags, Verb
 
 def _define(flags: Flags) -> None:
     flags.yes_no("markdown", "Print the page docs/config.md.")
+    flags.text("schema", None, "Print the JSON schema of a file, config or rules, with which an editor completes and "
+               "checks keys (docs/rules.md).")  # fmt: skip
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
-    """Prints the page, or the keys with a word in them, and returns the exit code."""
+    """Prints a schema, the page, or the keys with a word in them, and returns the exit code."""
     from gspmd_lm.cli import config_keys
 
-    print(config_keys.page().rstrip() if values.markdown else config_keys.text("".join(names[:1])))
+    if values.schema:
+        print(config_keys.schema_text(values.schema))
+    else:
+        print(config_keys.page().rstrip() if values.markdown else config_keys.text("".join(names[:1])))
     return 0
 
 
 KEYS = Verb(
     "keys",
-    "Print the keys of a config, each with its type, default and meaning: all, or those with a word in them.",
-    [("keys", "All keys, which --set can set too."), ("keys rope", "Those with rope in their names.")],
+    "Print the keys of a config and of a rules file, all or those with a word, and what they mean.",
+    [
+        ("keys", "All keys, which --set can set too."),
+        ("keys rope", "Those with rope in their names or meanings."),
+        ("keys lr", "The key that other projects call lr."),
+        ("keys --schema=rules > rules.schema.json", "What an editor needs to complete a rules file."),
+    ],
     _define, run, takes_names=True,
 )  # fmt: skip

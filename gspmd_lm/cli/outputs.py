@@ -1,5 +1,7 @@
 """What verbs write: the files of their flags, results, lines of progress, and their own command."""
 
+import contextlib
+import logging
 import os
 import shlex
 import sys
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gspmd_lm import files
+from gspmd_lm import files, versions
 from gspmd_lm.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def check_writable(names: Iterable[str | None]) -> None:
 def command_line(arguments: Sequence[str]) -> str:
     """The command that was given, without the files that it writes, which say nothing of what was found."""
     kept = [one for one in arguments if not one.lstrip("-").startswith(("out=", "json=", "html="))]
-    return shlex.join(["python", "main.py", *kept])
+    return f"{versions.program()} {shlex.join(kept)}"
 
 
 def say(line: str) -> None:
@@ -37,6 +39,29 @@ def say(line: str) -> None:
     from gspmd_lm.show import terminal
 
     terminal.console(80, stderr=True).print(line, soft_wrap=True, markup=False)
+
+
+@contextlib.contextmanager
+def clock(what: str) -> Iterator[None]:
+    """A context that shows on a terminal how long something takes, below the lines of the package's log."""
+    from gspmd_lm.show import terminal
+
+    shown = terminal.console(80, stderr=True)
+    if not shown.is_terminal:
+        yield
+        return
+    from gspmd_lm.train import progress
+
+    handlers = [one for one in logging.getLogger("gspmd_lm").handlers if isinstance(one, logging.StreamHandler)]
+    streams = [handler.stream for handler in handlers]
+    with progress.clock(shown, what):
+        for handler in handlers:
+            handler.setStream(sys.stderr)  # which the clock has replaced, so that lines stand above it
+        try:
+            yield
+        finally:
+            for handler, stream in zip(handlers, streams, strict=True):
+                handler.setStream(stream)
 
 
 def console(width: int) -> "Console":

@@ -44,7 +44,7 @@ class Verb:
 
     name: str
     about: str
-    examples: Sequence[tuple[str, str]]  # what follows `python main.py`, and what it does
+    examples: Sequence[tuple[str, str]]  # what follows the program's name, and what it does
     define: Callable[[Flags], None]
     run: Callable[[flags.FlagValues, list[str]], int]
     takes_names: bool = False  # whether arguments that are no flags may stand after it

@@ -70,6 +70,18 @@ def _roots(folder: str) -> list[Path]:
     return [Path(), Path(folder), package.parent / folder, package / "shipped" / folder]
 
 
+def known_names(folder: str) -> list[str]:
+    """The names under which `find_file` finds a file, besides paths."""
+    return sorted({file.stem for root in _roots(folder)[1:] for file in root.glob("*.yaml")})
+
+
+def short_name(path: str, folder: str) -> str:
+    """The name under which `find_file` finds a file of `folder`, such as tp8; the path of any other file."""
+    name = Path(path).stem
+    found = found_file(name, folder) if Path(path).parent.name == folder else None
+    return name if found and found.resolve() == Path(path).resolve() else path
+
+
 def found_file(name: str, folder: str) -> Path | None:
     """The path of the file `name`, as `find_file` looks for it; None if there is none."""
     candidates = (root / one for root in _roots(folder) for one in (name, f"{name}.yaml"))
@@ -84,7 +96,7 @@ def find_file(name: str, folder: str) -> Path:
     """
     if found := found_file(name, folder):
         return found
-    shipped = sorted({file.stem for root in _roots(folder)[1:] for file in root.glob("*.yaml")})
+    shipped = known_names(folder)
     fix = f"give a path, or one of {', '.join(shipped)}"
     raise InputError(
         f"{name}: no such file, here or in {folder}/{did_you_mean(Path(name).stem, shipped)}\n"

@@ -24,6 +24,24 @@ LayerKind = Literal["sliding", "chunked", "linear", "shifted", "whole", "reading
 # Modules of layers in a loop.
 StackName = Literal["layers", "convolved_layers", "dense_layers", "sparse_layers", "shared_kv_layers"]
 
+# What other projects call a key -> its last name here.
+OTHER_WORDS = {
+    "lr": "learning_rate", "max_lr": "learning_rate", "peak_lr": "learning_rate", "betas": "b1", "beta1": "b1",
+    "beta2": "b2", "grad_clip": "clip_norm", "max_grad_norm": "clip_norm", "warmup": "warmup_steps",
+    "lr_scheduler": "schedule", "min_lr": "final_fraction", "batch_size": "batch", "global_batch_size": "batch",
+    "per_device_train_batch_size": "batch", "seq_len": "seq", "seq_length": "seq", "max_seq_len": "seq",
+    "block_size": "seq", "dataset": "source", "dataset_path": "source", "max_steps": "steps", "num_steps": "steps",
+    "max_iters": "steps", "num_train_epochs": "steps", "num_epochs": "steps", "epochs": "steps",
+    "eval_interval": "eval_every", "eval_steps": "eval_every", "save_steps": "checkpoint_every",
+    "save_every": "checkpoint_every", "logging_steps": "log_every", "log_interval": "log_every",
+    "early_stopping": "patience", "report_to": "trackers", "hidden_size": "embed", "d_model": "embed", "dim": "embed",
+    "n_embd": "embed", "n_layer": "layers", "n_layers": "layers", "num_layers": "layers", "num_hidden_layers": "layers",
+    "n_head": "heads", "n_heads": "heads", "num_heads": "heads", "num_attention_heads": "heads",
+    "n_kv_heads": "kv_heads", "num_kv_heads": "kv_heads", "num_key_value_heads": "kv_heads",
+    "intermediate_size": "mlp", "d_ff": "mlp", "ffn_dim": "mlp", "hidden_dim": "mlp", "vocab_size": "vocab",
+    "max_position_embeddings": "context", "num_experts": "experts", "top_k": "experts_per_token",
+}  # fmt: skip
+
 
 class Stack(NamedTuple):
     """Layers that run in one loop, and those that are left if `kinds` does not divide their number."""
@@ -68,7 +86,7 @@ def explained(problem: Any, settings: type) -> list[str]:
     if kind == "unexpected_keyword_argument":
         section, key = problem["loc"][:-1], str(problem["loc"][-1])
         near = did_you_mean(key, _fields_at(settings, section))
-        elsewhere = [path for path in _paths(settings) if path.rpartition(".")[2] == key]
+        elsewhere = [path for path in _paths(settings) if path.rpartition(".")[2] in (key, OTHER_WORDS.get(key))]
         below = ".".join([*(str(part) for part in section if isinstance(part, str)), ""])
         elsewhere.sort(key=lambda path: not path.startswith(below))  # a section inside of this one comes first
         message = f"unknown key{f' (did you mean {elsewhere[0]}?)' if elsewhere else near}"

@@ -158,7 +158,7 @@ class Model:
                 self._say(note)
 
     def __repr__(self) -> str:
-        return f"{self.config.name} of {self._name} under {self.rules.path}"
+        return f"{self.config.name} of {self._name} under {self.rules.label}"
 
 
 class TaskModel:

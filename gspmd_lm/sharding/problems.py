@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gspmd_lm import versions
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError, either
 from gspmd_lm.units import human_bytes, plural
@@ -57,7 +58,7 @@ class Problem:
             return self
         others = len(self.axes) - len(own)
         more = f"; other models have {others} more (docs/rules_reference.md)" if others else ""
-        return dataclasses.replace(self, fix=f"use {either(own)}{more}")
+        return dataclasses.replace(self, fix=versions.with_documents(f"use {either(own)}{more}"))
 
     @property
     def place(self) -> str:

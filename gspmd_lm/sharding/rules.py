@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from gspmd_lm.config.paths import short_name
 from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import Clash, ClashingRow, Problem, place
@@ -114,6 +115,11 @@ class Rules:
     @property
     def name(self) -> str:
         return self.path.rsplit("/", 1)[-1].removesuffix(".yaml")
+
+    @property
+    def label(self) -> str:
+        """What names the rules: tp8 of a file that `--rules=tp8` finds, else the path."""
+        return short_name(self.path, "rules")
 
     def place(self, key: str, value: Any) -> str:
         """The flag or the row of the file where the value of a key was set."""

@@ -26,9 +26,9 @@ from gspmd_lm.sharding.rules import (
     Row,
     Rules,
 )
+from gspmd_lm.sharding.rules_keys import RulesFile
 
-SECTIONS = ("mesh", *TABLES, "remat", "microbatches", "pipeline", "interleave", "expert_buffer", "unroll", "attention",
-            "context", "compiler_options", "dcn")  # fmt: skip
+SECTIONS = tuple(field.name for field in dataclasses.fields(RulesFile))
 
 
 def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, overrides: Sequence[str] = ()) -> Rules:

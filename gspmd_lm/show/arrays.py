@@ -65,7 +65,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     trained = f" ({arrays.trained_count:,} trained)" if some else ""
     parameters = f"{arrays.parameter_count:,} parameters{trained}"
     mesh = Text(" x ").join(Text(f"{name}={size}", COLOURS.get(name, "")) for name, size in rules.mesh.items())
-    head = Text.assemble(f"{config.name} under {rules.path}: {parameters}, mesh ", mesh)
+    head = Text.assemble(f"{config.name} under {rules.label}: {parameters}, mesh ", mesh)
     console.print(head, soft_wrap=True)
     for line in keys(rules, decoder.task(config).rows):
         console.print(line, soft_wrap=True, markup=False)

@@ -1,6 +1,7 @@
 """Shows one layout, or several side by side with the best first: on a terminal, and as a page."""
 
 import collections
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +12,21 @@ from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.table import split
 from gspmd_lm.foresight.timing.predict import differences
 from gspmd_lm.show import html, terminal
-from gspmd_lm.show.document import Cell, Column, Figure, Findings, Folded, Row, Section, Table, Text, figure, table_of
-from gspmd_lm.show.report import about, fit, memory_bar, mesh, sections, time_bar, title, verdict
+from gspmd_lm.show.document import (
+    Cell,
+    Column,
+    Figure,
+    Findings,
+    Folded,
+    Notes,
+    Row,
+    Section,
+    Table,
+    Text,
+    figure,
+    table_of,
+)
+from gspmd_lm.show.report import about, fit, memory_bar, mesh, sections, time_bar, title
 from gspmd_lm.show.svg import text, timeline
 from gspmd_lm.units import human_bytes, human_seconds
 
@@ -25,7 +39,9 @@ def show(reports: Sequence[Report], console: Console) -> None:
     if len(reports) > 1:
         terminal.show(console, [comparison(ranked(reports))], _title_of(reports))
     else:
-        terminal.show(console, sections(reports[0]), title(reports[0]), about(reports[0]), LINES)
+        # The summary has the facts.
+        shown = [dataclasses.replace(section, facts=()) for section in sections(reports[0]) if section.blocks]
+        terminal.show(console, shown, title(reports[0]), about(reports[0]), LINES)
 
 
 def page(reports: Sequence[Report], command: str = "") -> str:
@@ -45,12 +61,12 @@ def layouts(reports: Sequence[Report]) -> str:
 
 def _layout(report: Report, number: int, several: bool) -> str:
     """What a page shows: besides `sections`, drawings. `number` is the layout's place in `data`."""
-    warnings, memory, time, sent = sections(report)
+    whole, warnings, memory, time, sent = sections(report)
     content = [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
     name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
         f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
-        f'<p class="about">{text(about(report))}</p><p class="verdict">{text(verdict(report))}</p>'
+        f'<p class="about">{text(about(report))}</p>{html.blocks(whole.blocks)}'
         f"{html.facts(content)}{html.sections(content, 'h3' if several else 'h2')}</article>"
     )
 
@@ -134,7 +150,7 @@ def comparison(reports: Sequence[Report]) -> Section:
         "<p>Memory (compiled) above step time (predicted), on one scale each. Lines mark the peak and the limit of "
         f'memory, and the floor of compute.</p><dl class="bars">{bars}</dl>'
     )
-    blocks = [Text(winner(reports), "verdict"), compared(reports), *(Text(note, "dim") for note in notes)]
+    blocks = [Notes(summary(reports)), compared(reports), *(Text(note, "dim") for note in notes)]
     return Section("Side by side", "", [*blocks, *([findings] if layouts_by_finding else []), Figure(drawing)])
 
 
@@ -178,41 +194,56 @@ def compared(reports: Sequence[Report]) -> Table:
         line("peak memory", "compiled", [report.memory.peak_bytes for report in reports], human_bytes),
         *(times if any(report.prediction for report in reports) else []),
         line("sent", "compiled", sent, human_bytes),
-        line("sent / floor", "counted", [report.above_floor for report in reports], "{:.2f}x".format),
-        *([words("of it in another width", "compiled", widths)] if any(widths) else []),
+        line("times the least", "counted", [report.above_floor for report in reports], "{:.2f}x".format),
+        *([words("of it narrower or wider", "compiled", widths)] if any(widths) else []),
         line("warnings", "", [len(report.warnings) for report in reports], str),
     ]
     columns = (Column(), Column("", "known"), *(Column(report.layout, "number") for report in reports))
     return Table("Comparison of layouts", columns, rows, labels=2)
 
 
-def winner(reports: Sequence[Report]) -> str:
-    """Which of several layouts to take, and why. `reports` are ranked."""
-    best, *others = reports
-    name = best.layout
-    fitting = [report for report in others if report.memory.fits]
-    if not best.memory.fits:
-        nearest = min(reports, key=lambda report: report.memory.peak_bytes)
-        return f"None of the {len(reports)} layouts fits; {nearest.layout} comes nearest, with {fit(nearest.memory)}."
+def summary(reports: Sequence[Report]) -> list[tuple[str, str]]:
+    """How layouts differ in memory, network and time: three names, each with a sentence. `reports` are ranked."""
+    fitting = [report for report in reports if report.memory.fits]
     if not fitting:
-        return f"{name} wins: no other layout fits."
+        nearest = min(reports, key=lambda report: report.memory.peak_bytes)
+        return [("memory", f"none of the layouts fits; {nearest.layout} comes nearest, and {fit(nearest.memory)}")]
+    some = (
+        f"; {len(reports) - len(fitting)} of {len(reports)} layouts do not fit" if len(fitting) < len(reports) else ""
+    )
+    return [
+        ("memory", _least(fitting, "needs", lambda report: report.memory.peak_bytes) + some),
+        ("network", _least(fitting, "sends", lambda report: report.sent_bytes)),
+        ("time", _fastest(fitting)),
+    ]
+
+
+def _least(reports: Sequence[Report], does: str, size: Callable[[Report], int]) -> str:
+    """'fsdp8 needs the least, 9.4 MB a device; tp8, the next, 33.1 MB'"""
+    least, *others = sorted(reports, key=size)
+    words = human_bytes(size(least))
+    if not others:
+        return f"{least.layout} {does} {words} a device"
+    second, more = others[0].layout, human_bytes(size(others[0]))
+    if more == words:
+        return f"{least.layout} {does} as little as {second}, {words} a device"
+    return f"{least.layout} {does} the least, {words} a device; {second}, the next, {more}"
+
+
+def _fastest(reports: Sequence[Report]) -> str:
+    """Which of the layouts that fit is the fastest, and why. `reports` are ranked."""
+    best, *others = reports
     if best.prediction is None:
-        least = min((best, *fitting), key=lambda report: report.sent_bytes)
-        smallest = min((best, *fitting), key=lambda report: report.memory.peak_bytes)
-        return (
-            f"No times are predicted: {best.no_prediction}. {least.layout} sends least "
-            f"({human_bytes(least.sent_bytes)}), and {smallest.layout} needs the least memory "
-            f"({human_bytes(smallest.memory.peak_bytes)})."
-        )
-    second = fitting[0]
-    if second.prediction is None:
-        return f"{name} wins: for the other layouts that fit no time is predicted."
+        return f"not predicted: {best.no_prediction}"
     step_s = best.prediction.step_time_s
+    second = others[0] if others else None
+    if second is None or second.prediction is None:
+        return f"{best.layout} takes {human_seconds(step_s)} a step, and of no other that fits the time is known"
     behind = second.prediction.step_time_s / step_s - 1
     if behind < ALIKE:
-        return f"{name} and {second.layout} take the same time within {ALIKE:.0%}: memory or simplicity may decide."
-    return (f"{name} wins: a step of {second.layout}, the next, takes {behind:.1%} longer "
-            f"({differences(best.prediction, second.prediction, step_s)}).")  # fmt: skip
+        return f"{best.layout} and {second.layout} take the same, {human_seconds(step_s)} a step, within {ALIKE:.0%}"
+    return (f"{best.layout} is the fastest, {human_seconds(step_s)} a step; {second.layout}, the next, takes "
+            f"{behind:.1%} longer ({differences(best.prediction, second.prediction, step_s)})")  # fmt: skip
 
 
 def ranked(reports: Sequence[Report]) -> list[Report]:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
+from gspmd_lm.config.paths import short_name
 from gspmd_lm.foresight.advice import SLOW_LINKS
 from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory
@@ -34,33 +35,72 @@ COLLECTIVES = (
     Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
     Column("because of"), Column("source", "code", on_terminal=False),
 )  # fmt: skip
-MOST_WARNED = 4  # warnings of a paragraph
+MOST_WARNED = 4  # warnings in the first lines
 SMALL = 10  # times the floor that a step takes where what it waits for is not the chip's speed
 # Short forms for a narrow terminal.
 PHASES = {"forward": "fwd", "backward": "bwd", "recomputation": "remat", "optimizer": "optim"}
 
 
-def paragraph(report: Report, said: Collection[str] = ()) -> str:
-    """The paragraph that training prints before it starts: all but the tables and notes.
+def first_lines(report: Report, said: Collection[str] = ()) -> str:
+    """The lines of 80 columns that training prints before it starts: what a step takes, and warnings.
 
-    said: the messages of warnings that stand above it.
+    said: the messages of warnings that stand above them.
     """
-    memory, time, sent = (terminal.heading(section).plain for section in sections(report)[1:])
-    sentences = [f"{title(report)}, {about(report)}", f"{memory} ({listed(memory_parts(report))})"]
-    sentences += [f"{time} ({listed(time_parts(report))})" if report.prediction else time, sent]
+    parts = {"memory": memory_parts(report), "time": time_parts(report)}
+    lines = [(name, f"{words}; {listed(parts[name])}" if parts.get(name) else words) for name, words in summary(report)]
     warned = [warning.message for warning in report.warnings if warning.message not in said]
     if warned:
         more = f"; and {len(warned) - MOST_WARNED} more" if len(warned) > MOST_WARNED else ""
-        sentences.append(f"Warnings, which explain gives fixes for: {'; '.join(warned[:MOST_WARNED])}{more}")
-    return ". ".join(sentences) + "."
+        lines.append(("warnings", f"explain gives fixes for: {'; '.join(warned[:MOST_WARNED])}{more}"))
+    printed = terminal.text_of(lambda console: console.print(terminal.aligned(lines)), 80)
+    return "\n".join(line.rstrip() for line in printed.splitlines())
+
+
+def summary(report: Report) -> list[tuple[str, str]]:
+    """What a device needs of memory, network and time in one step: three names, each with a sentence about it."""
+    return [("memory", _memory_words(report)), ("network", _network_words(report)), ("time", _time_words(report))]
+
+
+def _memory_words(report: Report) -> str:
+    memory = report.memory
+    words = f"{human_bytes(memory.peak_bytes)} a device"
+    if memory.limit_bytes is not None:
+        free = f"fits, {1 - memory.peak_bytes / memory.limit_bytes:.1%} free" if memory.fits else fit(memory)
+        words = f"{human_bytes(memory.peak_bytes)} of {human_bytes(memory.limit_bytes)} a device, {free}"
+    return words + (f"; {human_bytes(memory.host_bytes)} on the host" if memory.host_bytes else "")
+
+
+def _network_words(report: Report) -> str:
+    if report.memory.refusal:
+        return "not known, since the compiler gave no program"
+    if not report.collectives:
+        return "nothing is sent between devices"
+    least = above_least(report)
+    return f"{human_bytes(report.sent_bytes)} a device{least and f', {least}'}"
+
+
+def _time_words(report: Report) -> str:
+    prediction = report.prediction
+    if prediction is None:
+        return f"not predicted: {report.no_prediction}"
+    step_s, exposed_s = prediction.step_time_s, prediction.exposed_communication_s
+    speed = prediction.tokens_per_s_per_device
+    words = f"{human_seconds(step_s)} a step, MFU {prediction.mfu:.1%}"
+    words += "" if speed is None else f", {speed:,.0f} {report.unit}/s per device"
+    if prediction.communication_s:
+        sent_s = human_seconds(prediction.communication_s)
+        words += (
+            f"; waits {human_seconds(exposed_s)} ({exposed_s / step_s:.1%}) for communication, which takes {sent_s}"
+        )
+    return words
 
 
 def title(report: Report) -> str:
-    """'llama3_8b under rules/fsdp8.yaml on 8 x TPU v5p (v5p:2x2x2)'"""
+    """'llama3_8b under fsdp8 on 8 x TPU v5p (v5p:2x2x2)'"""
     devices = hardware(report.devices, report.chip)
     target = f"{devices} ({report.target})" if report.chip else f"{report.target}, {devices}"
     phase = "" if report.phase in ("train", "step") else f"{report.phase} of "
-    under = f" under {report.rules}" if report.rules else ""
+    under = f" under {short_name(report.rules, 'rules')}" if report.rules else ""
     return f"{phase}{report.config}{under} on {target}"
 
 
@@ -73,14 +113,15 @@ def about(report: Report) -> str:
         some = report.active_parameters < report.parameters
         parameters = f"{human_count(report.parameters)} parameters{active if some else ''}"
         sizes = f"{parameters}, {human_count(report.tokens)} {report.unit} per step"
-    sentence = f"mesh {mesh(report.mesh)}; counted {sizes}; compiled in {human_seconds(report.compile_s)}"
+    sentence = f"mesh {mesh(report.mesh)}; {sizes}"
     choices = ("attention", report.attention), ("gather", report.gather), ("matmuls", report.matmuls)
     return "; ".join([sentence, *(f"{name}: {choice}" for name, choice in choices if choice)])
 
 
 def sections(report: Report) -> list[Section]:
-    """What a terminal and a page show of a report: warnings, memory, step time and collectives."""
-    return [_warnings(report), _memory(report), _time(report), _collectives(report)]
+    """What a terminal and a page show of a report: a summary, warnings, memory, step time and collectives."""
+    whole = Section("", "", [Notes(summary(report))])
+    return [whole, _warnings(report), _memory(report), _time(report), _collectives(report)]
 
 
 def _warnings(report: Report) -> Section:
@@ -128,7 +169,7 @@ def _time(report: Report) -> Section:
     step_s, exposed_s = prediction.step_time_s, prediction.exposed_communication_s
     sent = f"{exposed_s / step_s:.1%} of the step, of {human_seconds(prediction.communication_s)} in all"
     facts = [
-        Fact("step time", human_seconds(step_s), f"error: {prediction.error}"),
+        Fact("step time", human_seconds(step_s)),
         Fact("MFU", f"{prediction.mfu:.1%}")
         if prediction.tokens_per_s_per_device is None
         else Fact(
@@ -169,7 +210,7 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
             notes.append(("by the trace", f"{least}. This is an estimate and no floor: {floor.estimated_because}"))
         else:
             notes.append(("" if notes else "floor, counted", least))
-    notes.append(("basis", prediction.basis))
+    notes += [("basis", prediction.basis), ("error", prediction.error)]
     if prediction.unpriced_share:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in prediction.unpriced.items())
         notes.append(("not priced", f"{prediction.unpriced_share:.1%} of the program's bytes: {shares}"))
@@ -179,15 +220,17 @@ def _time_notes(report: Report, prediction: Prediction) -> list[tuple[str, str]]
 # ---- collectives
 
 
-def of_floor(report: Report) -> str:
-    """Communication beside its floor; '' if nothing can be compared.
+def above_least(report: Report) -> str:
+    """What is sent beside the least that the layout can send; '' if nothing can be compared.
 
-    '1.20x the floor', or '1.02x the floor, both as float32: 52% in bf16'.
+    '1.20 times the least that this layout can send', or the same with 'both as float32, since 52% travels in bf16'.
     """
     ratio, other = report.above_floor, report.other_width
     if ratio is None:
         return ""
-    return f"{ratio:.2f}x the floor" + (f", both as float32: {other}" if other else "")
+    times = "" if f"{ratio:.2f}" == "1.00" else f"{ratio:.2f} times "
+    width = f", both as float32, since {other.replace(' in ', ' travels as ')}" if other else ""
+    return f"{times}the least that this layout can send{width}"
 
 
 def _collectives(report: Report) -> Section:
@@ -195,8 +238,7 @@ def _collectives(report: Report) -> Section:
     title, whole = f"Collectives ({len(report.collectives)})", report.sent_bytes
     if report.memory.refusal:
         return Section(title, "compiled", [Text("None to show: the compiler gave no program.")])
-    above = of_floor(report)
-    facts = [Fact("sent per step", human_bytes(whole), f"{above} (counted)" if above else "")]
+    facts = [Fact("sent per step", human_bytes(whole), above_least(report))]
     if not report.collectives:
         return Section(title, "compiled", [Text("None.")], facts)
     of_rules = report.phase != "step"
@@ -339,23 +381,3 @@ def time_parts(report: Report) -> list[Part]:
     kinds = ("matmul", "attention", "other", *["wait"] * len(prediction.exposed_by_axis), "host")
     return [Part(kind, label, part_s, human_seconds(part_s))
             for kind, (label, part_s) in zip(kinds, seconds.items(), strict=True) if part_s]  # fmt: skip
-
-
-def verdict(report: Report) -> str:
-    """A verdict on one layout in three sentences: whether it fits, what its time is spent on, and what it sends."""
-    memory, prediction = report.memory, report.prediction
-    needs = f"needs {human_bytes(memory.peak_bytes)} per device" if memory.limit_bytes is None else fit(memory)
-    sentences = [f"{report.layout} {needs}."]
-    if prediction:
-        label, most_s = max(list(parts_s(prediction).items())[:3], key=lambda part: part[1])
-        longest = next(iter(prediction.exposed_by_axis), "")
-        sentences.append(
-            f"A step takes {human_seconds(prediction.step_time_s)}: {label} take{'s' if label != 'matmuls' else ''} "
-            f"{most_s / prediction.step_time_s:.1%} of it, and it waits "
-            f"{prediction.exposed_communication_s / prediction.step_time_s:.1%} of it for other devices"
-            + (f", most for {longest}." if longest else ".")
-        )
-    if not memory.refusal:
-        sent = filter(None, (human_bytes(report.sent_bytes), of_floor(report)))
-        sentences.append(f"Each device sends {', '.join(sent)}.")
-    return " ".join(sentences)

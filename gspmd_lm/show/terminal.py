@@ -83,7 +83,7 @@ def _page(sections: Sequence[Section], title: str, about: str, room: Room) -> It
     if about:
         yield Line(about)
     for i, section in enumerate(sections):
-        if i or title:
+        if i or (title and section.title):
             yield Line()
         if section.title:
             yield heading(section)
@@ -98,15 +98,20 @@ def _block(block: Block, room: Room) -> Iterator[RenderableType]:
         case Table() if block.rows:
             yield from _table(block, room)
         case Notes():
-            grid = Grid.grid(padding=(0, 2, 0, 0))
-            for name, note in block.notes:
-                grid.add_row(Line(name, style="bold"), Line(note))
-            yield grid
+            yield aligned(block.notes)
         case Findings():
             yield from _findings(block.findings, room.findings)
         case Pair():
             for one in block.blocks:
                 yield from _block(one, room)
+
+
+def aligned(notes: Sequence[tuple[str, str]]) -> Grid:
+    """Names, and what is said of each beside them."""
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for name, note in notes:
+        grid.add_row(Line(name, style="bold"), Line(note))
+    return grid
 
 
 def _findings(findings: Sequence[tuple[str, str, str]], most: int) -> Iterator[RenderableType]:

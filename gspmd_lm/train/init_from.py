@@ -9,6 +9,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
+from gspmd_lm import versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -96,11 +97,11 @@ def find(config: Config) -> InitFrom:
     if (workdir / "config.json").exists():
         raise InputError(
             f"{place}: a Hugging Face directory, not a workdir\n"
-            f"  fix   python main.py convert --from={path} --workdir=W, then train.init_from: W"
+            f"  fix   {versions.program()} convert --from={path} --workdir=W, then train.init_from: W"
         )
     what = "has no checkpoint" if workdir.exists() else "there is no such directory"
-    then = "python main.py convert --from=FOLDER --workdir=W, then train.init_from: W"
-    fix = paths.download(path, "give the workdir of a run, or of python main.py convert", then)
+    then = f"{versions.program()} convert --from=FOLDER --workdir=W, then train.init_from: W"
+    fix = paths.download(path, f"give the workdir of a run, or of {versions.program()} convert", then)
     raise InputError(f"{place}: {what}\n  fix   {fix}")
 
 

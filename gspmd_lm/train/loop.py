@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -130,7 +129,7 @@ class Run:
         train, config = self.settings, self.config
         origin = init_from.find(config) if config and train.init_from and not chosen else None
         self.say(self.rows[0].description)
-        with ThreadPoolExecutor(1) as background:
+        with ThreadPoolExecutor(1) as background, progress.clock(self.console, "compiling", self.machine.is_main):
             compiling = background.submit(self.programs.train)
             for tracker in train.trackers if self.machine.is_main else ():
                 trackers.import_tracker(tracker)  # now, while the compiler works
@@ -208,7 +207,7 @@ class _Training:
         """The values that were logged last, after the last step. chosen: the checkpoint that training goes on from."""
         run, start = self.run, self.start
         if report := run.programs.report:
-            self.say(textwrap.fill(report.paragraph, 80, break_on_hyphens=False))
+            self.say(report.lines)
         has_peak = self.meter.peak_flops_per_s is not None
         unit = self.meter.unit
         self.shown = progress.Shown(run.console, start, self.stop, main=self.is_main, mfu=has_peak, unit=unit)

@@ -15,7 +15,7 @@ from gspmd_lm.train.step import Step
 class PreRunReport:
     """What is known about a compiled train step before it runs."""
 
-    paragraph: str
+    lines: str  # what is said of it
     step_time_s: float | None  # predicted; None on a platform that is not predicted
     peak_bytes: int  # per device
     flops: float  # of the model in a step, on all devices, recomputation not counted

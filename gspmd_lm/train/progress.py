@@ -40,6 +40,16 @@ def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
     return sums
 
 
+def clock(console: Console, what: str, main: bool = True) -> Progress:
+    """A context that shows how long something takes, while it does. It shows nothing where there is no terminal."""
+    columns = TextColumn("{task.description} ..."), TimeElapsedColumn()
+    shown = Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not (main and console.is_terminal)
+    )
+    shown.add_task(what, total=None)
+    return shown
+
+
 class _StepsColumn(ProgressColumn):
     """The share of steps that are done. The rest is blank: a line of another colour may look like steps, too."""
 

@@ -1,6 +1,7 @@
 """The command line: verbs, flags, exit codes, and that wrong input never shows a traceback."""
 
 import dataclasses
+import email
 import errno
 import importlib.metadata
 import importlib.util
@@ -17,7 +18,7 @@ import filelock
 import pytest
 
 import gspmd_lm
-from gspmd_lm import cli
+from gspmd_lm import cli, versions
 from gspmd_lm.cli import inputs
 from gspmd_lm.data import loader
 from gspmd_lm.errors import RunFailed
@@ -34,13 +35,13 @@ DRY = ("--rules=tp8", "--dry_run")
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys\n",
+            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys, completion\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
         (
             ("keys", "layres"),
-            "layres: no key of a config has this in its name (did you mean layers?)\n  fix   keys shows",
+            "layres: no key has this in its name or meaning (did you mean layers?)\n  fix   keys shows",
         ),
         (
             ("--set", "layers=3"),
@@ -364,6 +365,77 @@ def test_a_run_that_fails_says_why_and_exits_with_1(run, monkeypatch):
 
     monkeypatch.setitem(cli.VERBS, "train", dataclasses.replace(cli.VERBS["train"], run=fail))
     assert run() == (1, "", "step 7: not finite\n  fix   lower it\n")
+
+
+@pytest.mark.parametrize(
+    ("started", "program"),
+    [
+        ("/there/main.py", "python main.py"),
+        ("/bin/gspmd-lm", "gspmd-lm"),
+        (f"{ROOT}/gspmd_lm/__main__.py", "python -m gspmd_lm"),
+        ("/bin/pytest", "python main.py"),
+    ],
+)
+def test_messages_name_the_program_as_it_was_started(run, monkeypatch, started, program):
+    monkeypatch.setattr(sys, "argv", [started])
+    assert f"fix   {program} train --help lists" in run("--rule=tp8")[2]
+    assert f"usage: {program} [VERB]" in run("--help")[1] and "(docs/foresight.md)" in run("explain", "--help")[1]
+    assert f"\n  {program} compare fsdp8 tp8 " in run("compare", "--help")[1]
+
+
+def test_messages_of_an_installed_program_name_pages_that_its_user_can_open(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "PACKAGE", tmp_path / "gspmd_lm")
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: email.message_from_string(
+        "Project-URL: Documentation, https://there/docs/\nProject-URL: Source, https://there"
+    ))  # fmt: skip
+    out = run("explain", "--help")[1]
+    assert "gspmd-lm explain: " in out and "(https://there/docs/foresight.md)" in re.sub(r"\s+", " ", out)
+    assert versions.with_documents("see docs/plan.md") == "see https://there/docs/plan.md"
+
+
+def test_without_its_dependencies_the_program_says_what_to_type():
+    """`-S` hides all installed packages."""
+    ended = subprocess.run([sys.executable, "-S", "main.py"], cwd=ROOT, capture_output=True, text=True,
+                           env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"})  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "absl is not installed\n  fix   python -m pip install -e . in the folder of main.py\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "replaced", "found"),
+    [
+        ("gspmd-lm exp", "exp", ["explain "]),
+        ("gspmd-lm --wor", "--wor", ["--workdir="]),
+        ("gspmd-lm eval --dry", "--dry", []),
+        ("gspmd-lm train --dry", "--dry", ["--dry_run "]),
+        ("gspmd-lm --rules=zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm --rules=zero1", "--rules=zero1", ["--rules=zero1_8 "]),
+        ("gspmd-lm --rules zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm explain --rules=tp8,cp8_r", "tp8,cp8_r", ["tp8,cp8_ring "]),
+        ("gspmd-lm compare tp8 zero1", "zero1", ["zero1_8 "]),
+        ("gspmd-lm --platform=", "", ["cpu ", "gpu ", "tpu "]),
+        ("gspmd-lm --set optimizer.lea", "optimizer.lea", ["optimizer.learning_rate="]),
+        ("gspmd-lm --set=rules.expert", "rules.expert", ["rules.expert_buffer="]),
+        ("gspmd-lm eval --workdir=", "", []),
+        ('gspmd-lm generate --prompt="a b', "a b", []),
+    ],
+)
+def test_what_a_shell_may_complete(run, monkeypatch, line, replaced, found):
+    monkeypatch.setenv("COMP_LINE", f"{line} and what stands behind the cursor")
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert run("completion", "--", "gspmd-lm", replaced, "") == (0, "\n".join(found) + "\n", "")
+
+
+def test_all_verbs_are_offered(run, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", "gspmd-lm ")
+    assert run("completion", "--", "gspmd-lm", "", "")[1].split() == [*cli.VERBS]
+
+
+def test_bash_takes_the_script(run):
+    _, script, _ = run("completion", "bash")
+    done = subprocess.run(["bash", "-c", f"{script}\ncomplete -p gspmd-lm"], capture_output=True, text=True, check=True)
+    assert done.stdout == script
+    assert run("completion")[2] == "completion: for which shell?\n  fix   gspmd-lm completion bash, zsh or fish\n"
 
 
 def test_an_interrupt_has_its_own_code(monkeypatch):

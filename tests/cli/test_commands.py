@@ -35,6 +35,8 @@ convert --config=W/config.yaml --workdir=W --to=OUT --step=0 --dtype=bfloat16 --
 train --config=W/config.yaml --rules=none --set train.init_from=W --set data.source='chats/*.jsonl' --set data.messages_field=messages --set data.batch=2 --set data.seq=64 --set train.trackers=[] --set data.held_out=0.0 --set 'model.lora={rank: 2, alpha: 4, targets: [wq]}' --steps=1 --workdir=tuned | adapters: learning rate
 convert --workdir=tuned --to=ADAPTER --adapter --base=DIR | ADAPTER:
 keys --markdown | | `train.steps` |
+keys --schema=rules | "microbatches"
+completion bash | complete -o
 """  # noqa: E501
 # Flags that start two processes, see tests/runtime/test_processes.py and the page docs/pods.md below.
 SEVERAL = {"coordinator", "num_processes", "process_id"}

@@ -1,10 +1,12 @@
 """The keys of a config, as the verb `keys` and docs/config.md show them, against config/."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jsonschema
 import pydantic
 import pytest
 
@@ -17,6 +19,7 @@ from gspmd_lm.config.media import Frames, Patches
 from gspmd_lm.config.stacks import Encoder, Queries, Vision
 from gspmd_lm.config.windows import Windows
 from gspmd_lm.errors import InputError
+from gspmd_lm.sharding import rules_file, rules_keys
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = [key for section in keys.sections() for key in section.keys]
@@ -112,7 +115,68 @@ def test_what_config_keys_reads_of_a_class():
     ]
 
 
+def shown(word):
+    return re.findall(r"^  (\S+): ", keys.text(word), re.M)
+
+
 def test_the_keys_that_contain_a_word():
-    shown = re.findall(r"^  (\S+): ", keys.text("rope"), re.M)
-    assert shown == [key.name for key in KEYS if "rope" in key.name] and len(shown) > 5
-    assert re.findall(r"^  (\S+): ", keys.text(), re.M) == [key.name for key in KEYS]
+    groups = [*keys.every_key()]
+    assert shown("rope") == [key.name for group in groups for key in group.keys
+                             if "rope" in key.name or re.search(r"\brope", key.meaning)]  # fmt: skip
+    assert len(shown("rope")) > 5
+    assert shown("") == [key.name for group in groups for key in group.keys]
+    assert {"rules.remat", "rules.remat.save", "rules.pipeline.keep"} <= {*shown("remat")}  # keep: by its meaning
+    assert {f"rules.{name}" for name in rules_file.SECTIONS} <= {*shown("rules")}
+    assert [key.name for group in keys.sections(rules_keys.RulesFile) for key in group.keys if not key.meaning] == []
+
+
+def test_words_of_other_projects():
+    """Those of this project's own list, and the fields of config.json."""
+    assert shown("lr") == ["optimizer.learning_rate"] and shown("n_layers") == ["model.layers"]
+    assert shown("n_routed_experts") == ["model.experts"]
+    names = {key.name.rpartition(".")[2] for key in KEYS}
+    assert {*types.OTHER_WORDS.values()} <= names and not {*types.OTHER_WORDS} & names
+
+
+def invalid(kind, raw):
+    schema = json.loads(keys.schema_text(kind))
+    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(raw)]
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("config", "configs"), ("rules", "rules")])
+def test_the_schemas_take_every_shipped_file(kind, folder):
+    files = sorted((ROOT / folder).glob("*.yaml"))
+    assert len(files) > 10
+    assert {file.name: invalid(kind, core_yaml.load(file.read_text())) for file in files} == {
+        file.name: [] for file in files
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "key", "value"),
+    [
+        ("config", "configs/tiny.yaml", "model.layrs", 2),
+        ("config", "configs/tiny.yaml", "model.layers", "two"),
+        ("config", "configs/tiny.yaml", "optimizer.lr", 1.0),
+        ("rules", "rules/tp8.yaml", "rule", {}),
+        ("rules", "rules/tp8.yaml", "rules.hed", "tensor"),
+        ("rules", "rules/tp8.yaml", "rules.residal.seq", "tensor"),
+        ("rules", "rules/tp8.yaml", "rules.heads", "tesnor"),
+        ("rules", "rules/tp8.yaml", "mesh.tesnor", 8),
+        ("rules", "rules/tp8.yaml", "remat", "blocks"),
+    ],
+)
+def test_the_schemas_refuse_a_misspelled_word(kind, file, key, value):
+    raw = core_yaml.load((ROOT / file).read_text())
+    *sections, last = key.split(".", 1) if kind == "rules" else key.split(".")
+    within = raw
+    for section in sections:
+        within = within.setdefault(section, {})
+    within[last] = value
+    assert invalid(kind, raw)
+
+
+def test_the_schemas_say_what_keys_mean():
+    found = json.loads(keys.schema_text("config"))
+    (layers,) = (key for key in KEYS if key.name == "model.layers")
+    assert found["$defs"]["ModelConfig"]["properties"]["layers"]["description"] == layers.meaning

@@ -292,6 +292,17 @@ def test_output_that_nobody_reads_ends_a_verb_quietly(arguments, unbuffered):
     assert ended.returncode in (1, 141) and ended.stderr == ""  # 1: of rich
 
 
+@pytest.mark.parametrize(("verb", "unbuffered"), [("keys", ""), ("--help", "1")])
+def test_output_that_cannot_be_written_is_told_in_a_sentence(verb, unbuffered):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "main.py", verb], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert re.fullmatch(r"standard output: No space left on device\n  fix   make room .*\n", ended.stderr)
+
+
 def test_characters_that_an_output_does_not_know_are_escaped():
     code = "from gspmd_lm import cli; cli._run = lambda argv: print('a « 日') or 0; cli.main(['main.py'])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True,

@@ -61,24 +61,25 @@ def narrowed(one, dtype, floor_dtype):
 
 
 def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
-    assert report.of_floor(sample.LLAMA) == "1.12x the floor" and sample.LLAMA.other_width == ""
+    assert report.above_least(sample.LLAMA) == "1.12 times the least that this layout can send"
+    assert sample.LLAMA.other_width == ""
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
-    floor_text = report.of_floor(narrow)
-    assert floor_text == "3.09x the floor, both as float32: 50% in bf16"
-    assert report.verdict(narrow).endswith(f"{floor_text}.")
+    words = report.above_least(narrow)
+    assert words == ("3.09 times the least that this layout can send, both as float32, since 50% travels as bf16")
+    assert dict(report.summary(narrow))["network"].endswith(words)
     assert narrowed(sample.LLAMA, "bf16", "bfloat16").other_width == ""  # tables and norms are float32
     widened = narrowed(sample.CPU, "f32", "bfloat16")
-    assert widened.other_width == "100% in f32" and "both as float32" in report.of_floor(widened)
+    assert widened.other_width == "100% in f32" and "both as float32" in report.above_least(widened)
     assert widened.above_floor == pytest.approx(widened.sent_bytes / 10**11)
     assert narrowed(sample.CPU, "f32", "float32").other_width == ""
-    assert report.of_floor(sample.REFUSED) == ""
+    assert report.above_least(sample.REFUSED) == ""
 
 
 def test_floors_are_compared_in_one_width():
     found = rows(sample.FSDP, narrowed(sample.LLAMA, "bf16", "float32"))
-    assert texts(found["sent / floor"])[1] == "3.09x" and best(found["sent / floor"]) == [0]
-    assert texts(found["of it in another width"]) == ["", "50% in bf16"]
-    assert "of it in another width" not in rows(sample.FSDP, sample.LLAMA)
+    assert texts(found["times the least"])[1] == "3.09x" and best(found["times the least"]) == [0]
+    assert texts(found["of it narrower or wider"]) == ["", "50% in bf16"]
+    assert "of it narrower or wider" not in rows(sample.FSDP, sample.LLAMA)
 
 
 def test_the_errors_of_predictions_are_told_once():
@@ -121,7 +122,7 @@ def test_best_of_the_comparison():
     found = rows(sample.FSDP, sample.LLAMA)
     for label in ("step time", "tokens/s per device", "MFU", "sent", "warnings"):
         assert best(found[label]) == [0], label
-    assert best(found["peak memory"]) == best(found["sent / floor"]) == [1]
+    assert best(found["peak memory"]) == best(found["times the least"]) == [1]
     assert not best(found["mesh"]) and not best(found["fits"])
     assert "target" not in found and "config" not in found  # the same for both
 
@@ -136,48 +137,58 @@ def test_what_does_not_fit_is_never_best():
 
 def test_the_comparison_says_how_it_knows():
     known = {label: known for label, (known, _) in rows(sample.FSDP, sample.REFUSED).items()}
-    assert known["peak memory"] == known["sent"] == "compiled" and known["sent / floor"] == "counted"
+    assert known["peak memory"] == known["sent"] == "compiled" and known["times the least"] == "counted"
     assert known["step time"] == known["MFU"] == known["exposed communication"] == "predicted"
     assert known["target"] == ""
 
 
-def test_a_verdict_says_fit_time_and_traffic():
-    verdict = report.verdict(sample.LLAMA)
-    told = sample.PREDICTION
-    assert verdict.startswith("fsdp_tp fits, ")
-    assert f"A step takes {human_seconds(told.step_time_s)}: matmuls take " in verdict
-    assert f"waits {told.exposed_communication_s / told.step_time_s:.1%} of it" in verdict
-    assert verdict.endswith(f"Each device sends 472.2 GB, {report.of_floor(sample.LLAMA)}.")
-    assert "does not fit" in report.verdict(sample.REFUSED) and "sends" not in report.verdict(sample.REFUSED)
-    assert report.verdict(sample.CPU).startswith(
-        f"fsdp2_tp4 needs {human_bytes(sample.CPU.memory.peak_bytes)} per device."
-    )
+def test_a_summary_says_memory_network_and_time():
+    said, told = dict(report.summary(sample.LLAMA)), sample.PREDICTION
+    assert [*said] == ["memory", "network", "time"]
+    memory = sample.LLAMA.memory
+    assert said["memory"].startswith(f"{human_bytes(memory.peak_bytes)} of {human_bytes(memory.limit_bytes)} a device")
+    assert ", fits, " in said["memory"]
+    assert said["network"] == f"472.2 GB a device, {report.above_least(sample.LLAMA)}"
+    exposed_s = told.exposed_communication_s
+    assert said["time"].startswith(f"{human_seconds(told.step_time_s)} a step, ")
+    assert f"; waits {human_seconds(exposed_s)} ({exposed_s / told.step_time_s:.1%}) for communication" in said["time"]
+    refused = dict(report.summary(sample.REFUSED))
+    assert ", does not fit" in refused["memory"] and refused["network"].startswith("not known")
+    assert dict(report.summary(sample.CPU))["time"] == f"not predicted: {sample.CPU.no_prediction}"
+    alone = dataclasses.replace(sample.CPU, collectives=())
+    assert dict(report.summary(alone))["network"] == "nothing is sent between devices"
 
 
-def test_the_winner_and_why():
+def test_how_layouts_differ():
     def slower(share, **parts):
         told = dataclasses.replace(sample.PREDICTION, step_time_s=sample.PREDICTION.step_time_s * (1 + share), **parts)
         return dataclasses.replace(sample.LLAMA, rules="rules/other.yaml", prediction=told)
 
-    more_s = sample.PREDICTION.matmul_s + 0.1 * sample.PREDICTION.step_time_s
-    other = slower(0.1, matmul_s=more_s)
-    assert comparison.winner([sample.LLAMA, other]) == (
-        "fsdp_tp wins: a step of other, the next, takes 10.0% longer "
-        f"(matmuls +{human_seconds(0.1 * sample.PREDICTION.step_time_s)})."
-    )
-    assert "same time" in comparison.winner([sample.LLAMA, slower(0.005)])
-    assert comparison.winner([sample.LLAMA, sample.REFUSED]) == "fsdp_tp wins: no other layout fits."
-    assert comparison.winner([sample.REFUSED, sample.REFUSED]).startswith("None of the 2 layouts fits; ")
+    def said(*reports):
+        return dict(comparison.summary(reports))
+
+    step_s, peak = sample.PREDICTION.step_time_s, human_bytes(sample.LLAMA.memory.peak_bytes)
+    other = slower(0.1, matmul_s=sample.PREDICTION.matmul_s + 0.1 * step_s)
+    assert said(sample.LLAMA, other) == {
+        "memory": f"fsdp_tp needs as little as other, {peak} a device",
+        "network": "fsdp_tp sends as little as other, 472.2 GB a device",
+        "time": f"fsdp_tp is the fastest, {human_seconds(step_s)} a step; other, the next, takes 10.0% longer "
+        f"(matmuls +{human_seconds(0.1 * step_s)})",
+    }
+    assert "take the same" in said(sample.LLAMA, slower(0.005))["time"]
+    fits = said(sample.LLAMA, sample.REFUSED)
+    assert fits["memory"] == f"fsdp_tp needs {peak} a device; 1 of 2 layouts do not fit"
+    assert said(sample.REFUSED, sample.REFUSED)["memory"].startswith("none of the layouts fits; ")
     untimed = dataclasses.replace(sample.CPU, rules="rules/more.yaml", collectives=sample.CPU.collectives * 2)
-    assert comparison.winner([sample.CPU, untimed]).startswith(
-        f"No times are predicted: {sample.CPU.no_prediction}. fsdp2_tp4 sends least"
-    )
+    assert said(sample.CPU, untimed)["time"] == f"not predicted: {sample.CPU.no_prediction}"
+    assert said(sample.CPU, untimed)["network"].startswith("fsdp2_tp4 sends the least, ")
 
 
 def all_texts(section):
-    """All that a section says wherever it is shown, but for the rows of collectives, which a page shows in groups."""
-    for fact in section.facts:
-        yield from (fact.name, fact.value, fact.note)
+    """All that a section says wherever it is shown, but for the rows of collectives, which a page shows in groups.
+
+    A page shows facts in large, which are figures of the summary.
+    """
     left = list(section.blocks)
     while left:
         block = left.pop()

@@ -8,7 +8,7 @@ from recorded import same_as_recorded
 from rich.console import Console
 
 from gspmd_lm.show import comparison
-from gspmd_lm.show.report import paragraph
+from gspmd_lm.show.report import first_lines
 from tests.foresight import sample
 
 REPORTS = {"fits": [sample.LLAMA], "refused": [sample.REFUSED], "cpu": [sample.CPU],
@@ -28,8 +28,8 @@ def test_pages(title, width):
 
 
 @pytest.mark.parametrize("title", REPORTS)
-def test_paragraphs(title):
-    same_as_recorded("explain.txt", f"{title}, one paragraph", "\n".join(map(paragraph, REPORTS[title])))
+def test_the_first_lines_of_a_run(title):
+    same_as_recorded("explain.txt", f"{title}, first lines", "\n".join(map(first_lines, REPORTS[title])))
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
@@ -97,6 +97,10 @@ def test_bars_are_as_long_in_colours_as_without(layout):
     assert [line.rstrip() for line in coloured.splitlines()] == plain.splitlines() and "━" in plain
 
 
-def test_a_paragraph_is_one_line():
+def test_first_lines_are_aligned():
     for found in (sample.LLAMA, sample.CPU, sample.REFUSED):
-        assert "\n" not in paragraph(found)
+        lines = first_lines(found).splitlines()
+        assert all(re.match(r"(memory|network|time|warnings| ) +\S", line) and len(line) <= 80 for line in lines)
+        (column,) = {re.match(r"(\w*) +", line).end() for line in lines}
+        assert column in (9, 10)  # of the longest name and two blanks
+        assert [line.split()[0] for line in lines if line[0] != " "][:3] == ["memory", "network", "time"]
