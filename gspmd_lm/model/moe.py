@@ -1,7 +1,6 @@
 """A mixture of experts: each token is computed by the few experts that its router chooses."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import Mlp, activated
+from gspmd_lm.model.mlp import Mlp, hidden
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.moe_routing import capacity
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
@@ -81,10 +80,9 @@ class Experts(nn.Module):
         if most:
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
-        hidden = functools.partial(activated, cfg)
         weights_BTk *= cfg.expert_scale
         y, rounds_B = mixture_of_experts(
-            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden(cfg), most, cfg.weighted_input
         )
         if cfg.shared_mlp:
             shared, _ = self.shared(x_BTD)
