@@ -1,13 +1,14 @@
 """A stack of blocks: an array of the model's width in, and the same out. It reads as if there were one device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.model.addresses import block_name, layer_name
 from gspmd_lm.model.block import Block, Carried
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.compose import Loop, stack_parts
@@ -17,41 +18,6 @@ from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding import pipeline
 from gspmd_lm.sharding.annotate import remat, unroll
 from gspmd_lm.sharding.partial_sums import for_all_layers
-
-
-class Address(NamedTuple):
-    """Where the weights of a layer lie in the tree."""
-
-    module: tuple[str, ...]  # the names from the root of the stack: ("layers", "block_1")
-    row: int | None  # of arrays whose first dimension is the layers of a loop; None: they hold this layer alone
-
-
-def addresses(cfg: config.ModelConfig) -> tuple[Address, ...]:
-    """Where each layer lies in the tree of the weights of its stack.
-
-    Layers in a loop lie in arrays of the loop's name. Where its turns have several layers, each of them has arrays of
-    its own. Layers that are left behind the loop have a module each. Layers with the same weights have the same arrays.
-    """
-    found: list[Address] = []
-    for stack in cfg.stacks:
-        turn = len(stack.kinds)
-        for i in range(stack.layers):
-            if i >= stack.scanned:
-                found.append(Address((layer_name(stack.first + i),), None))
-            else:
-                row = None if cfg.shared_layers else i // turn
-                found.append(Address((stack.name, *([block_name(i % turn)] if turn > 1 else [])), row))
-    return tuple(found)
-
-
-def layer_name(number: int) -> str:
-    """The module of a layer that is left behind a loop, counted from 0 in its stack."""
-    return f"layer_{number}"
-
-
-def block_name(place: int) -> str:
-    """The module of a layer of a turn of several, counted from 0 in the turn."""
-    return f"block_{place}"
 
 
 class Pattern(nn.Module):

@@ -47,7 +47,8 @@ class Tokens(NamedTuple):
     @classmethod
     def from_batch(cls, batch: dict[str, jax.Array], keys_BT: jax.Array | None = None) -> "Tokens":
         """The tokens of a batch: see `transformer.Decoder`. keys_BT: a dropout key for each token."""
-        return cls(keys_BT=keys_BT, **{field: batch.get(name) for field, name in IN_BATCH.items()})
+        found: dict[str, Any] = {field: batch.get(name) for field, name in IN_BATCH.items()}
+        return cls(keys_BT=keys_BT, **found)
 
     @property
     def rows(self) -> "Tokens":

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.mlp import hidden
 from gspmd_lm.model.transformer import decode, init
 from tests.model.cached import both_ways
 

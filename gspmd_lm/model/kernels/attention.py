@@ -283,7 +283,8 @@ def _products(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
 def _products_and_distances(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
     """q k and the products of both with distances, scaled, [B, N, 1, T, S]."""
     added_BNTS = scores_by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.relative_vectors)
-    return with_added(scores_scale(cfg), score_parts(cfg).dtype, q_BTNH, k_BSKH, added_BNTS)[:, :, None]
+    scores_BNTS: jax.Array = with_added(scores_scale(cfg), score_parts(cfg).dtype, q_BTNH, k_BSKH, added_BNTS)
+    return scores_BNTS[:, :, None]
 
 
 def _with_sink(weights_BKGTS: jax.Array, scores_BKGTS: jax.Array, heads_RN: jax.Array) -> jax.Array:
