@@ -185,9 +185,9 @@ def _memory(kernel: str, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
         return attention.fused(q, k, v, sinks, queries, keys, kernel=kernel, cfg=of_memory)
 
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        of_q, of_k = (attention.Tokens(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
+        of_q, of_k = (attention.TokenPlaces(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
         k, v = (x[:, : keys.shape[1]] for x in (k, v))
-        return attention.masked(q, k, v, of_q, of_k, attention.of_heads(of_memory, sinks), of_memory)
+        return attention.masked(q, k, v, of_q, of_k, attention.head_numbers(of_memory, sinks), of_memory)
 
     return _judged_by_float32(kernel, fused, xla, cfg, T)
 

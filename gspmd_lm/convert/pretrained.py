@@ -19,6 +19,7 @@ from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed,
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
+from gspmd_lm.model.addresses import held_layers
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
@@ -98,17 +99,10 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
     if of_stack := inner(path, model):
         weight, layers, stacked = _layers(rest, of_stack)
         return f"{head}.{weight}", layers, stacked
-    if model.shared_layers and head == "layers":
-        return rest, (), False
-    for stack in model.stacks:
-        if head == stack.name:
-            kinds, end, first = len(stack.kinds), stack.first + stack.scanned, stack.first
-            if kinds > 1:
-                block, _, rest = rest.partition(".")
-                first += int(block.removeprefix("block_"))
-            return rest, tuple(range(first, end, kinds)), True
-    if head.startswith("layer_"):
-        return rest, (int(head.removeprefix("layer_")),), False
+    for module, (layers, stacked) in held_layers(model).items():
+        prefix = f"{'.'.join(module)}."
+        if path.startswith(prefix):
+            return path.removeprefix(prefix), () if model.shared_layers else layers, stacked
     return path, (), False
 
 

@@ -10,6 +10,7 @@ from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node, breadth_first
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
+from gspmd_lm.model.addresses import addresses
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs, placed
@@ -161,7 +162,7 @@ def _products(config: Config, graph: DataflowGraph) -> list[Node]:
 
 def _attention_nodes(config: Config, graph: DataflowGraph) -> dict[str, list[Node]]:
     """The products of attention in the stacks of `attention_flops_of_row`: those without a weight."""
-    own = {*(stack.name for stack in config.model.stacks), *(f"layer_{n}" for n in range(config.model.layers))}
+    own = {address.module[0] for address in addresses(config.model)}
     return {
         word: [
             node

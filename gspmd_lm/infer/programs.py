@@ -16,6 +16,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
 from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, allowed, choose
 from gspmd_lm.infer.sizes import Prompts, Sizes
+from gspmd_lm.model.addresses import addresses, block_name
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.images import PATCHES
 from gspmd_lm.model.loss import logits
@@ -142,17 +143,14 @@ class Forward(ShardedProgram):
         return abstract_weights(self.arrays, self.placement, self.config.model)
 
 
-def _blocks(params: Any, stack: configs.Stack) -> Any:
+def _blocks(params: Any, model: configs.ModelConfig, stack: configs.Stack) -> Any:
     """The weights of each layer of a stack, in stacks of one: views on the host, for which no program is compiled."""
-    kinds, blocks = len(stack.kinds), {}
-    for i in range(stack.layers):
-        if i >= stack.scanned:
-            block = jax.tree.map(lambda x: np.asarray(x)[None], params[f"layer_{stack.first + i}"])
-        else:
-            alike = params[stack.name] if kinds == 1 else params[stack.name][f"block_{i % kinds}"]
-            block = jax.tree.map(lambda x, at=i // kinds: np.asarray(x)[at : at + 1], alike)
-        blocks[f"block_{i}"] = block
-    return blocks if stack.layers > 1 else blocks["block_0"]
+    blocks = {}
+    for i, (module, row) in enumerate(addresses(model)[stack.first : stack.first + stack.layers]):
+        rows = None if row is None else slice(row, row + 1)
+        weights = functools.reduce(lambda tree, name: tree[name], module, params)
+        blocks[block_name(i)] = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], weights)
+    return blocks if stack.layers > 1 else blocks[block_name(0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +188,12 @@ class GenerationPrograms(Forward):
         """
         if not self.unrolled:
             return params
-        stacks = self.config.model.stacks
-        layers = {stack.name: _blocks(params, stack) for stack in stacks}
+        model = self.config.model
+        layers = {stack.name: _blocks(params, model, stack) for stack in model.stacks}
         shards = jax.tree.map(lambda like: like.sharding, self.abstract_unstacked)
         placed = jax.device_put(layers, {name: shards[name] for name in layers}, may_alias=False)
-        rest = {name: array for name, array in params.items() if name not in layers and not name.startswith("layer_")}
+        of_layers = {address.module[0] for address in addresses(model)}
+        rest = {name: array for name, array in params.items() if name not in of_layers}
         return rest | placed
 
     @functools.cached_property

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.context import keys_spec
 from gspmd_lm.sharding.annotate import like, shard
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
@@ -54,7 +53,7 @@ class Cache(NamedTuple, Generic[Leaf]):
     Latent attention has no values here, and one key for all heads: the vector that keys and values are made from, and
     the numbers that all heads share, [L, B, S, 1, kv_rank + rope_dim].
 
-    L are the layers of either kind. A batch with `cache_layer` [layers] has the place of each layer among its kind.
+    L are the layers of either kind. `Tokens.places_in_cache_L` has the place of each layer among its kind.
 
     Layers that read what another stack made keep its keys and values as well, in a cache of their own.
     """
@@ -127,10 +126,3 @@ def in_cache(cfg: config.ModelConfig) -> list[int]:
     linear = [kind == "linear" for kind in kinds]
     keys_of = [i if i in makers else max(j for j in makers if kinds[j] == kinds[i]) for i in range(cfg.layers)]
     return [linear[:i].count(linear[i]) for i in keys_of]
-
-
-def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
-    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
-    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
-    none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
-    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}

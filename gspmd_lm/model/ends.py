@@ -1,5 +1,6 @@
 """What stands before and after a stack of blocks: token tables and positions, the way to logits, and classes."""
 
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -7,33 +8,37 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import (
-    ACTIVATIONS,
-    BLOCK_INPUT,
-    EMBEDDED,
-    RESIDUAL,
-    Norm,
-    activated,
-    dropout,
-    sinusoids,
-    table_specs,
-)
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, dropout
+from gspmd_lm.model.mlp import ACTIVATIONS, hidden
+from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.rope import sinusoids
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import Weight, like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, look_up, project
 
+EMBEDDED = "embedded: batch seq embedding_width"
 TRANSFORMED = "transformed: batch seq stream_width"
 TRANSFORMED_FOR_TABLE = "transformed: batch seq embedding_width"
 SCORES = "class_scores: batch seq classes"
 
+Batch = dict[str, jax.Array]
+# What is done to embedded tokens, [B, T, W]. Its weights are those of the module.
+Step = Callable[[nn.Module, jax.Array, Batch], jax.Array]
 
+
+def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
+    """How the activation of the token table's width is named: where it is reduced to, and gathered for a matmul."""
+    return {"embed": (RESIDUAL, BLOCK_INPUT), "embedding_width": (EMBEDDED, EMBEDDED)}[table_axis(cfg)[1]]
+
+
+@functools.cache
 def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
     """The width of the token table, and its logical axis."""
     return (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
 
 
 def embedded(
-    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None,
+    module: nn.Module, cfg: config.ModelConfig, batch: Batch, dropout_key: jax.Array | None,
     embedding: Weight | None = None, first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
     """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
@@ -41,34 +46,62 @@ def embedded(
     The parameters are those of `module`, but for a token table that is given. `batch` is that of `transformer.Decoder`.
     first: what is done to embedded tokens before positions are added.
     """
-    dtype = jnp.dtype(cfg.compute_dtype)
-    reduced_spec, gathered_spec = table_specs(cfg)
-    width, axis = table_axis(cfg)
-    wide, along = width, axis  # of what positions and types are added to
+    (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)
     if embedding is None:
         embedding = matrix(module, "embedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
     x_BTD = look_up(embedding, shard(batch["tokens"], "tokens: batch seq"), gathered_spec, reduced_spec)
-    if cfg.embedding_width and cfg.embedding_in == "tokens":
-        x_BTD, wide, along = _widened(module, cfg, x_BTD), cfg.embed, "embed"
-    if cfg.embedding_scale != 1:
-        x_BTD *= jnp.asarray(cfg.embedding_scale, dtype)
+    of_tokens, additions, of_sums = embedding_steps(cfg)
+    for step in of_tokens:
+        x_BTD = step(module, x_BTD, batch)
     x_BTD = first(x_BTD)
+    for step in additions:
+        x_BTD = step(module, x_BTD, batch)
+    x_BTD, keys_BT = before_blocks(cfg, x_BTD, batch, dropout_key)
+    for step in of_sums:
+        x_BTD = step(module, x_BTD, batch)
+    return x_BTD, embedding, keys_BT
+
+
+@functools.cache
+def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], list[Step]]:
+    """What is done to rows of the token table, then to tokens, and at last to what the first block reads."""
+    dtype = jnp.dtype(cfg.compute_dtype)
+    from_table: list[Step] = []
+    additions: list[Step] = []
+    last: list[Step] = []
+    wide, along = table_axis(cfg)  # of what positions and types are added to
+    if cfg.embedding_width and cfg.embedding_in == "tokens":
+        from_table.append(lambda module, x_BTW, batch: _widened(module, cfg, x_BTW))
+        wide, along = cfg.embed, "embed"
+    if cfg.embedding_scale != 1:
+        from_table.append(lambda module, x_BTD, batch: x_BTD * jnp.asarray(cfg.embedding_scale, dtype))
     # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
     if cfg.positions == "learned":
         rows = cfg.position_offset + cfg.context
-        table = matrix(module, "position_embedding", f"positions {along}", (rows, wide), cfg)
-        x_BTD += use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
-    elif cfg.positions == "sinusoidal":
-        x_BTD += sinusoids(batch["positions"], wide).astype(dtype)
+
+        def with_positions(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+            table = matrix(module, "position_embedding", f"positions {along}", (rows, wide), cfg)
+            return x_BTD + use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
+
+        additions.append(with_positions)
+    if cfg.positions == "sinusoidal":
+        additions.append(lambda module, x_BTD, batch: x_BTD + sinusoids(batch["positions"], wide).astype(dtype))
     if cfg.token_types:
-        types = matrix(module, "type_embedding", f"types {along}", (cfg.token_types, wide), cfg)
-        x_BTD += use(types, jnp.float32)[batch["token_types"]].astype(dtype)
+
+        def with_types(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+            types = matrix(module, "type_embedding", f"types {along}", (cfg.token_types, wide), cfg)
+            return x_BTD + use(types, jnp.float32)[batch["token_types"]].astype(dtype)
+
+        additions.append(with_types)
     if cfg.embedding_norm:
-        x_BTD = Norm(cfg, along, name="embedding_norm")(x_BTD)
-    x_BTD, keys_BT = before_blocks(cfg, x_BTD, batch, dropout_key)
+        additions.append(lambda module, x_BTD, batch: Norm(cfg, along, name="embedding_norm")(x_BTD))
     if cfg.embedding_in == "sum":
-        x_BTD = _widened(module, cfg, x_BTD, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
-    return x_BTD, embedding, keys_BT
+
+        def widened(module: nn.Module, x_BTW: jax.Array, batch: Batch) -> jax.Array:
+            return _widened(module, cfg, x_BTW, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
+
+        last.append(widened)
+    return from_table, additions, last
 
 
 def _widened(
@@ -100,14 +133,28 @@ def token_keys(dropout_key: jax.Array, row_B: jax.Array, places_BT: jax.Array) -
 
 def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The output of the last block as the token table multiplies it, [B, T, D], or [B, T, W] if it has that width."""
-    width, axis = table_axis(cfg)
-    reduced_spec, gathered_spec = table_specs(cfg)
+    return head(cfg)(module, cfg, x_BTD)
+
+
+@functools.cache
+def head(cfg: config.ModelConfig) -> Callable[[nn.Module, config.ModelConfig, jax.Array], jax.Array]:
+    """What makes of the output of the last block what the token table multiplies."""
     if cfg.head_transform:
-        spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
-        x_BTD = activated(cfg, _dense(module, cfg, x_BTD, "head_transform", width, spec))
-        return Norm(cfg, axis, name="head_norm")(like(x_BTD, reduced_spec))
-    if not cfg.embedding_width:
-        return x_BTD
+        return _transformed
+    return _narrowed if cfg.embedding_width else lambda module, cfg, x_BTD: x_BTD
+
+
+def _transformed(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """A matrix, the activation and a norm (BERT)."""
+    (width, axis), (reduced_spec, _) = table_axis(cfg), table_specs(cfg)
+    spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
+    y_BTD = hidden(cfg)(_dense(module, cfg, x_BTD, "head_transform", width, spec))
+    return Norm(cfg, axis, name="head_norm")(like(y_BTD, reduced_spec))
+
+
+def _narrowed(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """The residual stream as rows of the token table's width (OPT-350m)."""
+    (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)
     outward = matrix(module, "embedding_out", f"embed {axis}", (cfg.embed, width), cfg)
     with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
         return like(like(project(in_BTD, outward), gathered_spec), reduced_spec)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import before_blocks, scored, token_keys
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
+from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use

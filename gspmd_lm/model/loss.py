@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import table_specs
+from gspmd_lm.model.ends import table_specs
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding.annotate import Weight, like, platform, shard, use, used
 from gspmd_lm.sharding.matmuls import einsum

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED
 from gspmd_lm.model.images import seen
-from gspmd_lm.model.kernels.attention import OUT, K, Q, Tokens, V, masked, of_heads
-from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, Mlp, Norm
+from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, head_numbers, masked
+from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
+from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -236,8 +238,8 @@ class Crossing(nn.Module):
         k = heads("k", keys, keys.x + keys.places, K)
         v = heads("v", keys, keys.x, V)
         is_real, every = keys.is_real, None if keys.is_real is None else jnp.ones(q.shape[:2], jnp.int32)
-        asking, asked = (Tokens(jnp.arange(x.shape[1])[None], of, None) for x, of in ((q, every), (k, is_real)))
-        out = shard(masked(q, k, v, asking, asked, of_heads(cfg, None), cfg), queries.named(OUT))
+        asking, asked = (TokenPlaces(jnp.arange(x.shape[1])[None], of, None) for x, of in ((q, every), (k, is_real)))
+        out = shard(masked(q, k, v, asking, asked, head_numbers(cfg, None), cfg), queries.named(OUT))
         wo = matrix(self, "wo", "heads head_dim embed", (*sizes[1:], sizes[0]), cfg)
         return reduced(unreduced_matmul(out, wo) + bias(self, "bo", "embed", sizes[:1], cfg), *queries.specs)
 

@@ -1,7 +1,6 @@
 """A mixture of experts: each token is computed by the few experts that its router chooses."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import Mlp, activated
+from gspmd_lm.model.addresses import held_layers
+from gspmd_lm.model.mlp import Mlp, hidden
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.moe_routing import capacity
 from gspmd_lm.model.weights import adapted, bias, matrix, weight
@@ -81,10 +81,9 @@ class Experts(nn.Module):
         if most:
             chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
 
-        hidden = functools.partial(activated, cfg)
         weights_BTk *= cfg.expert_scale
         y, rounds_B = mixture_of_experts(
-            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden, most, cfg.weighted_input
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden(cfg), most, cfg.weighted_input
         )
         if cfg.shared_mlp:
             shared, _ = self.shared(x_BTD)
@@ -156,22 +155,11 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.ModelConfig
     """
     moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
-    stack = cfg.stacks[-1]
-    kinds = len(stack.kinds)
-    sparse = [i for i in range(stack.layers) if stack.kinds[i % kinds].experts]  # the layers with experts, in order
-
-    def move(layers: str, *block: str, by: jax.Array) -> None:
-        if layers not in cfg.frozen:
-            flat[(layers, *block, "mlp", BALANCE_BIAS)] += by
-
-    for i in range(kinds):
-        block = (f"block_{i}",) if kinds > 1 else ()
-        rows = [row for row, layer in enumerate(sparse) if layer < stack.scanned and layer % kinds == i]
-        if rows:
-            move(stack.name, *block, by=moves_LC[jnp.array(rows)])
-    for row, layer in enumerate(sparse):
-        if layer >= stack.scanned:
-            move(f"layer_{stack.first + layer}", by=moves_LC[row])
+    sparse = [number for number, layer in enumerate(cfg.each_layer) if layer.experts]
+    for module, (layers, stacked) in held_layers(cfg).items():
+        rows = [sparse.index(layer) for layer in layers if layer in sparse]
+        if rows and module[0] not in cfg.frozen:
+            flat[(*module, "mlp", BALANCE_BIAS)] += moves_LC[jnp.array(rows)] if stacked else moves_LC[rows[0]]
     return unflatten_dict(flat)
 
 

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.config.media import WINDOW
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import before_blocks
-from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, sinusoids
+from gspmd_lm.model.mlp import ACTIVATIONS
+from gspmd_lm.model.rope import sinusoids
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import shard, use
 from gspmd_lm.sharding.axes import SINUSOIDS

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.attention import MEMORY
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
 from gspmd_lm.model.images import seen
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
+from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use

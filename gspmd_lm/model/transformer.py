@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.config.media import WINDOW
-from gspmd_lm.model.altup import LayerInputs
-from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.ends import before_logits, class_scores, embedded, table_axis
 from gspmd_lm.model.images import ImageClassifier, LevelsClassifier
 from gspmd_lm.model.masks import Masker
 from gspmd_lm.model.moe import RouterOutput
+from gspmd_lm.model.parts.altup import LayerInputs
+from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.sounds import heard
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.towers import Towers, before, read

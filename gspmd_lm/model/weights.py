@@ -76,9 +76,10 @@ def adapted(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adap
     Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.
     """
     name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
-    lora, cfg = cfg.lora, dataclasses.replace(cfg, weight_dtype="float32")
+    lora = cfg.lora
     if lora is None or name not in lora.targets:
         return Adapted(weight_)
+    cfg = dataclasses.replace(cfg, weight_dtype="float32")
     first, rank, inner = names.count("expert"), lora.rank, first_output(names)  # each expert has one of its own
     start, zeros = nn.initializers.normal(math.prod(sizes[first:inner]) ** -0.5), nn.initializers.zeros
     a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.model import layers
+from gspmd_lm.model import rope as ropes
 from tests.convert.published_configs import LLAMA31
 from tests.convert.test_architecture import model_of
 
@@ -37,15 +37,15 @@ def test_frequencies_and_attention_factor(scaling, length):
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**{k: v for k, v in raw.items() if k != "model_type"}))
     theirs(torch.zeros(1, 1), torch.tensor([[length - 1]]))  # it chooses its frequencies by the last position
     model = model_of(raw)
-    np.testing.assert_allclose(layers.rope_frequencies(model, length), theirs.inv_freq.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(ropes.rope_frequencies(model, length), theirs.inv_freq.numpy(), rtol=2e-6)
     factor = model.rope_scaling.attention_factor if model.rope_scaling else 1.0
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
 def test_a_row_longer_than_the_original_context_is_scaled():
     """longrope and dynamic depend on the length of a row, which all rows of a batch share or each has for itself."""
-    frequencies = jax.jit(layers.rope_frequencies, static_argnums=(0, 1))
-    of_each = jax.jit(layers.rope_frequencies, static_argnums=0)
+    frequencies = jax.jit(ropes.rope_frequencies, static_argnums=(0, 1))
+    of_each = jax.jit(ropes.rope_frequencies, static_argnums=0)
     for scaling in ({"rope_type": "dynamic", "factor": 4.0}, SCALINGS[8]):
         model = model_of(LLAMA31 | {"rope_scaling": scaling, "max_position_embeddings": 2048})
         short, at, long = (np.asarray(frequencies(model, length)) for length in (7, 2048, 2049))
@@ -58,5 +58,5 @@ def test_a_row_longer_than_the_original_context_is_scaled():
 def test_queries_and_keys_are_multiplied_by_the_attention_factor():
     model = model_of(LLAMA31 | {"rope_scaling": SCALINGS[7]})
     x_BTNH = np.random.default_rng(0).standard_normal((1, 3, 2, 128), np.float32)
-    turned = jax.jit(layers.rope, static_argnums=(2, 3))(x_BTNH, np.arange(3)[None], model, 3)
+    turned = jax.jit(ropes.rope, static_argnums=(2, 3))(x_BTNH, np.arange(3)[None], model, 3)
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), 1.25 * np.linalg.norm(x_BTNH, axis=-1), rtol=1e-5)

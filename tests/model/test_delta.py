@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import LinearAttention
-from gspmd_lm.model import delta
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.parts import linear
 from gspmd_lm.model.transformer import decode
 from tests.courses import weights
 from tests.model.cached import both_ways
@@ -35,7 +35,7 @@ def test_chunks_compute_what_single_tokens_do(length):
     segments = np.stack([np.zeros(length, int), (np.arange(length)[:, None] >= [3, 64, 70, 149]).sum(1)])
     given = [x.astype(np.float32) for x in (q, k, v, log_decay, rate)]
     with jax.default_matmul_precision("highest"):
-        read, state = map(np.asarray, jax.jit(delta._in_chunks)(*given, segments.astype(np.int32)))
+        read, state = map(np.asarray, jax.jit(linear._in_chunks)(*given, segments.astype(np.int32)))
     for row in range(2):
         want, last = one_by_one(*(x[row] for x in (q, k, v, log_decay, rate, segments)))
         np.testing.assert_allclose(read[row], want, atol=2e-5)
@@ -45,7 +45,7 @@ def test_chunks_compute_what_single_tokens_do(length):
 def test_repeated_keys_are_inverted_exactly():
     """The powers of this triangle grow to 1e17, and its inverse has ones alone."""
     ones = np.tril(np.ones((64, 64), np.float32), -1)
-    np.testing.assert_array_equal(jax.jit(delta._inverse)(ones), np.linalg.inv(np.eye(64) + ones).round())
+    np.testing.assert_array_equal(jax.jit(linear._inverse)(ones), np.linalg.inv(np.eye(64) + ones).round())
 
 
 @pytest.fixture(scope="module")

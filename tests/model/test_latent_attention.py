@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import AttentionTemperature, LatentAttention, RopeScaling
-from gspmd_lm.model import latent_attention
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import empty_cache
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.compose import attention_parts
+from gspmd_lm.model.parts import latent
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered
@@ -60,13 +62,13 @@ def as_published(w, x_TD, cfg):
 
 def test_results_and_gradients_are_those_of_the_equations(small):
     cfg, T = settings(small, attention_temperature=TUNED), 7
-    module, rng = latent_attention.LatentAttention(cfg), np.random.default_rng(0)
+    module, rng = latent.LatentAttention(cfg, attention_parts(cfg)), np.random.default_rng(0)
     batch = {"positions": np.arange(T)[None]}
 
     def ours(params, x_TD):
         def of_gathered(module, x_BTD):
             with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
-                return reduced(module(in_BTD, batch)[0], BLOCK_INPUT, RESIDUAL)
+                return reduced(module(in_BTD, Tokens.from_batch(batch))[0], BLOCK_INPUT, RESIDUAL)
 
         return nn.apply(of_gathered, module)({"params": params}, x_TD[None])[0]
 

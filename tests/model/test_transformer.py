@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import RopeScaling
-from gspmd_lm.model import layers, stack
+from gspmd_lm.model import block, mlp, norm
+from gspmd_lm.model import rope as ropes
 from gspmd_lm.model.transformer import Decoder, init
 from tests.courses import weights
 
@@ -53,9 +54,9 @@ def hidden(cfg, params, batch, key=None):
 
 def test_a_layer_is_traced_once(small, monkeypatch):
     """Most of the time that a small program takes to start would be spent on a second trace of the layers."""
-    cfg, traced, named = small().model, [], stack.checkpoint_name
+    cfg, traced, named = small().model, [], block.checkpoint_name
     params = weights(cfg)
-    monkeypatch.setattr(stack, "checkpoint_name", lambda x, name: traced.append(name) or named(x, name))
+    monkeypatch.setattr(block, "checkpoint_name", lambda x, name: traced.append(name) or named(x, name))
     jax.eval_shape(lambda: Decoder(cfg).apply({"params": params}, rows(cfg, np.arange(T)))[0])
     assert traced == ["layer_input", "residual"]
 
@@ -138,8 +139,8 @@ def test_dropout_masks_belong_to_tokens(small):
 
     @jax.jit
     def found(x, keys):
-        one_row, reversed_rows = (layers.dropout(x[cut], 0.25, keys[cut], 1) for cut in (np.s_[2:3], np.s_[:, ::-1]))
-        return layers.dropout(x, 0.25, keys, 1), one_row, reversed_rows, layers.dropout(x, 0.25, keys, 2)
+        one_row, reversed_rows = (block.dropout(x[cut], 0.25, keys[cut], 1) for cut in (np.s_[2:3], np.s_[:, ::-1]))
+        return block.dropout(x, 0.25, keys, 1), one_row, reversed_rows, block.dropout(x, 0.25, keys, 2)
 
     dropped, one_row, reversed_rows, of_another_site = map(np.asarray, found(x, keys))
     np.testing.assert_array_equal(one_row[0], dropped[2])
@@ -148,7 +149,7 @@ def test_dropout_masks_belong_to_tokens(small):
     assert not np.array_equal(of_another_site, dropped)
     assert np.mean(dropped > 0) == pytest.approx(0.75, abs=0.02)
     assert dropped.mean() == pytest.approx(1, abs=0.03)
-    assert layers.dropout(x, 0.25, None, 1) is x
+    assert block.dropout(x, 0.25, None, 1) is x
 
 
 @pytest.mark.parametrize(("block", "writes"), [("sequential", 5), ("parallel", 3)])
@@ -201,7 +202,7 @@ def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
     rng = np.random.default_rng(0)
     x = rng.normal(30.0, 1.0, (64, 32)).astype(jnp.bfloat16)
     params = {name: rng.normal(1.0, 0.1, 32).astype(np.float32) for name in ("scale", "bias")[: 1 + cfg.norm_bias]}
-    found = np.asarray(jax.jit(layers.Norm(cfg).apply)({"params": params}, x))
+    found = np.asarray(jax.jit(norm.Norm(cfg).apply)({"params": params}, x))
     y = np.asarray(x, np.float64)
     y -= y.mean(-1, keepdims=True) * (kind == "layernorm")
     y = y / np.sqrt(np.square(y).mean(-1, keepdims=True) + 1e-5) * params["scale"] + params.get("bias", 0)
@@ -263,7 +264,7 @@ def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
     cfg = small(head_dim=64, rope_theta=500000.0).model
     scaled = dataclasses.replace(cfg, rope_scaling=RopeScaling(factor=8.0))
     x, at, later = np.ones((1, 1, 1, 64), np.float32), np.array([[100]]), np.array([[800]])
-    rope = jax.jit(layers.rope, static_argnums=(2, 3))
+    rope = jax.jit(ropes.rope, static_argnums=(2, 3))
     plain, stretched = rope(x, at, cfg, 1), rope(x, later, scaled, 1)
     np.testing.assert_allclose(rope(x, at, scaled, 1)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
     np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far
@@ -276,6 +277,6 @@ def test_gelu_rounds_once():
     slopes = [
         0.5 * math.erfc(-v / math.sqrt(2)) + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi) for v in map(float, x)
     ]
-    found, slope = jax.jit(jax.vmap(jax.value_and_grad(layers.gelu)))(x)
+    found, slope = jax.jit(jax.vmap(jax.value_and_grad(mlp.gelu)))(x)
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(np.asarray(slope, np.float32), slopes, rtol=2**-8, atol=1e-6)

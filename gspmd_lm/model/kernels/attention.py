@@ -4,7 +4,7 @@ The fused kernels never hold a T x T array. None of them changes what is compute
 """
 
 import functools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
-from gspmd_lm.model.kernels.distances import by_distance, ranges, ranges_of_plane
+from gspmd_lm.model.kernels.distances import alibi_slopes, score_bias, scores_by_distance
 from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, platform, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
 
@@ -36,8 +36,8 @@ SPLASH_BLOCK_BYTES = 1024 * LANES * 2
 MOST_BLOCKS = 8
 
 
-class Tokens(NamedTuple):
-    """The tokens of queries or keys: int32."""
+class TokenPlaces(NamedTuple):
+    """Where the tokens of queries or keys stand: int32."""
 
     at_BT: jax.Array  # the place of each in its row; one row stands for all if it has one
     segments_BT: jax.Array | None  # equal within a document
@@ -68,16 +68,19 @@ def attend(
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
     which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
-    that is not its place in the row. own_RN: learned numbers of each head, see `of_heads`. one_text: see
+    that is not its place in the row. own_RN: learned numbers of each head, see `head_numbers`. one_text: see
     `documents.runs`. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of
     its forward pass.
     """
     kernel, segments = attention_kernel(), [] if segments_BT is None else [segments_BT]
     if kernel == "xla":
-        tokens, heads_RN = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT), of_heads(cfg, own_RN)
+        tokens, heads_RN = (
+            TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, places_BT),
+            head_numbers(cfg, own_RN),
+        )
         shards = split("q", "batch").num_shards
         return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
-    heads_RN = of_heads(cfg, own_RN)
+    heads_RN = head_numbers(cfg, own_RN)
     return fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments, kernel=kernel, cfg=cfg, one_text=one_text)
 
 
@@ -97,7 +100,7 @@ def fused(
 ) -> jax.Array:  # fmt: skip
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
-    heads_RN: see `of_heads`. key_segments_BS: of keys that are other tokens than the queries. A query without a key
+    heads_RN: see `head_numbers`. key_segments_BS: of keys that are other tokens than the queries. A query without a key
     gets 0. one_text: see `documents.runs`.
     """
     if kernel == "splash":
@@ -135,9 +138,9 @@ def attend_to_cache(
     start_B: int32, the first slot of each row's text.
     """
     slots_1S = jnp.arange(k_BSKH.shape[1])[None]
-    seen_B1S = _sees(slot[None, None], slots_1S, cfg) & (slots_1S >= start_B[:, None])[:, None]
+    seen_B1S = mask(cfg)(slot[None, None], slots_1S) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
-    heads_RN = of_heads(cfg, own_RN)
+    heads_RN = head_numbers(cfg, own_RN)
     return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
 
 
@@ -180,98 +183,141 @@ def unsupported(
     return None
 
 
-def _sees(queries_BT: jax.Array, keys_BS: jax.Array, cfg: config.ModelConfig) -> jax.Array:
-    """[B, T, S]: whether a query's token sees a key's, given the positions of both."""
-    ahead_BTS, window = queries_BT[:, :, None] - keys_BS[:, None, :], cfg.sliding_window
-    if cfg.mask == "full":
-        return jnp.ones_like(ahead_BTS, bool)
-    seen_BTS = ahead_BTS >= 0
-    return seen_BTS & (ahead_BTS < window) if window else seen_BTS
+@functools.cache
+def mask(cfg: config.ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function that gives whether queries see keys, [B, T, S], from the places of both, [B, T] and [B, S]."""
+    window = cfg.sliding_window
+
+    def full(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+        return jnp.ones_like(queries_BT[:, :, None] - keys_BS[:, None, :], bool)
+
+    def causal(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+        return queries_BT[:, :, None] - keys_BS[:, None, :] >= 0
+
+    def sliding(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+        ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
+        return (ahead_BTS >= 0) & (ahead_BTS < window)
+
+    return {"full": full, "causal": sliding if window else causal}[cfg.mask]
 
 
 def sees(cfg: config.ModelConfig) -> Any:
     """The scope of attention, for `foresight`: how far a query sees."""
-    return scope("sees", *(["all"] if cfg.mask == "full" else [str(cfg.sliding_window)] if cfg.sliding_window else []))
+    return scope("sees", *_reach(cfg))
+
+
+@functools.cache
+def _reach(cfg: config.ModelConfig) -> list[str]:
+    """The words of `sees`."""
+    return ["all"] if cfg.mask == "full" else [str(cfg.sliding_window)] if cfg.sliding_window else []
 
 
 def masked(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Tokens, keys: Tokens, heads_RN: jax.Array,
-    cfg: config.ModelConfig, shards: int = 1,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: TokenPlaces, keys: TokenPlaces,
+    heads_RN: jax.Array, cfg: config.ModelConfig, shards: int = 1,
 ) -> jax.Array:  # fmt: skip
     """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H].
 
     shards: of the batch. Each makes the bias of all pairs of tokens from that of all distances. So the gradients of
     the latter are added up over devices, and not those of the pairs, which are many more.
     """
-    seen_BTS, at_BT = _sees(queries.at_BT, keys.at_BT, cfg), queries.at_BT
+    parts, at_BT = score_parts(cfg), queries.at_BT
+    seen_BTS = mask(cfg)(at_BT, keys.at_BT)
     if queries.segments_BT is not None and keys.segments_BT is not None:
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
-    has_key_BT11 = seen_BTS.any(-1)[:, :, None, None] if cfg.reads else None
-    if has_key_BT11 is not None:  # a softmax of nothing would be no number
-        seen_BTS |= ~has_key_BT11[..., 0]
-    if (cfg.relative_positions or cfg.relative_vectors) and shards > 1:
+    if parts.by_distance and shards > 1:
         at_BT = like(jnp.broadcast_to(at_BT, (shards, at_BT.shape[1])), SEGMENTS)
     # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
-    rounded = cfg.positions == "alibi_bf16" and keys.places_BT is not None
+    at_BS = keys.places_BT if parts.rounded and keys.places_BT is not None else keys.at_BT
     attention = recomputed(functools.partial(_xla, cfg=cfg))
+    seen_BTS, where_seen = parts.where_seen(seen_BTS)
     # The derivative of this softmax needs the weights alone, not also what they are made of.
     with sees(cfg), jax.softmax_custom_jvp(True):
-        at_BS = keys.places_BT if rounded else keys.at_BT
-        out_BTNH = attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, at_BT, at_BS, heads_RN)
-        return out_BTNH if has_key_BT11 is None else jnp.where(has_key_BT11, out_BTNH, 0)
+        return where_seen(attention(q_BTNH, k_BSKH, v_BSKH, seen_BTS, at_BT, at_BS, heads_RN))
+
+
+def _zero_without_keys(seen_BTS: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """A mask by which each query sees a key, as a softmax needs it, and what gives 0 to a query that saw none."""
+    has_key_BT11 = seen_BTS.any(-1)[:, :, None, None]
+    return seen_BTS | ~has_key_BT11[..., 0], lambda out_BTNH: jnp.where(has_key_BT11, out_BTNH, 0)
+
+
+class ScoreParts(NamedTuple):
+    """What the scores of a model's attention consist of."""
+
+    bias: Callable[..., jax.Array | None]
+    by_distance: bool  # whether something is learned of distances
+    rounded: bool  # whether the bias depends on places that are rounded
+    where_seen: Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
+    products: Callable[..., jax.Array]
+    cap: Callable[[jax.Array], jax.Array]
+    sink: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    dtype: Any
+    plain: bool  # whether jax.nn.dot_product_attention offers all of it
+
+
+@functools.cache
+def score_parts(cfg: config.ModelConfig) -> ScoreParts:
+    """The parts of the scores of a model."""
+    cap, dtype = cfg.attention_softcap, jnp.dtype(cfg.attention_scores_dtype)
+    return ScoreParts(
+        score_bias(cfg, scores_scale(cfg)),
+        bool(cfg.relative_positions or cfg.relative_vectors),
+        cfg.positions == "alibi_bf16",
+        _zero_without_keys if cfg.reads else lambda seen_BTS: (seen_BTS, lambda out_BTNH: out_BTNH),
+        _products_and_distances if cfg.relative_vectors else _products,
+        (lambda scores: cap * jnp.tanh(scores / cap)) if cap else lambda scores: scores,
+        _with_sink if cfg.attention_sinks else lambda weights, scores, heads_RN: weights,
+        dtype,
+        dtype == jnp.float32 and not (cap or cfg.attention_sinks or cfg.relative_vectors),
+    )
+
+
+def _products(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
+    """q k, scaled, [B, K, G, T, S]."""
+    q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
+    dtype = score_parts(cfg).dtype
+    return jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scores_scale(cfg)
+
+
+def _products_and_distances(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
+    """q k and the products of both with distances, scaled, [B, N, 1, T, S]."""
+    added_BNTS = scores_by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.relative_vectors)
+    scores_BNTS: jax.Array = with_added(scores_scale(cfg), score_parts(cfg).dtype, q_BTNH, k_BSKH, added_BNTS)
+    return scores_BNTS[:, :, None]
+
+
+def _with_sink(weights_BKGTS: jax.Array, scores_BKGTS: jax.Array, heads_RN: jax.Array) -> jax.Array:
+    """The share of the softmax that is left to the keys."""
+    sinks_KG11 = rearrange(heads_RN[0].astype(jnp.float32), "(K G) -> K G 1 1", K=scores_BKGTS.shape[1])
+    return weights_BKGTS * jax.nn.sigmoid(jax.nn.logsumexp(scores_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
 
 
 @scope("kind", "attention")
 def _xla(q_BTNH, k_BSKH, v_BSKH, seen_BTS, queries_BT, keys_BS, heads_RN, cfg):
     """Attention with a mask, the positions of queries and keys, and all that a config can ask."""
-    scale, bias, slopes_N11 = scores_scale(cfg), None, heads_RN[0, :, None, None]
-    if cfg.relative_positions:
-        queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
-        plane = cfg.relative_positions.side > 0
-        range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
-        bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
-        bias = jnp.repeat(bias, len(q_BTNH) // len(bias), axis=0) if len(bias) > 1 else bias
-    elif cfg.positions == "alibi":
-        distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
-        bias = slopes_N11 * distance_BTS[:, None]
-    elif cfg.positions == "alibi_bf16":
-        # The compiler may leave out a conversion to bfloat16 and back, which would not round then.
-        bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
-        keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
-        bias = scale * bfloat16(bfloat16(slopes_N11) * bfloat16(keys_B11S))
-    dtype, seen_B1TS = jnp.dtype(cfg.attention_scores_dtype), seen_BTS[:, None]
+    parts, scale = score_parts(cfg), scores_scale(cfg)
+    dtype, seen_B1TS = parts.dtype, seen_BTS[:, None]
+    bias = parts.bias(heads_RN, queries_BT, keys_BS, len(q_BTNH))
     if platform() == "gpu":
         # Before a loop over layers, JAX computes what depends on constants alone, and keeps it. A mask, and what stands
         # for masked scores, would be as large as the scores, and be read with them. So the mask waits for the queries.
         q_BTNH, unseen_B1TS = jax.lax.optimization_barrier((q_BTNH, ~seen_B1TS))
         unseen_B1TS = unseen_B1TS.astype(dtype) * UNSEEN
         bias, seen_B1TS = unseen_B1TS if bias is None else bias.astype(dtype) + unseen_B1TS, None
-    plain = dtype == jnp.float32 and not (cfg.attention_softcap or cfg.attention_sinks or cfg.relative_vectors)
-    if plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
+    if parts.plain and q_BTNH.dtype != jnp.float32:  # its derivative multiplies in the dtype of q, too
         one_width = as_wide(v_BSKH, k_BSKH)
         out_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, one_width, bias, seen_B1TS, scale=scale)
         return out_BTNH[..., : v_BSKH.shape[-1]]
     # Scores in another dtype, capped scores and sinks: jax.nn.dot_product_attention does not offer them. In float32 it
     # multiplies the values with the weights, not the weights with the values, which CPUs have to transpose for that.
-    if cfg.relative_vectors:
-        added_BNTS = by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.relative_vectors)
-        scores_BNTS: jax.Array = with_added(scale, dtype, q_BTNH, k_BSKH, added_BNTS)
-        scores_BKGTS = scores_BNTS[:, :, None]
-    else:
-        q_BKGTH = rearrange(q_BTNH, "B T (K G) H -> B K G T H", K=k_BSKH.shape[2])
-        scores_BKGTS = jnp.einsum("BKGTH,BSKH->BKGTS", q_BKGTH, k_BSKH, preferred_element_type=dtype) * scale
-    if cfg.attention_softcap:
-        scores_BKGTS = cfg.attention_softcap * jnp.tanh(scores_BKGTS / cfg.attention_softcap)
+    scores_BKGTS = parts.cap(parts.products(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg))
     if bias is not None:
         keys = k_BSKH.shape[2] if bias.shape[1] > 1 else 1
         scores_BKGTS += rearrange(bias, "B (K G) T S -> B K G T S", K=keys).astype(dtype)
     if seen_B1TS is not None:
         scores_BKGTS = jnp.where(seen_B1TS[:, None], scores_BKGTS, -jnp.inf)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-    if cfg.attention_sinks:  # the share that is left to the keys
-        sinks_KG11 = rearrange(heads_RN[0].astype(jnp.float32), "(K G) -> K G 1 1", K=k_BSKH.shape[2])
-        weights_BKGTS *= jax.nn.sigmoid(jax.nn.logsumexp(scores_BKGTS, axis=-1, keepdims=True) - sinks_KG11)
-    weights_BKGTS = weights_BKGTS.astype(q_BTNH.dtype)
+    weights_BKGTS = parts.sink(jax.nn.softmax(scores_BKGTS, axis=-1), scores_BKGTS, heads_RN).astype(q_BTNH.dtype)
     return rearrange(jnp.einsum("BKGTS,BSKH->BKGTH", weights_BKGTS, v_BSKH), "B K G T H -> B T (K G) H")
 
 
@@ -305,25 +351,13 @@ def scores_scale(cfg: config.ModelConfig) -> float:
     return cfg.query_scale or cfg.head_dim**-0.5
 
 
-def of_heads(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
+def head_numbers(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
     """Numbers of each head, [R, N]: the biases of R ranges of distances, or their queries and keys, or its sink, a
     logit of nothing that takes a share of its softmax. A head that has learned none of these has its slope, which is 0
     for heads of padding."""
     if own_RN is not None:
         return jnp.atleast_2d(own_RN)
     return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]
-
-
-def alibi_slopes(heads: int) -> jax.Array:
-    """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
-
-    For a power of two, 2^(-8/N), 2^(-16/N), ...; otherwise those of the power below, then every other one of the
-    power above, as BLOOM has it.
-    """
-    below = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
-    slopes += [2 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
-    return jnp.asarray(slopes, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -20,7 +20,8 @@ import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.model.kernels import attention
-from gspmd_lm.model.kernels.attention import HEAD, OUT, Tokens
+from gspmd_lm.model.kernels.attention import HEAD, OUT, TokenPlaces
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
 from gspmd_lm.sharding.permutes import permuted
 
@@ -45,31 +46,31 @@ def keys_spec(array: str, of_memory: bool = False) -> str:
     return f"{array}: batch {'seq' if split_tokens else 'kv_seq'} kv_heads head_dim"
 
 
-def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], batch: dict[str, jax.Array]) -> Any:
+def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], tokens: Tokens) -> Any:
     """Specs and arrays of what the keys of tokens are made from, where devices gather it in place of the keys.
 
     Of n devices that share a row, each then makes the keys of all its tokens. So an array has n times as many tokens as
     before, and the shard of each device is the whole row, in the order of the text.
     """
     over = sequence()
-    if not over.over or arrays[0].shape[1] == 1 or _form(over, batch) != "gather":
+    if not over.over or arrays[0].shape[1] == 1 or _form(over, tokens) != "gather":
         return specs, arrays
     if any(split(spec.partition(":")[0], "seq") != over for spec in specs):  # rules have it whole already
         return specs, arrays
     if over.num_shards == 1:  # where nothing runs
         specs = [spec.replace(" seq", " kv_seq") for spec in specs]
         return specs, [shard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
-    whole = functools.partial(_whole, over, "places" in batch)
+    whole = functools.partial(_whole, over, tokens.places_BT is not None)
     return specs, per_device(lambda *local: tuple(whole(x[None])[0] for x in local), specs, specs)(*arrays)
 
 
-def _form(over: Split, batch: dict[str, jax.Array]) -> str:
+def _form(over: Split, tokens: Tokens) -> str:
     """A row that is not in zigzag, such as a prompt, has no order that a ring could go round in: see `attend`.
 
     Where nothing runs, no row is in zigzag.
     """
     form, runs = context(), over.num_shards > 1
-    return "gather" if form == "ring" and runs and "places" not in batch else form
+    return "gather" if form == "ring" and runs and tokens.places_BT is None else form
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
@@ -109,24 +110,22 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
 
 
 def attend(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens, cfg: config.ModelConfig,
     own_RN: jax.Array | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
-    With a slot in the batch, a single token of each row attends to the row's cache. A row that is not in zigzag,
-    such as a prompt, has no order that a ring could go round in: its keys are gathered. Each device may have the keys
-    of whole rows already: see `gathered_early`.
+    With a slot, a single token of each row attends to the row's cache. A row that is not in zigzag, such as a prompt,
+    has no order that a ring could go round in: its keys are gathered. Each device may have the keys of whole rows
+    already: see `gathered_early`.
     """
-    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, cfg)
-    one_text = not cfg.attention_chunk and (cfg.one_text or "slot" in batch)
-    if cfg.reads:
-        return _to_memory(q_BTNH, k_BSKH, v_BSKH, batch, cfg, one_text, interpret)
-    if "slot" in batch and q_BTNH.shape[1] == 1:
-        return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, batch["slot"], batch["start"], cfg, own_RN)
-    over, segments_BT, positions_BT = sequence(), batch.get("segment_ids"), batch["positions"]
-    form = _form(over, batch) if over.over else "gather"
+    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH)
+    if tokens.slot is not None and q_BTNH.shape[1] == 1:
+        return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, tokens.slot, tokens.start_B, cfg, own_RN)
+    over, segments_BT, positions_BT = sequence(), tokens.segments_BT, tokens.positions_BT
+    form = _form(over, tokens) if over.over else "gather"
     if over.num_shards == 1 or q_BTNH.shape[1] == 1:
+        one_text = rows_are_texts(tokens, cfg)
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, segments_BT, cfg, positions_BT, own_RN, one_text)
     how: dict[str, Any] = {"over": over, "kernel": attention_kernel(), "cfg": cfg, "interpret": interpret}
     if form == "ulysses":
@@ -136,43 +135,50 @@ def attend(
 
         local = functools.partial(ring.attend, **how)
     else:
-        local = functools.partial(_gather, **how, zigzag="places" in batch)
-    tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
-    inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in tokens)]
-    heads_RN = attention.of_heads(cfg, own_RN)
-    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *tokens), OUT)
+        local = functools.partial(_gather, **how, zigzag=tokens.places_BT is not None)
+    of_tokens = [positions_BT] if segments_BT is None else [positions_BT, segments_BT]
+    inputs = [HEADS, HEADS, HEADS, HEAD, *(TOKENS for _ in of_tokens)]
+    heads_RN = attention.head_numbers(cfg, own_RN)
+    return shard(per_device(local, inputs, HEADS)(q_BTNH, k_BSKH, v_BSKH, heads_RN, *of_tokens), OUT)
 
 
-def _to_memory(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, batch: dict[str, jax.Array], cfg: config.ModelConfig,
-    one_text: bool, interpret: bool,
+def rows_are_texts(tokens: Tokens, cfg: config.ModelConfig) -> bool:
+    """Whether each row is one text, so that its segments only tell it from padding: see `documents.runs`."""
+    return not cfg.attention_chunk and (cfg.one_text or tokens.slot is not None)
+
+
+def attend_to_memory(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens, cfg: config.ModelConfig,
+    interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Attention to the keys of what another stack made, [B, T, N, H].
 
     A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
     XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
-    heads_RN, kernel = attention.of_heads(cfg, None), attention_kernel()
-    segments = batch.get("segment_ids"), batch.get("memory_segment_ids")
+    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, of_memory=True)
+    heads_RN, kernel = attention.head_numbers(cfg, None), attention_kernel()
+    segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
     # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
     lacks = [attention.unsupported(kernel, cfg, seq=length, segments=True) for length in lengths]
     known = [of for of in segments if of is not None]
     if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:
         at = (jnp.arange(length)[None] for length in lengths)
-        queries, keys = (Tokens(*one, None) for one in zip(at, segments, strict=True))
+        queries, keys = (TokenPlaces(*one, None) for one in zip(at, segments, strict=True))
         return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
-    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "one_text": one_text, "interpret": interpret}
+    how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "interpret": interpret}
+    how["one_text"] = rows_are_texts(tokens, cfg)
     return attention.fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *known, **how)
 
 
 def _of_query_heads(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, of_memory: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values with the axis of heads that a kernel reads: those of each query head where it is `heads`."""
     if attention.keys_axis() != "heads":
         return k_BSKH, v_BSKH
-    group, specs = q_BTNH.shape[2] // k_BSKH.shape[2], [keys_spec(name, of_memory=cfg.reads > 0) for name in "kv"]
+    group, specs = q_BTNH.shape[2] // k_BSKH.shape[2], [keys_spec(name, of_memory) for name in "kv"]
     k_BSNH, v_BSNH = (
         shard(jnp.repeat(x, group, axis=2), spec.replace("kv_heads", "heads"))
         for x, spec in zip((k_BSKH, v_BSKH), specs, strict=True)
@@ -210,8 +216,8 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.num_shards, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
-    queries = Tokens(own_1T, segments and segments[0], None)
-    keys = Tokens(jnp.arange(T)[None], segments and segments[1], whole_positions)
+    queries = TokenPlaces(own_1T, segments and segments[0], None)
+    keys = TokenPlaces(jnp.arange(T)[None], segments and segments[1], whole_positions)
     return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg)
 
 
@@ -258,6 +264,6 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *
         out_BTNH = fused(q_BTNH, k_BSKH, v_BSKH, own_RN, segments_BT)
     else:
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
-        tokens = Tokens(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
+        tokens = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
         out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
     return exchanged(out_BTNH, 1, 2)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,64 @@ from einops import rearrange
 from gspmd_lm import config
 
 BLOCK = 128  # the rows of a block of products with the vectors of distances
+
+
+@functools.cache
+def score_bias(cfg: config.ModelConfig, scale: float) -> Callable[..., jax.Array | None]:
+    """A function that gives the bias of scores, [B or 1, N, T, S], or None where a model has none.
+
+    It is given numbers of each head, [R, N], see `attention.head_numbers`; the places of queries, [A, T], and of keys,
+    [A or B, S]; and the rows of the batch, of which each of A has an equal share. scale: what q k is multiplied with.
+    """
+    table: dict[str, Callable[..., jax.Array | None]] = {
+        "alibi": _alibi,
+        "alibi_bf16": functools.partial(_rounded_alibi, scale),
+    }
+    if cfg.relative_positions:
+        return functools.partial(_bias_of_ranges, cfg)
+    return table.get(cfg.positions, lambda *_: None)
+
+
+def _bias_of_ranges(
+    cfg: config.ModelConfig, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int
+) -> jax.Array:
+    """The learned number of the range of each distance (T5, BEiT)."""
+    assert cfg.relative_positions
+    queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
+    plane = cfg.relative_positions.side > 0
+    range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
+    bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
+    return jnp.repeat(bias, rows // len(bias), axis=0) if len(bias) > 1 else bias
+
+
+def _alibi(heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int) -> jax.Array:
+    """The distance times the slope of each head (arXiv 2108.12409)."""
+    distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
+    return heads_RN[0, :, None, None] * distance_BTS[:, None]
+
+
+def _rounded_alibi(
+    scale: float, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int
+) -> jax.Array:
+    """The place of each key times the slope of each head, both rounded to bfloat16, and scaled as scores are (Falcon).
+
+    The compiler may leave out a conversion to bfloat16 and back, which would not round then.
+    """
+    bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+    keys_B11S = keys_BS.astype(jnp.float32)[:, None, None]
+    return scale * bfloat16(bfloat16(heads_RN[0, :, None, None]) * bfloat16(keys_B11S))
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
+
+    For a power of two, 2^(-8/N), 2^(-16/N), ...; otherwise those of the power below, then every other one of the
+    power above, as BLOOM has it.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    slopes += [2 ** (-4 * (2 * i + 1) / below) for i in range(heads - below)]
+    return jnp.asarray(slopes, jnp.float32)
 
 
 def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
@@ -42,14 +101,15 @@ def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig
     return jnp.where((queries == 0) | (keys == 0), of_row, jnp.clip(of_patches, 0, last))
 
 
-def by_distance(
+def scores_by_distance(
     q_BTNH: jax.Array, k_BSNH: jax.Array, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array,
     relative: config.RelativeVectors,
 ) -> jax.Array:  # fmt: skip
     """What is added to the products of queries and keys, before both are scaled, [B, N, T, S].
 
-    heads_RN: the query and the key of each range, see `model.attention.of_ranges`. queries_BT, keys_BS: the place of
-    each in its row, each one more than that of the token before; one row stands for all rows of a shard of the batch.
+    heads_RN: the query and the key of each range, see `parts.relative.range_projections`. queries_BT, keys_BS: the
+    place of each in its row, each one more than that of the token before; one row stands for all rows of a shard of the
+    batch.
     """
     queries_RNH, keys_RNH = rearrange(heads_RN, "(z R H) N -> z R N H", z=2, H=q_BTNH.shape[-1])
     first_B, (T, S) = queries_BT[:, :1] - keys_BS[:, :1], (q_BTNH.shape[1], k_BSNH.shape[1])

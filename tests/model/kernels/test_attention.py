@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.model import attention as windows
 from gspmd_lm.model.kernels import attention, distances
+from gspmd_lm.model.parts import windows
 
 B, T, N, K, H = 2, 128, 4, 2, 128
 
@@ -244,7 +244,7 @@ def test_attention_with_vectors_of_distances_adds_what_they_give_to_each_product
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
     own_RN = np.random.default_rng(1).standard_normal((2 * 16 * H, N), np.float32)
     products_BNTS = np.einsum("BTNH,BSNH->BNTS", q, k)
-    by_distance = jax.jit(lambda *given: distances.by_distance(*given, places, places, relative))
+    by_distance = jax.jit(lambda *given: distances.scores_by_distance(*given, places, places, relative))
     scores_BNTS = H**-0.5 * (products_BNTS + by_distance(q, k, own_RN))
     weights_BNTS = np.exp(scores_BNTS) * (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])[:, None]
     weights_BNTS /= weights_BNTS.sum(-1, keepdims=True)

@@ -13,6 +13,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.model.kernels import attention, context, splash
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.placement import MeshPlacement
@@ -57,7 +58,9 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
             batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.mask)
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
-            function = functools.partial(context.attend, batch=batch, cfg=cfg, own_RN=own_RN, interpret=True)
+            function = functools.partial(
+                context.attend, tokens=Tokens.from_batch(batch), cfg=cfg, own_RN=own_RN, interpret=True
+            )
             out, pull = jax.vjp(function, *(x[:, order] for x in qkv))
             found = (out, *pull(weigh[:, order]))
             return [x[:, back] for x in found], batch["at"]
@@ -115,7 +118,9 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
         def loss(qkv, layers, batch, place=place, weigh=weigh):
             with placed_by(place):
                 batch, (q, k, v) = context.zigzag_sharded(batch), qkv
-                layer = jax.checkpoint(lambda q, w: (context.attend(w * q, k, v, batch, settings(8)), None))
+                layer = jax.checkpoint(
+                    lambda q, w: (context.attend(w * q, k, v, Tokens.from_batch(batch), settings(8)), None)
+                )
                 return (jax.lax.scan(layer, q, layers)[0] * weigh).sum()
 
         one = jax.jit(jax.grad(loss)).lower(qkv, np.ones(3, np.float32), batch).compile()

@@ -18,8 +18,9 @@ from test_context import arrays, both, placement, settings
 from benchmarks import on_device
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.attention import in_chunks
 from gspmd_lm.model.kernels import attention, blocks, context, documents
+from gspmd_lm.model.parts.chunks import in_chunks
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import placed_by
 
 CAUSAL = kernels.MaskType.CAUSAL, kernels.MaskType.PADDING_CAUSAL
@@ -261,9 +262,13 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
     qkv, weigh = (drawn[0][0][0], *drawn[1][0][1:]), drawn[0][1]
     cfg = settings(8, compute_dtype="bfloat16", memory_width=8).of_memory
 
+    tokens = Tokens.from_batch(batch)
+
     def found(kernel):
         with placed_by(placement("gather", kernel, 1)):
-            out, pull = jax.vjp(functools.partial(context.attend, batch=batch, cfg=cfg, interpret=True), *qkv)
+            out, pull = jax.vjp(
+                functools.partial(context.attend_to_memory, tokens=tokens, cfg=cfg, interpret=True), *qkv
+            )
             return out, *pull(weigh)
 
     with jax.default_matmul_precision("highest"):
@@ -294,9 +299,9 @@ def test_a_prompt_in_chunks_has_more_documents_than_one_call_takes(calls):
     cfg = settings(8, compute_dtype="bfloat16", attention_chunk=4)
 
     def found(kernel):
-        batch = in_chunks({"segment_ids": rows, "positions": np.arange(24)[None]}, 4) | {"slot": np.int32(0)}
+        tokens = in_chunks(4, Tokens(np.arange(24)[None], rows))._replace(slot=np.int32(0))
         with placed_by(placement("gather", kernel, 1)):
-            return context.attend(q, k, v, batch, cfg)
+            return context.attend(q, k, v, tokens, cfg)
 
     with jax.default_matmul_precision("highest"):
         want, got = (jax.jit(found, static_argnums=0)(kernel) for kernel in ("xla", "cudnn"))
@@ -309,14 +314,16 @@ def test_rows_of_one_text_are_computed_in_one_call_without_a_loop(memory, calls)
     """Of what another stack made, one row reads all but padding, and another one nothing."""
     (q, k, v), weigh, _ = arrays(2, 24, 8)
     rows = np.array([np.repeat([0, 1], [5, 19]), np.repeat([1, 0], [20, 4])], np.int32)
-    batch = {"slot": np.int32(0), "segment_ids": rows, "positions": np.zeros_like(rows)}
+    tokens, attend = Tokens(np.zeros_like(rows), rows, slot=np.int32(0)), context.attend
     if memory:
-        batch["memory_segment_ids"] = np.array([np.repeat([0, 1], [3, 21]), np.full(24, 7)], np.int32)
+        attend = context.attend_to_memory
+        of_memory = np.array([np.repeat([0, 1], [3, 21]), np.full(24, 7)], np.int32)
+        tokens = tokens._replace(memory_segments_BS=of_memory)
     cfg = settings(8, compute_dtype="bfloat16", mask="full", memory_width=8 * memory)
 
     def found(kernel, *qkv):
         with placed_by(placement("gather", kernel, 1)):
-            out, pull = jax.vjp(functools.partial(context.attend, batch=batch, cfg=cfg), *qkv)
+            out, pull = jax.vjp(functools.partial(attend, tokens=tokens, cfg=cfg), *qkv)
             return out, *pull(weigh)
 
     with jax.default_matmul_precision("highest"):

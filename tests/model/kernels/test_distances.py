@@ -49,7 +49,7 @@ def test_parts_of_scores_and_their_gradients_are_those_of_a_gather(queries, keys
 
     @jax.jit
     def scores_and_gradients(d_BNTS, *inputs):
-        scores, back = jax.vjp(lambda *x: distances.by_distance(*x, queries_BT, keys_BS, relative), *inputs)
+        scores, back = jax.vjp(lambda *x: distances.scores_by_distance(*x, queries_BT, keys_BS, relative), *inputs)
         return scores, *back(d_BNTS)
 
     found = scores_and_gradients(*(x.astype("f4") for x in (d_BNTS, *inputs)))
@@ -63,7 +63,7 @@ def test_rows_of_each_shard_of_a_batch_have_vectors_of_their_own():
     relative, rng = config.RelativeVectors(ranges=8, distance=10), np.random.default_rng(0)
     q, k = rng.normal(size=(2, 4, 6, 2, H)).astype("f4")
     heads_RN, places = rng.normal(size=(2 * 8 * H, 2)).astype("f4"), np.arange(6)[None]
-    by_distance = jax.jit(distances.by_distance, static_argnums=5)
+    by_distance = jax.jit(distances.scores_by_distance, static_argnums=5)
     once, twice = (by_distance(q, k, heads_RN, np.repeat(places, n, axis=0), places, relative) for n in (1, 2))
     np.testing.assert_allclose(once, twice, rtol=0, atol=1e-5)
 
@@ -75,7 +75,7 @@ def test_no_gradient_is_scattered(size):
     places, heads_RN = np.arange(size)[None], jnp.zeros((2 * 512 * H, 1))
 
     def total(*inputs):
-        return distances.by_distance(*inputs, places, places, relative).sum()
+        return distances.scores_by_distance(*inputs, places, places, relative).sum()
 
     text = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(x, x, heads_RN))
     assert "dot_general" in text and "scatter" not in text

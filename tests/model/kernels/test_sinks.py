@@ -10,6 +10,7 @@ import pytest
 from test_context import arrays, placement, settings
 
 from gspmd_lm.model.kernels import attention, context
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import placed_by
 
 WITH = dataclasses.replace(settings(8), attention_sinks=True)
@@ -59,8 +60,9 @@ def test_a_split_sequence_gives_the_same_results_and_gradients(form, kernel, T, 
             order = batch.get("places", jnp.broadcast_to(jnp.arange(T), (B, T)))[0]
             back = jnp.argsort(order)
             *qkv, sinks_N = arguments
+            tokens = Tokens.from_batch(batch)
             out, pull = jax.vjp(
-                lambda q, k, v, sinks_N: context.attend(q, k, v, batch, cfg, sinks_N, interpret=True),
+                lambda q, k, v, sinks_N: context.attend(q, k, v, tokens, cfg, sinks_N, interpret=True),
                 *(x[:, order] for x in qkv), sinks_N,
             )  # fmt: skip
             *found, dsinks_N = (out, *pull(weigh[:, order]))

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
-from gspmd_lm.model.cache import Cache, Kept, LinearState
-from gspmd_lm.model.layers import ACTIVATIONS, Norm
+from gspmd_lm.model.cache import LinearState
+from gspmd_lm.model.mlp import ACTIVATIONS
+from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
@@ -53,28 +55,22 @@ class GatedDeltaNet(nn.Module):
         self.decay_bias = weight(self, "decay_bias", "heads", (N,), exact, nn.initializers.ones)
         self.norm = Norm(plain, "head_dim")
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        batch: dict[str, jax.Array],
-        cache: Cache[jax.Array] | None = None,
-        layer: jax.Array | int = 0,
-        kept: Kept | None = None,
-    ) -> tuple[Unreduced, Cache[jax.Array] | None, Kept | None]:
-        """What is added to the residual stream, the cache, and `kept` as it is. `x_BTD` is gathered.
+    def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
+        """What is added to the residual stream, and the tokens with the cache. `in_BTD` is gathered.
 
         With a cache, a single token per row is the next one. Several tokens are the first ones.
         """
         cfg = self.cfg
-        q, k, v, z = (project(x_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
-        a, b = (like(project(x_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
+        q, k, v, z = (project(in_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
+        a, b = (like(project(in_BTD, w), RATE) for w in (self.linear_a, self.linear_b))
         qkv = shard(q, OF_KEYS.format("q")), shard(k, OF_KEYS.format("k")), shard(v, OF_VALUES.format("v"))
         z_BTNH, decay, bias = like(z, OF_VALUES.format("v")), use(self.decay), use(self.decay_bias)
         log_decay_BTN = -jnp.exp(decay) * jax.nn.softplus(a.astype(jnp.float32) + bias)
         rate_BTN = jax.nn.sigmoid(b.astype(jnp.float32))
         taps = [use(w) for w in (self.conv_q, self.conv_k, self.conv_v)]
-        segments_BT = batch.get("segment_ids", jnp.zeros(v.shape[:2], jnp.int32))
-        before = cache.linear.of(layer) if cache and cache.linear and v.shape[1] == 1 else None
+        segments_BT = jnp.zeros(v.shape[:2], jnp.int32) if tokens.segments_BT is None else tokens.segments_BT
+        states = tokens.cache and tokens.cache.linear
+        before = states.of(tokens.place_in_cache) if states and v.shape[1] == 1 else None
         if before:
             windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, qkv, strict=False)]
             convolved = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
@@ -90,12 +86,13 @@ class GatedDeltaNet(nn.Module):
             out_BTNH, state = _stepped(q, k, v, log_decay_BTN, rate_BTN, before.s_LBNIH)
         else:
             out_BTNH, state = _in_chunks(q, k, v, log_decay_BTN, rate_BTN, segments_BT)
-        if cache and cache.linear:
-            cache = cache._replace(linear=cache.linear.written(LinearState(*[*last, state]), layer))
+        if tokens.cache and states:
+            states = states.written(LinearState(*[*last, state]), tokens.place_in_cache)
+            tokens = tokens._replace(cache=tokens.cache._replace(linear=states))
         normed_BTNH = self.norm(out_BTNH.astype(z.dtype))
         gated_BTNH = (normed_BTNH * jax.nn.silu(z_BTNH.astype(jnp.float32))).astype(z.dtype)
         out_BTNH = shard(gated_BTNH, OF_VALUES.format("attention_out"))
-        return unreduced_matmul(out_BTNH, self.linear_out), cache, kept
+        return unreduced_matmul(out_BTNH, self.linear_out), tokens
 
 
 def _drawn_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

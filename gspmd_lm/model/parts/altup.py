@@ -5,12 +5,17 @@ adds a low-rank product. Gemma 3n has both, and an embedding of each token for e
 streams.
 """
 
+from collections.abc import Callable, Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.layers import ACTIVATIONS, BLOCK_INPUT, RESIDUAL, Norm, root
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, Branch, Stream
+from gspmd_lm.model.mlp import ACTIVATIONS
+from gspmd_lm.model.norm import Norm, root
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, recomputed, shard, use
 from gspmd_lm.sharding.matmuls import look_up
@@ -88,6 +93,34 @@ class Laurel(nn.Module):
         outward = matrix(self, "laurel_out", "rank embed", (R, D), cfg)
         low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, use(inward))
         return x_BTD + Norm(cfg, name="norm")(like(jnp.einsum("BTR,RD->BTD", low_BTR, use(outward)), RESIDUAL))
+
+
+def streamed(
+    cfg: config.ModelConfig, branches: Sequence[Callable[[jax.Array, Tokens], Stream]]
+) -> Callable[[jax.Array, Tokens], Stream]:
+    """The branches of a layer, around the first of several residual streams, as one branch around all of them."""
+    altup = AltUp(cfg, name="altup")
+
+    def computed(x_MBTD: jax.Array, tokens: Tokens) -> Stream:
+        streams_MBTD = altup.before(x_MBTD)
+        x_BTD = streams_MBTD[0]
+        for branch in branches:
+            x_BTD, tokens = yield from branch(x_BTD, tokens)
+        return altup.after(streams_MBTD, x_BTD, tokens.input_BTY), tokens
+
+    return computed
+
+
+def with_laurel(cfg: config.ModelConfig, branch: Branch) -> Callable[[jax.Array, Tokens], Stream]:
+    """A branch with a low-rank product beside it, which reads the same input."""
+    laurel = Laurel(cfg, name="laurel")
+
+    def computed(x_BTD: jax.Array, tokens: Tokens) -> Stream:
+        normed_BTD = branch.before(x_BTD)
+        x_BTD, tokens = yield from branch._replace(before=lambda _: normed_BTD)(x_BTD, tokens)
+        return (x_BTD + laurel(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype), tokens
+
+    return computed
 
 
 class LayerInputs(nn.Module):

@@ -1,0 +1,288 @@
+"""What a family has: the parts of its layers and of its stack, chosen once for a config. No other file asks for them.
+
+A part that makes weights is a function of the module whose weights they are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.attention import Attention, AttentionParts, rotated, without_padding
+from gspmd_lm.model.block import RESIDUAL, Branch, Part, side_by_side
+from gspmd_lm.model.cache import Kept, in_cache
+from gspmd_lm.model.kernels.attention import OUT, Q
+from gspmd_lm.model.kernels.context import attend_to_memory
+from gspmd_lm.model.mlp import Mlp, changed
+from gspmd_lm.model.moe import Experts
+from gspmd_lm.model.norm import Change, JointNorm, Norm, same
+from gspmd_lm.model.parts import relative
+from gspmd_lm.model.parts.altup import Streams, streamed, with_laurel
+from gspmd_lm.model.parts.chunks import in_chunks
+from gspmd_lm.model.parts.convolution import beside_first_layer
+from gspmd_lm.model.parts.latent import LatentAttention
+from gspmd_lm.model.parts.linear import GatedDeltaNet
+from gspmd_lm.model.parts.memory import CrossAttention
+from gspmd_lm.model.parts.shared_keys import KeepingAttention, SharingAttention, no_keys
+from gspmd_lm.model.parts.windows import windowed
+from gspmd_lm.model.rope import temperature
+from gspmd_lm.model.tokens import Tokens
+from gspmd_lm.model.weights import bias, matrix, weight
+from gspmd_lm.sharding.annotate import like, shard, use
+from gspmd_lm.sharding.matmuls import project
+from gspmd_lm.sharding.partial_sums import Unreduced
+
+Named = Callable[[nn.Module, str], Change]  # what the module of a layer does in the branch of that name
+
+
+# Layers
+
+
+@functools.cache
+def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Module], Sequence[Any]]:
+    """A function that gives the branches of a layer to its module. keeps: later layers share its keys and values."""
+    attention, mlp, cross = attention_part(cfg, keeps), feed_forward(cfg), cross_attention(cfg)
+    norm, branch = normed(cfg, "norm", cfg.pre_norms), branch_of(cfg)
+    laurel = functools.partial(with_laurel, cfg) if cfg.laurel_rank else lambda branch: branch
+
+    def crossing(module: nn.Module) -> list[Any]:
+        return [branch(module, "cross", "cross", make(), site=2) for make in cross]
+
+    def sequential(module: nn.Module) -> list[Any]:
+        first = laurel(branch(module, "attention", "attention", attention(), site=0))
+        return [first, *crossing(module), branch(module, "mlp", "mlp", mlp(), site=1)]
+
+    def parallel(module: nn.Module) -> list[Any]:
+        first = branch(module, "attention", "attention_mlp", attention(), site=0)
+        return [side_by_side(first, mlp(), None if cfg.shared_norm else norm(module, "mlp")), *crossing(module)]
+
+    made = {"sequential": sequential, "parallel": parallel}[cfg.block]
+    return (lambda module: [streamed(cfg, made(module))]) if cfg.residual_streams > 1 else made
+
+
+def branch_of(cfg: config.ModelConfig) -> Callable[..., Branch]:
+    """A function that gives a branch of a layer: of a module, the name of what it reads, the name of what it adds, its
+    part and the number of its dropout."""
+    before, after_sum = normed(cfg, "norm", cfg.pre_norms), normed(cfg, "sum_norm", cfg.sum_norms)
+    after: list[Named] = [normed(cfg, "post_norm", True)] * cfg.post_norms
+    if cfg.layer_scale:
+        after.append(functools.partial(layer_scale, cfg))
+    if cfg.residual_scale != 1:
+        after.append(lambda module, name: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual_scale, y_BTD.dtype))
+
+    def branch(module: nn.Module, name: str, result: str, part: Part, site: int) -> Branch:
+        changes = [make(module, result) for make in after]
+        of_result = functools.partial(changed, changes=changes)
+        return Branch(part, before(module, name), of_result, after_sum(module, result), cfg.dropout, site)
+
+    return branch
+
+
+def normed(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
+    """The norm of a branch, whose name ends with `end`."""
+    return (lambda module, name: Norm(cfg, name=f"{name}_{end}")) if is_normed else lambda module, name: same
+
+
+def layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
+    """Learned numbers that multiply what a branch adds (BEiT)."""
+    start = nn.initializers.constant(cfg.layer_scale)
+    scale_D = use(weight(module, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
+    return lambda y_BTD: y_BTD * scale_D
+
+
+def feed_forward(cfg: config.ModelConfig) -> Callable[[], Part]:
+    """What makes the feed-forward network of a layer, or its experts."""
+    kind = Experts if cfg.experts else Mlp
+
+    def made() -> Part:
+        module = kind(cfg, name="mlp")
+
+        def part(in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
+            y, routed = module(in_BTD)
+            return y, tokens._replace(routed=routed)
+
+        return part
+
+    return made
+
+
+# Attention
+
+
+def attention_part(cfg: config.ModelConfig, keeps: bool) -> Callable[[], Part]:
+    """What makes the attention of a layer to its tokens."""
+    if cfg.linear_attention:
+        return functools.partial(GatedDeltaNet, cfg, name="linear_attention")
+    cfg = dataclasses.replace(cfg, encoder=None, memory_width=0)
+    kind = LatentAttention if cfg.latent_attention else Attention
+    if keeps or cfg.shared_kv_layers:
+        kind = SharingAttention if cfg.shared_kv_layers else KeepingAttention
+    return functools.partial(kind, cfg, attention_parts(cfg), name="attention")
+
+
+def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
+    """What makes the attention of a layer to what another stack made, if it reads that."""
+    if not cfg.reads:
+        return []
+    cfg = cfg.of_memory
+    parts = attention_parts(cfg)._replace(attend=lambda module: _attend_to_memory)
+    return [functools.partial(CrossAttention, cfg, parts, name="cross")]
+
+
+def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
+    return attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg)
+
+
+@functools.cache
+def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
+    """What is done to queries, keys, values and the result of attention."""
+    parts: dict[str, Any] = {"norms": head_norms(cfg)}
+    if cfg.qkv_bias:
+        parts["biased"] = "q" + "k" * cfg.key_bias + "v"
+        if cfg.shared_kv_layers:
+            parts["biased"] = "q"
+    if cfg.positions == "rope":
+        parts["turns"] = (functools.partial(rotated, cfg),)
+    if cfg.attention_temperature:
+        parts["query_turns"] = (functools.partial(tempered, cfg.attention_temperature),)
+    if cfg.attention_chunk:
+        parts["seen"] = functools.partial(in_chunks, cfg.attention_chunk)
+    if cfg.windows:
+        parts["attend"] = functools.partial(windowed, cfg)
+    if cfg.attention_gate:
+        parts["gate"] = functools.partial(gated, cfg)
+    if cfg.head_rows > cfg.heads:
+        parts["result"] = functools.partial(without_padding, cfg)
+    if cfg.attention_out_bias:
+        parts["out_bias"] = functools.partial(out_bias, cfg)
+    return AttentionParts(**parts, **numbers_of_heads(cfg))
+
+
+def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
+    """What heads have learned of distances, or their sinks: see `kernels.attention.head_numbers`."""
+    if cfg.relative_vectors:
+        own = cfg.relative_vectors.own_projections
+        return {"numbers": functools.partial(relative.own_projections, cfg) if own else relative.shared_projections}
+    if cfg.relative_positions:
+        shared = cfg.relative_positions.shared
+        return {"numbers": relative.shared_biases if shared else functools.partial(relative.own_biases, cfg)}
+    return {"numbers": functools.partial(sinks, cfg)} if cfg.attention_sinks else {}
+
+
+def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
+    """What makes the norms of queries, keys and values."""
+    plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
+    unbiased, axes = dataclasses.replace(cfg, norm_bias=False), ("heads head_dim", "kv_heads head_dim")
+    kinds: dict[str, list[Callable[[], Any]]] = {
+        "shared": [functools.partial(Norm, cfg, "head_dim")] * 2,
+        "unscaled": [functools.partial(Norm, plain)] * 2,
+        "per_head": [functools.partial(Norm, unbiased, each) for each in axes],
+        "joint": [
+            functools.partial(JointNorm, unbiased, each, heads)
+            for each, heads in zip(axes, (cfg.heads, cfg.kv_heads), strict=True)
+        ],
+    }
+    none = [lambda: same]
+    of_queries_and_keys = kinds[cfg.qk_norm_kind] if cfg.qk_norm else none * 2
+    return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.value_norm else none))
+
+
+def tempered(tuned: config.AttentionTemperature, q_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+    """Queries that grow with their position."""
+    return q_BTNH * temperature(tokens.positions_BT, tuned).astype(q_BTNH.dtype)
+
+
+def gated(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What multiplies the result of attention by sigmoid(x w) (Qwen3-Next)."""
+    gate = matrix(module, "wg", "embed heads head_dim", (cfg.embed, cfg.head_rows, cfg.head_dim), cfg)
+
+    def multiplied(in_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
+        return shard(out_BTNH * jax.nn.sigmoid(like(project(in_BTD, gate), Q)), OUT)
+
+    return multiplied
+
+
+def sinks(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Tokens], jax.Array]:
+    """The learned logit of nothing of each head (gpt-oss)."""
+    sinks_N = bias(module, "sinks", "heads", (cfg.head_rows,), cfg)
+    return lambda tokens: sinks_N
+
+
+def out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unreduced], Unreduced]:
+    """What adds a bias to what attention adds to the residual stream."""
+    bias_D = bias(module, "bo", "embed", (cfg.embed,), cfg)
+    return lambda y: y + bias_D
+
+
+# The stack
+
+
+class Loop(NamedTuple):
+    """Layers that run in one loop, and those that are left behind it: see `config.Stack`."""
+
+    stack: config.Stack
+    branches: tuple[Callable[[nn.Module], Sequence[Any]], ...]  # of the layers of one turn
+    shared_weights: bool  # whether all layers have the same weights
+    shares_keys: bool  # whether its layers read the keys and values that earlier ones kept
+
+
+class StackParts(NamedTuple):
+    """What a stack has besides its layers. The parts with weights make them in the module they get."""
+
+    loops: tuple[Loop, ...]
+    # What is added to the tokens of all layers, of which caches are only there if text is generated.
+    shared: tuple[Callable[[nn.Module, Tokens], Tokens], ...]
+    # The residual stream before the first layer, and what is done to it after the last one.
+    ends: Callable[[jax.Array], tuple[jax.Array, Change]]
+    # The keys and values, before the first layer, that layers keep for later ones.
+    kept: Callable[[int, int], Kept | None]
+    # By the name of a loop, what is done to its output, from the input of all.
+    beside: Callable[[nn.Module, jax.Array, Tokens], dict[str, Change]]
+    norm: Callable[[], Change]  # after the last layer
+
+
+@functools.cache
+def stack_parts(cfg: config.ModelConfig) -> StackParts:
+    """What a stack of this config has."""
+    shared: list[Callable[[nn.Module, Tokens], Tokens]] = []
+    keeps = cfg.shared_kv_layers > 0
+    if keeps or any(layer.linear_attention for layer in cfg.each_layer):
+        shared.append(functools.partial(with_places_in_cache, in_cache(cfg)))
+    if cfg.relative_positions and cfg.relative_positions.shared:
+        shared.append(functools.partial(relative.with_shared_biases, cfg))
+    if cfg.relative_vectors:
+        shared.append(functools.partial(relative.with_vectors, cfg))
+    loops = []
+    for stack in cfg.stacks:
+        shares = stack.kinds[0].shared_kv_layers > 0
+        each = tuple(branches(kind, keeps and not shares) for kind in stack.kinds)
+        loops.append(Loop(stack, each, stack.kinds[0].shared_layers, shares))
+    return StackParts(
+        tuple(loops),
+        tuple(shared),
+        functools.partial(stream_ends, cfg) if cfg.residual_streams > 1 else one_stream,
+        functools.partial(no_keys, cfg) if keeps else lambda rows, length: None,
+        functools.partial(beside_first_layer, cfg) if cfg.convolution else lambda module, x_BTD, tokens: {},
+        functools.partial(Norm, cfg, name="final_norm") if cfg.final_norm else lambda: same,
+    )
+
+
+def one_stream(x_BTD: jax.Array) -> tuple[jax.Array, Change]:
+    """A single residual stream."""
+    return shard(x_BTD, RESIDUAL), same
+
+
+def stream_ends(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, Change]:
+    """Several residual streams, [M, B, T, D], and what makes one of them after the last layer (AltUp)."""
+    streams = Streams(cfg, name="streams")
+    return streams.apart(x_BTD), streams.together
+
+
+def with_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
+    """The tokens with the place of each layer in the cache, if there is one."""
+    return tokens._replace(places_in_cache_L=jnp.array(places)) if tokens.cache else tokens

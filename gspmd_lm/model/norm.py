@@ -1,0 +1,107 @@
+"""RMSNorm and LayerNorm, computed in float32."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.weights import weight
+from gspmd_lm.sharding.annotate import recomputed, use
+
+Change = Callable[[jax.Array], jax.Array]
+
+
+def same(x: jax.Array) -> jax.Array:
+    """`x` itself: what stands where a model has no norm, no bias and no scale."""
+    return x
+
+
+class Learned(NamedTuple):
+    """A learned vector of a norm."""
+
+    name: str
+    start: float
+    read: Change  # what is added to the stored values
+    apply: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class NormParts(NamedTuple):
+    """What a norm consists of."""
+
+    cfg: config.ModelConfig  # with weights that are used in float32
+    center: Change
+    learned: tuple[Learned, ...]
+
+
+@functools.cache
+def norm_parts(cfg: config.ModelConfig) -> NormParts:
+    """The parts of all norms of a model."""
+    scale = Learned("scale", 1 - cfg.norm_offset, lambda x: x + cfg.norm_offset, operator.mul)
+    learned = [scale] * cfg.norm_scale + [Learned("bias", 0.0, same, operator.add)] * cfg.norm_bias
+    center = {"layernorm": lambda y: y - y.mean(-1, keepdims=True), "rmsnorm": same}[cfg.norm]
+    return NormParts(dataclasses.replace(cfg, compute_dtype="float32"), center, tuple(learned))
+
+
+class Norm(nn.Module):
+    """A norm over the last dimension."""
+
+    cfg: config.ModelConfig
+    axes: str = "embed"  # of scale and bias: the last axes of what is normed
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg, center, learned = norm_parts(self.cfg)
+        size = x.shape[-len(self.axes.split()) :]
+        vectors = [
+            one.read(use(weight(self, one.name, self.axes, size, cfg, nn.initializers.constant(one.start))))
+            for one in learned
+        ]
+
+        @recomputed
+        def normalized(x: jax.Array, *vectors: jax.Array) -> jax.Array:
+            y = center(self.counted(x.astype(jnp.float32)))
+            y *= jax.lax.rsqrt(self.mean(jnp.square(y)) + cfg.norm_eps)
+            for one, vector in zip(learned, vectors, strict=True):
+                y = one.apply(y, vector)
+            return y.astype(x.dtype)
+
+        return normalized(x, *vectors)
+
+    @nn.nowrap
+    def counted(self, x: jax.Array) -> jax.Array:
+        """`x` without what does not count."""
+        return x
+
+    @nn.nowrap
+    def mean(self, squares: jax.Array) -> jax.Array:
+        """The mean of the squares that are normed together."""
+        return 1.0 * squares.mean(-1, keepdims=True)
+
+
+class JointNorm(Norm):
+    """A norm over all heads together, [..., N, H], without those of padding, which stand behind the others."""
+
+    heads: int = 0  # how many heads are no padding
+
+    @nn.nowrap
+    def counted(self, x: jax.Array) -> jax.Array:
+        """`x` with zeros in heads of padding."""
+        if x.shape[-2] == self.heads:
+            return x
+        return jnp.where((jnp.arange(x.shape[-2]) < self.heads)[:, None], x, 0)
+
+    @nn.nowrap
+    def mean(self, squares: jax.Array) -> jax.Array:
+        """The mean over the heads that are no padding."""
+        return squares.shape[-2] / self.heads * squares.mean((-2, -1), keepdims=True)
+
+
+def root(x: jax.Array, least: float = 0.0) -> jax.Array:
+    """The square root of `x`, and at least that of `least`. At zero, its gradient is zero."""
+    return jnp.sqrt(jnp.maximum(x, max(least, jnp.finfo(x.dtype).tiny)))

@@ -1,0 +1,42 @@
+"""Attention to what another stack made: an encoder of a source (T5), or of an image (BLIP-2)."""
+
+import flax.linen as nn
+import jax
+
+from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.kernels.context import keys_spec
+from gspmd_lm.model.tokens import Tokens
+from gspmd_lm.sharding.annotate import shard
+from gspmd_lm.sharding.matmuls import gathered
+
+MEMORY = "memory: batch seq embed"
+WHOLE_MEMORY = "memory: batch kv_seq embed"  # as keys and values are made of it
+
+
+class CrossAttention(Attention):
+    """Attention to what another stack made, [B, S, M], within the segment that has the number of a token's own.
+
+    Its keys and values are written to a cache of their own. Without what the other stack made, they are read there.
+    """
+
+    @property
+    def keys_width(self) -> int:
+        """The width of what another stack made."""
+        return self.cfg.reads
+
+    @nn.nowrap
+    def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
+        """The keys and values of what another stack made, and the tokens with both in the cache."""
+        k_spec, v_spec = keys_spec("k", of_memory=True), keys_spec("v", of_memory=True)
+        memory = tokens.cache and tokens.cache.memory
+        if tokens.memory_BSM is None:
+            assert memory
+            k_BSKH, v_BSKH = memory.of(tokens.layer)
+            return shard(k_BSKH, k_spec), shard(v_BSKH, v_spec), tokens
+        with gathered(tokens.memory_BSM, WHOLE_MEMORY, MEMORY) as in_BSM:
+            k, v = self.projected("k", in_BSM), self.projected("v", in_BSM)
+        k_BSKH, v_BSKH = self.k_norm(shard(k, k_spec)), self.value_norm(shard(v, v_spec))
+        if tokens.cache and memory:
+            memory = memory.written(k_BSKH, v_BSKH, 0, tokens.layer)
+            tokens = tokens._replace(cache=tokens.cache._replace(memory=memory))
+        return k_BSKH, v_BSKH, tokens

@@ -1,0 +1,48 @@
+"""Keys and values that later layers share: the last layers make none of their own (Gemma 3n)."""
+
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.attention import Attention
+from gspmd_lm.model.cache import Kept
+from gspmd_lm.model.kernels.context import keys_spec
+from gspmd_lm.model.tokens import Tokens
+from gspmd_lm.sharding.annotate import like, shard
+
+
+def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
+    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
+    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
+    none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
+    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
+
+
+def kind_of_layer(cfg: config.ModelConfig) -> str:
+    """The kind of layer whose keys and values a layer of this kind shares."""
+    return "sliding" if cfg.sliding_window else "full"
+
+
+class KeepingAttention(Attention):
+    """Attention that keeps its keys and values for later layers."""
+
+    def finish_keys(self, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
+        """Keys and values, and the tokens with both kept."""
+        assert tokens.kept is not None
+        kept = tokens.kept | {kind_of_layer(self.cfg): (k_BSKH, v_BSKH)}
+        return super().finish_keys(k_BSKH, v_BSKH, tokens._replace(kept=kept))
+
+
+class SharingAttention(Attention):
+    """Attention to the keys and values of an earlier layer, which kept them, or has them in the cache."""
+
+    made = ""
+
+    def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
+        """The keys and values of the earlier layer."""
+        assert tokens.shared is not None
+        k, v = tokens.shared[kind_of_layer(self.cfg)]
+        if tokens.cache and in_BTD.shape[1] == 1:
+            k, v = tokens.cache.of(tokens.place_in_cache)
+            return k, v, tokens
+        return shard(k, keys_spec("k")), shard(v, keys_spec("v")), tokens
