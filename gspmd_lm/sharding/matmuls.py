@@ -1,12 +1,8 @@
 """Matmuls with weights. On one device they are plain einsums; on many, reductions are made late and together.
 
-A sum over devices that is not yet made is an array of partial sums, one for each shard, along a new first dimension.
-Each device adds up its partial sums of several matmuls before one reduction pays for all of them:
-
-- forward, those of the matmuls whose results a block adds to the residual stream (`unreduced_matmul`, `reduced`);
-- backward, the gradients of one input that several weights are multiplied with (`gathered`, `project`).
-
-XLA does not do so everywhere by itself. All that lies between is plain arrays:
+docs/reductions.md explains them with a picture. A sum over devices that is not yet made is an array of partial sums.
+Each device adds up its partial sums of several matmuls before one reduction pays for all of them. XLA does not do so
+everywhere by itself. All that lies between is plain arrays:
 
     with gathered(x_BTD, "block_input: batch seq embed", "residual: batch seq embed") as x_BTD:
         gate_BTF, up_BTF = project(x_BTD, w_gate), project(x_BTD, w_up)

@@ -1,6 +1,6 @@
 """Sums over devices that are not yet made: each device adds up its partial sums before one reduction pays for all.
 
-`cut_einsum` makes the partial sums.
+docs/reductions.md explains them with a picture. `einsums.cut_einsum` makes the partial sums.
 """
 
 import dataclasses
