@@ -242,7 +242,7 @@ def load(
     from gspmd_lm.infer.loaded import Model
 
     place = str(folder) if files.is_remote(folder) else str(Path(folder).expanduser())
-    published = session.published(place, _several(overrides))
+    published = session.read_published(place, _several(overrides))
     if not (published or files.is_remote(place) or layout.is_run(Path(place))):
         raise session.no_model(place)
     config = published.config if published else load_config(f"{place}/{layout.CONFIG}", overrides, place)

@@ -119,7 +119,7 @@ def holds_published(folder: str) -> bool:
     return not files.is_remote(folder) and not layout.is_run(path) and (path / architecture.CONFIG).is_file()
 
 
-def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
+def read_published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
     """The model of a folder that transformers wrote, checked; None for a run's folder, and for any other.
 
     overrides: section.key=value. Raises InputError if the model is not supported or has no tokenizer.
@@ -141,14 +141,14 @@ def published(folder: str, overrides: Sequence[str] = ()) -> Pretrained | None:
 def reader(session: Session, folder: str, step: int | None, model: Pretrained | None) -> ReadWeights:
     """A function that reads the weights of a folder, as often as it is called. None are read yet.
 
-    model: what `published` says of the folder. Raises InputError if a run's folder has no weights of the config's
+    model: what `read_published` says of the folder. Raises InputError if a run's folder has no weights of the config's
     model, or if `step` is asked of a published model.
     """
     if not model:
         with checkpoint.of_run(folder, session.config) as checkpoints:
             if not checkpoints.candidates(step):
                 raise no_checkpoint(folder)
-        return lambda wanted: _restored(session, folder, wanted, step)
+        return lambda wanted: _restore(session, folder, wanted, step)
     if step is not None:
         raise InputError(f"step {step}: {folder} is a published model, which has no steps\n  fix   drop it")
 
@@ -160,7 +160,7 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
     return eight_bits.reading(model.config.model, read)
 
 
-def _restored(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
+def _restore(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
     with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
         chosen = checkpoints.choose(step)
         assert chosen is not None, "reader() has seen a checkpoint"
@@ -248,7 +248,7 @@ def train(
     if steps is not None and not is_whole_number(steps, 1):
         raise InputError(f"steps={steps}: not a step to stop at\n  fix   a whole number, or None for train.steps")
     built, warnings = build_step(session)
-    with opened(session, built, warnings, rows=rows) as run:
+    with open_run(session, built, warnings, rows=rows) as run:
         return train_to(run, steps), run.workdir
 
 
@@ -272,7 +272,7 @@ def build_step(session: Session) -> tuple[Step, list[Problem]]:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     session: Session,
     built: Step,
     warnings: Sequence[Problem],

@@ -63,9 +63,12 @@ def with_documents(text: str) -> str:
     """
     if _is_checkout():
         return text
-    urls = importlib.metadata.metadata("gspmd_lm").get_all("Project-URL") or []
-    site = next((url for name, _, url in (line.partition(", ") for line in urls) if name == "Documentation"), "docs")
-    return re.sub(r"\bdocs/(\w+\.md)", rf"{site.rstrip('/')}/\1", text)
+    try:
+        urls = importlib.metadata.metadata("gspmd_lm").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return text
+    named = dict(line.split(", ", 1) for line in urls)
+    return re.sub(r"\bdocs/(\w+\.md)", rf"{named.get('Documentation', 'docs').rstrip('/')}/\1", text)
 
 
 def _is_checkout() -> bool:

@@ -107,11 +107,11 @@ def _system_error(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}\n  fix   {_SYSTEM_ERRORS[error.errno]}, then start the same command"
 
 
-def _parsed(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+def _parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     """The flags of a verb, and the arguments that are not flags. Raises InputError for a flag that is wrong."""
     values = verb.flags()
     try:
-        return values, values(["", *_spelled(values, arguments)])[1:]
+        return values, values(["", *_spell_as_defined(values, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
         name = error.flagname
         others = [other.name for other in VERBS.values() if name in other.flags()]
@@ -146,7 +146,7 @@ def _settings(name: str) -> list[str]:
     return [key for key in keys if key.endswith(f".{name}")] or [f"rules.{name}"] * (name in rules_file.SECTIONS)
 
 
-def _spelled(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+def _spell_as_defined(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
     """The arguments with the names of flags as they are defined: --dry-run is --dry_run."""
     spelled: list[str] = []
     value_follows = False
@@ -206,7 +206,7 @@ def _run(argv: list[str]) -> int:
         hint = f" (did you mean --{flag}={name}?)" if flag else did_you_mean(name, VERBS)
         raise InputError(f"{name}: no such verb{hint}\n  fix   use one of {', '.join(VERBS)}")
     verb = VERBS[name or "train"]
-    values, rest = _parsed(verb, argv[2 if name else 1 :])
+    values, rest = _parse_flags(verb, argv[2 if name else 1 :])
     if values.help or values.version:
         print(_version() if values.version else versions.with_documents(_help(verb) if name else _overview()))
         return 0

@@ -61,7 +61,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
     with session.exclusive(begun, workdir), checkpoint.of_run(workdir, published.config, begun.say) as checkpoints:
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
-        built = _placed(begun, published.config)
+        built = _build_step(begun, published.config)
         built.check_held({"weights": built.held["weights"]})
         begun.say(f"{source}: {published.family.name}, {built.arrays.parameter_count:,} parameters")
         if published.left_out:
@@ -150,7 +150,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
         imported = sidecars.exported(original, config.data.tokenizer)
         written, ends = _written_anew(config, imported, original)
-    built = _placed(begun, config)
+    built = _build_step(begun, config)
     wanted = built.abstract_state.params
     if begun.machine.platform == "cpu" and begun.machine.process_count == 1 and not model.lora:
         # Without a sharding they are read as numpy's arrays. A device on the CPU would hold a copy of them.
@@ -216,7 +216,7 @@ def _classes(workdir: str) -> list[str]:
     return files.json_value(path.read_text(), Path(path)) if path.exists() else []
 
 
-def _placed(begun: Session, config: configs.Config) -> step.Step:
+def _build_step(begun: Session, config: configs.Config) -> step.Step:
     """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
     arrays = state.arrays(config)
     shapes.checked(dataclasses.replace(arrays, named_optimizer=(), optimizer=()), begun.rules)

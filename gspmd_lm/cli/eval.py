@@ -46,7 +46,7 @@ def _held_out(values: flags.FlagValues, config: "Config", rules: "Rules") -> int
     _refuse_output(values.output)
     begun = inputs.begin(values, config, rules)
     built, warnings = session.build_step(begun)
-    with session.opened(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
+    with session.open_run(begun, built, warnings, writes=False, compile_cache=values.compile_cache) as run:
         run.evaluate(values.step)
     return 0
 

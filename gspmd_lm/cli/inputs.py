@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gspmd_lm.runtime.startup import Runtime
     from gspmd_lm.session import ReadWeights, Session
 
-_OF_RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
+_RULES_ALONE = {*rules_file.SECTIONS} - {"rules", "optimizer", "context"}  # what no config has a key of
 PLAN = "plan"  # in place of a rules file
 
 
@@ -35,10 +35,10 @@ def read_config(values: flags.FlagValues) -> Config:
 
 def config_sets(values: flags.FlagValues) -> list[str]:
     """What --set lays over the config. Raises InputError for a key that rules files have and configs do not."""
-    texts = [text for text in values.set if not _of_rules(text)]
+    texts = [text for text in values.set if not _sets_rules(text)]
     for text in texts:
         key, equals, value = text.partition("=")
-        section = next((part for part in key.split(".") if part in _OF_RULES_ALONE), None)
+        section = next((part for part in key.split(".") if part in _RULES_ALONE), None)
         if equals and section:
             rest = key[key.index(section) :]
             raise InputError(f"--set {text}: a key of the rules file\n  fix   --set rules.{rest}={value}")
@@ -47,10 +47,10 @@ def config_sets(values: flags.FlagValues) -> list[str]:
 
 def rules_sets(values: flags.FlagValues) -> list[str]:
     """What --set lays over the rules file: the keys that begin with rules."""
-    return [text for text in values.set if _of_rules(text)]
+    return [text for text in values.set if _sets_rules(text)]
 
 
-def _of_rules(text: str) -> bool:
+def _sets_rules(text: str) -> bool:
     return text.partition("=")[0].partition(".")[0].strip() == "rules"
 
 
@@ -152,7 +152,7 @@ def begin(
         keep_memory=keep_memory,
     )
     if values.rules == PLAN:
-        rules = _planned(values, config, machine)
+        rules = _plan_rules(values, config, machine)
     processes.watch(logging.getLogger("gspmd_lm").warning)
     excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
                 "help")  # fmt: skip
@@ -160,7 +160,7 @@ def begin(
     return session.begin(config, rules, machine, values.workdir, stderr, given)
 
 
-def _planned(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:
+def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:
     """The best layout for the devices at hand: the one that was found for them in the workdir before, else a new plan.
 
     On simulated devices, which have no times, layouts are ranked by what they send and by memory.
@@ -214,7 +214,7 @@ def begin_with_weights(
     """
     from gspmd_lm import session
 
-    model = session.published(folder, config_sets(values))
+    model = session.read_published(folder, config_sets(values))
     if model and values.config:
         raise InputError(f"--config={values.config}: {folder} has a config.json of its own\n  fix   drop it")
     begun = begin(values, model.config if model else config, rules, stderr)

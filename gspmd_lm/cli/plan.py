@@ -76,7 +76,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     for planned, (place, asked) in zip(plans, cases, strict=True):
         usd = outcome.hourly_usd(place.chip.name, prices) if place.chip else None
         outcomes.append(outcome.Outcome(planned, asked.data.batch, usd, values.tokens or 0.0, values.days or 0.0))
-    best = shown.ranked(outcomes)[0]
+    best = shown.rank(outcomes)[0]
     asked = next(asked for (_, asked), one in zip(cases, outcomes, strict=True) if one is best)
     advised: list[shown.Note] = []
     if best.plan.best and best.plan.target.chip:

@@ -50,7 +50,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     if values.train_tokenizer:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)
     executable = _executable(values, built) if values.executable else None
-    with session.opened(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
+    with session.open_run(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
     return 0

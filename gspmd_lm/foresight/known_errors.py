@@ -112,7 +112,7 @@ def known_error(kind: Kind) -> str:
     which = "it" if len(runs) == 1 else "all of them" if fitted == len(runs) else f"{fitted} of them"
     table = _table(kind)
     times = "measured step times" if table is MEASURED else "published step times"
-    fit = f"; constants were fitted with {which} in view" if fitted else ""
+    fit = f"; constants were fitted to {which}" if fitted else ""
     if kind not in table:
         others = f"{mean:.1%} in the mean of {len(runs)} other {times} on {kind.chip}"
         return f"not known for {kind}: {others}{fit}"

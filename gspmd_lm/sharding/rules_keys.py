@@ -17,7 +17,7 @@ def _one_of(*words: str) -> Any:
 
 
 _ARRAYS, _AXES = "|".join(DECODER.arrays), "|".join(DECODER.axes)
-_ROWS = {"anyOf": [{"enum": [*DECODER.axes]}, {"pattern": rf"^([a-z_0-9]+\.)*({_ARRAYS})\.({_AXES})$"}]}
+_ROWS: Any = {"anyOf": [{"enum": [*DECODER.axes]}, {"pattern": rf"^([a-z_0-9]+\.)*({_ARRAYS})\.({_AXES})$"}]}
 MeshAxis = Annotated[str, _one_of(*MESH_AXES)]
 Platform = Annotated[str, _one_of(*PLATFORMS)]
 Kernel = Annotated[str, _one_of(*dict.fromkeys(kernel for kernels in KERNELS.values() for kernel in kernels))]

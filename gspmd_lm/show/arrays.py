@@ -112,7 +112,7 @@ def _table(name: str, listed: Sequence[PlacedArray], form: Form) -> Table:
                 form.times.join(map(str, row.shape)),
             ]
             splits = [row.in_use if row.at_rest is None else row.at_rest, *[row.in_use] * both]
-            table.add_row(*map(Text, texts), *(_coloured(row.axes, spec, form) for spec in splits),
+            table.add_row(*map(Text, texts), *(_colour_axes(row.axes, spec, form) for spec in splits),
                           f"{row.bytes_per_device:,}")  # fmt: skip
     return table
 
@@ -126,7 +126,7 @@ def _modules(listed: Sequence[PlacedArray]) -> Iterator[tuple[str, list[PlacedAr
         yield ".".join(names[0] for names in shared) if len(group) > 1 else "", group
 
 
-def _coloured(axes: tuple[str, ...], spec: Spec, form: Form) -> Text:
+def _colour_axes(axes: tuple[str, ...], spec: Spec, form: Form) -> Text:
     """What `split` says, each mesh axis in its colour."""
     parts = [
         Text("+").join(Text(f"{'' if n else f'{axis}/'}{name}", COLOURS[name]) for n, name in enumerate(names))

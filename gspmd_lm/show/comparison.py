@@ -37,7 +37,7 @@ ALIKE = 0.01  # the times of two layouts that differ by less are the same
 def show(reports: Sequence[Report], console: Console) -> None:
     """Prints one report, no longer than a screen, or several side by side with the best first."""
     if len(reports) > 1:
-        terminal.show(console, [comparison(ranked(reports))], _title_of(reports))
+        terminal.show(console, [comparison(rank(reports))], _title_of(reports))
     else:
         # The summary has the facts.
         shown = [dataclasses.replace(section, facts=()) for section in sections(reports[0]) if section.blocks]
@@ -49,7 +49,7 @@ def page(reports: Sequence[Report], command: str = "") -> str:
 
     command: what made the page, for readers who want to repeat it.
     """
-    reports = ranked(reports)
+    reports = rank(reports)
     compared = html.sections([comparison(reports)]) if len(reports) > 1 else ""
     return html.page(_title_of(reports), command, compared + layouts(reports) + html.words(), data(reports))
 
@@ -150,11 +150,11 @@ def comparison(reports: Sequence[Report]) -> Section:
         "<p>Memory (compiled) above step time (predicted), on one scale each. Lines mark the peak and the limit of "
         f'memory, and the floor of compute.</p><dl class="bars">{bars}</dl>'
     )
-    blocks = [Notes(summary(reports)), compared(reports), *(Text(note, "dim") for note in notes)]
+    blocks = [Notes(summary(reports)), figures(reports), *(Text(note, "dim") for note in notes)]
     return Section("Side by side", "", [*blocks, *([findings] if layouts_by_finding else []), Figure(drawing)])
 
 
-def compared(reports: Sequence[Report]) -> Table:
+def figures(reports: Sequence[Report]) -> Table:
     """The table of the comparison, with the best in each row marked.
 
     A layout that does not fit is never best, and none is where all figures read alike.
@@ -173,7 +173,7 @@ def compared(reports: Sequence[Report]) -> Table:
         least = texts[min(able, key=able.__getitem__)] if len({texts[i] for i in able}) > 1 else ""
         return [label, known, *(cell(reports[i], one, i in able and one == least) for i, one in enumerate(texts))]
 
-    def predicted(name: str) -> list[float | None]:
+    def prediction_values(name: str) -> list[float | None]:
         return [getattr(report.prediction, name) if report.prediction else None for report in reports]
 
     sent = [None if report.memory.refusal else report.sent_bytes for report in reports]
@@ -184,10 +184,10 @@ def compared(reports: Sequence[Report]) -> Table:
         names = [getattr(report, label) for report in reports]
         rows += [words(label, "", names)] if len(set(names)) > 1 else []
     times = [
-        line("step time", "predicted", predicted("step_time_s"), human_seconds),
-        line(f"{unit}/s per device", "predicted", predicted("tokens_per_s_per_device"), "{:,.0f}".format, -1),
-        line("MFU", "predicted", predicted("mfu"), "{:.1%}".format, -1),
-        line("exposed communication", "predicted", predicted("exposed_communication_s"), human_seconds),
+        line("step time", "predicted", prediction_values("step_time_s"), human_seconds),
+        line(f"{unit}/s per device", "predicted", prediction_values("tokens_per_s_per_device"), "{:,.0f}".format, -1),
+        line("MFU", "predicted", prediction_values("mfu"), "{:.1%}".format, -1),
+        line("exposed communication", "predicted", prediction_values("exposed_communication_s"), human_seconds),
     ]
     rows += [
         words("fits", "compiled", ["yes" if report.memory.fits else "NO" for report in reports]),
@@ -246,7 +246,7 @@ def _fastest(reports: Sequence[Report]) -> str:
             f"{behind:.1%} longer ({differences(best.prediction, second.prediction, step_s)})")  # fmt: skip
 
 
-def ranked(reports: Sequence[Report]) -> list[Report]:
+def rank(reports: Sequence[Report]) -> list[Report]:
     """The reports, best first: those that fit, then shorter predicted times; where there are none, fewer bytes sent."""
 
     def cost(report: Report) -> tuple[bool, float, int, int]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
-Style = Literal["", "good", "bad", "best", "dim", "verdict"]
+Style = Literal["", "good", "bad", "best", "dim"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Explanation(Report):
         return text([self])
 
     def _repr_html_(self) -> str:
-        return framed(comparison.page([self]))
+        return frame(comparison.page([self]))
 
     def to_json(self) -> Any:
         """The plain values that `explain --json` writes."""
@@ -46,7 +46,7 @@ class Comparison(tuple[Explanation, ...]):
         return text(self)
 
     def _repr_html_(self) -> str:
-        return framed(comparison.page(self))
+        return frame(comparison.page(self))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -86,7 +86,7 @@ class FoundPlan(Plan):
         return text_of(lambda console: plan.show([self._outcome], console), 140)
 
     def _repr_html_(self) -> str:
-        return framed(plan.page([self._outcome], [], self._command))
+        return frame(plan.page([self._outcome], [], self._command))
 
 
 class Trained(dict[str, float]):
@@ -107,7 +107,7 @@ class Trained(dict[str, float]):
         return self.run.points("loss")
 
     def _repr_html_(self) -> str:
-        return framed(run.page([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
+        return frame(run.page([self.run], f"gspmd_lm.train(..., workdir={str(self.workdir)!r})"))
 
 
 def text(reports: Sequence[Report], width: int = 120) -> str:
@@ -115,7 +115,7 @@ def text(reports: Sequence[Report], width: int = 120) -> str:
     return text_of(lambda console: comparison.show(reports, console), width)
 
 
-def framed(document: str) -> str:
+def frame(document: str) -> str:
     """A whole page within a notebook, apart from its styles and scripts."""
     return (
         f'<iframe srcdoc="{svg.text(document)}" sandbox="allow-scripts" '

@@ -34,7 +34,7 @@ def show(outcomes: Sequence[Outcome], console: Console, advice: Sequence[Note] =
 
 def page(outcomes: Sequence[Outcome], advice: Sequence[Note], command: str) -> str:
     """The HTML of a page with what `show` prints, pictures, the best rules file, and reports on the best layouts."""
-    best = ranked(outcomes)[0]
+    best = rank(outcomes)[0]
     content, plan = sections(outcomes, advice), best.plan
     if plan.best is None:
         return html.page(f"Plan of {plan.config}", command, html.sections(content))
@@ -49,12 +49,12 @@ def page(outcomes: Sequence[Outcome], advice: Sequence[Note], command: str) -> s
 
 def sections(outcomes: Sequence[Outcome], advice: Sequence[Note] = ()) -> list[Section]:
     """What a terminal and a page show: the targets if they are several, and the ranking of the best plan."""
-    best, *others = ranked(outcomes)
+    best, *others = rank(outcomes)
     compared = [_targets([best, *others])] if others else []
     return [*compared, _ranking(best, advice) if best.plan.best else _nothing_fits(best, advice)]
 
 
-def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The plans that are in time first, then the others; the cheapest first if prices are known, else the fastest."""
 
     def key(outcome: Outcome) -> tuple[bool, float, float]:
@@ -70,10 +70,10 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     plan, lines = outcome.plan, outcome.lines()
-    left = len(lines) - len(shown(lines))
+    left = len(lines) - len(top_lines(lines))
     more = [Text(f"and {left:,} more that may fit", "dim")] if left else []
     rows = [{name: Cell(cell, style="best" if line.candidate is plan.best else "")
-             for name, cell in cells(outcome, line).items()} for line in shown(lines)]  # fmt: skip
+             for name, cell in cells(outcome, line).items()} for line in top_lines(lines)]  # fmt: skip
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
         notes.append(("search", "; ".join(filter(None, (plan.stopped, estimate_error(plan))))))
@@ -82,7 +82,7 @@ def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     return Section("Ranking", "predicted", [*blocks, Notes([note for note in notes if note[1]])])
 
 
-def shown(lines: Sequence[Line]) -> list[Line]:
+def top_lines(lines: Sequence[Line]) -> list[Line]:
     """The lines of a table: the best of those that were compiled, then of those that were estimated."""
     compiled = [line for line in lines if line.candidate.compiled][:SHOWN]
     return compiled or list(lines[:SHOWN])
@@ -112,13 +112,13 @@ def cells(outcome: Outcome, line: Line) -> dict[str, str]:
         f"{short}/s/dev": f"{line.tokens_per_s / target.devices:,.0f}",
         "MFU": figure(line.mfu, "{:.1%}".format),
         "memory": memory,
-        "exposed": _exposed(line.exposed_by_axis, line.step_time_s) or "-",
+        "exposed": _waits(line.exposed_by_axis, line.step_time_s) or "-",
         f"$/B {short}": figure(line.usd_per_billion_tokens, "{:,.2f}".format),
         "known by": "compiled" if one.compiled else "estimated",
     }
 
 
-def _exposed(by_axis: Mapping[str, float], step_s: float) -> str:
+def _waits(by_axis: Mapping[str, float], step_s: float) -> str:
     """The mesh axes that a step waits for, each with its share of the step."""
     waits = sorted(by_axis.items(), key=lambda pair: -pair[1])
     return ", ".join(
@@ -234,8 +234,8 @@ def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool 
 
 def _targets(outcomes: Sequence[Outcome]) -> Section:
     """Several plans side by side, and the time of their tokens against their chips."""
-    table = table_of("Targets", [compared(outcome) for outcome in outcomes], WORDS)
-    notes = Notes([(f"{outcome.plan.target.text}, {outcome.batch:,} rows", _said(outcome)) for outcome in outcomes])
+    table = table_of("Targets", [target_row(outcome) for outcome in outcomes], WORDS)
+    notes = Notes([(f"{one.plan.target.text}, {one.batch:,} rows", _search_words(one)) for one in outcomes])
     known = [outcome for outcome in outcomes if outcome.tokens_per_s]
     if not known:
         return Section("Targets", "predicted", [table, notes])
@@ -253,7 +253,7 @@ def _targets(outcomes: Sequence[Outcome]) -> Section:
     return Section("Targets", "predicted", [table, notes, picture])
 
 
-def _said(outcome: Outcome) -> str:
+def _search_words(outcome: Outcome) -> str:
     """What is to be known of one plan beside others: how far its search came, and what its target asks for."""
     plan, left = outcome.plan, not_ranked(outcome.plan)
     said = f"{plan.searched:,} layouts estimated, {plan.compiled} compiled in {human_duration(plan.seconds)}"
@@ -261,7 +261,7 @@ def _said(outcome: Outcome) -> str:
     return "; ".join(filter(None, parts))
 
 
-def compared(outcome: Outcome) -> dict[str, str]:
+def target_row(outcome: Outcome) -> dict[str, str]:
     """The cells of one plan beside others, below their headings."""
     line = next(iter(outcome.lines()), None) if outcome.plan.best else None
     return {

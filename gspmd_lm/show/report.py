@@ -27,7 +27,7 @@ from gspmd_lm.show.document import (
     Text,
     table_of,
 )
-from gspmd_lm.show.svg import Part, bar, listed
+from gspmd_lm.show.svg import Part, bar, list_parts
 from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
 
 COLLECTIVES = (
@@ -46,13 +46,13 @@ def first_lines(report: Report, said: Collection[str] = ()) -> str:
 
     said: the messages of warnings that stand above them.
     """
-    parts = {"memory": memory_parts(report), "time": time_parts(report)}
-    lines = [(name, f"{words}; {listed(parts[name])}" if parts.get(name) else words) for name, words in summary(report)]
+    parts = {"memory": list_parts(memory_parts(report)), "time": list_parts(time_parts(report))}
+    lines = [(name, "; ".join(filter(None, (words, parts.get(name))))) for name, words in summary(report)]
     warned = [warning.message for warning in report.warnings if warning.message not in said]
     if warned:
         more = f"; and {len(warned) - MOST_WARNED} more" if len(warned) > MOST_WARNED else ""
         lines.append(("warnings", f"explain gives fixes for: {'; '.join(warned[:MOST_WARNED])}{more}"))
-    printed = terminal.text_of(lambda console: console.print(terminal.aligned(lines)), 80)
+    printed = terminal.text_of(lambda console: console.print(terminal.align(lines)), 80)
     return "\n".join(line.rstrip() for line in printed.splitlines())
 
 
@@ -253,12 +253,12 @@ def _collectives(report: Report) -> Section:
     def cause(one: Collective) -> Hashable:
         return one.rules if of_rules else one.source
 
-    alike = _grouped(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, cause(one), one.overlapped))
-    by_axes = _grouped(report, lambda one: (one.mesh_axes, one.phase))
+    alike = _groups(report, lambda one: (one.kind, one.mesh_axes, one.dtype, one.phase, cause(one), one.overlapped))
+    by_axes = _groups(report, lambda one: (one.mesh_axes, one.phase))
     table = Table(
         "Collectives",
         columns,
-        [row(_merged(group)) for group in alike],
+        [row(_merge(group)) for group in alike],
         left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
         groups=[
             (row(_sums(group, whole or 1)), [row(_collective(one, whole=whole)) for one in group]) for group in by_axes
@@ -268,7 +268,7 @@ def _collectives(report: Report) -> Section:
     return Section(title, "compiled", [Figure(hint), table], facts)
 
 
-def _grouped(report: Report, key: Callable[[Collective], Hashable]) -> list[list[Collective]]:
+def _groups(report: Report, key: Callable[[Collective], Hashable]) -> list[list[Collective]]:
     """Collectives with the same key together, those that send most first."""
     groups = collections.defaultdict[Hashable, list[Collective]](list)
     for one in sorted(report.collectives, key=lambda one: one.bytes_per_device_per_step, reverse=True):
@@ -276,7 +276,7 @@ def _grouped(report: Report, key: Callable[[Collective], Hashable]) -> list[list
     return sorted(groups.values(), key=_sent, reverse=True)
 
 
-def _merged(alike: Sequence[Collective]) -> Row:
+def _merge(alike: Sequence[Collective]) -> Row:
     """The row of collectives that differ only in the array they move: the largest of them, with the sums of all."""
     times, more = sum(one.times_per_step for one in alike), len({one.op for one in alike}) - 1
     whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent(alike))
@@ -320,7 +320,7 @@ def memory_bar(report: Report, whole: float) -> str:
     """The parts of memory, on the scale of `whole` bytes."""
     memory, parts = report.memory, memory_parts(report)
     marks = [("peak", memory.peak_bytes), ("limit", memory.limit_bytes)]
-    label = f"Memory of {report.layout}: {listed(parts)}; {fit(memory)}"
+    label = f"Memory of {report.layout}: {list_parts(parts)}; {fit(memory)}"
     return bar(parts, max(whole, sum(part.amount for part in parts)), label,
                [(f"{name} {human_bytes(size)}", size) for name, size in marks if size is not None])  # fmt: skip
 
@@ -329,7 +329,7 @@ def time_bar(report: Report, whole: float) -> str:
     """The parts of a step's time, on the scale of `whole` seconds."""
     parts, floor_s = time_parts(report), report.floor.compute_s
     marks = [] if floor_s is None else [(f"floor of compute {human_seconds(floor_s)}", floor_s)]
-    return bar(parts, whole, f"Step time of {report.layout}: {listed(parts)}", marks)
+    return bar(parts, whole, f"Step time of {report.layout}: {list_parts(parts)}", marks)
 
 
 # ---- words and numbers

@@ -38,7 +38,7 @@ class Part(NamedTuple):
     quantity: str  # the amount with its unit
 
 
-def listed(parts: Iterable[Part]) -> str:
+def list_parts(parts: Iterable[Part]) -> str:
     """'matmul 9.24 s, attention 2.34 s'"""
     return ", ".join(f"{part.label} {part.quantity}" for part in parts)
 
@@ -50,7 +50,7 @@ def bar(parts: Iterable[Part], whole: float, label: str, marks: Sequence[tuple[s
     """
     pieces = [
         f'<span class="k-{text(part.kind)}" style="width:{100 * part.amount / whole:.3f}%" '
-        f'title="{text(listed([part]))}"></span>'
+        f'title="{text(list_parts([part]))}"></span>'
         for part in parts
         if part.amount > 0
     ]

@@ -98,7 +98,7 @@ def _block(block: Block, room: Room) -> Iterator[RenderableType]:
         case Table() if block.rows:
             yield from _table(block, room)
         case Notes():
-            yield aligned(block.notes)
+            yield align(block.notes)
         case Findings():
             yield from _findings(block.findings, room.findings)
         case Pair():
@@ -106,7 +106,7 @@ def _block(block: Block, room: Room) -> Iterator[RenderableType]:
                 yield from _block(one, room)
 
 
-def aligned(notes: Sequence[tuple[str, str]]) -> Grid:
+def align(notes: Sequence[tuple[str, str]]) -> Grid:
     """Names, and what is said of each beside them."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for name, note in notes:

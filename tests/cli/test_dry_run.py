@@ -14,10 +14,7 @@ def test_dry_run(run):
     code, out, err = run("--rules=fsdp2_tp4.yaml", "--dry_run")
     assert (code, err) == (0, "")
     assert "layers.attention.wq" in out and "embed/fsdp heads/tensor" in out
-    assert (
-        "tiny under fsdp2_tp4: 920,704 parameters, mesh fsdp=2 tensor=4".replace(" tensor", " x tensor")
-        in out
-    )
+    assert "tiny under fsdp2_tp4: 920,704 parameters, mesh fsdp=2 tensor=4".replace(" tensor", " x tensor") in out
     for total in ("weights", "optimizer", "gradients", "sum"):
         assert f"\n  {total} " in out
 

@@ -149,20 +149,20 @@ def test_an_error_is_told_of_runs_of_the_same_kind(monkeypatch):
     ] == [
         "not known: -20.0% for one published step time on v5p, several slices, splash attention, experts",
         "3.0% in the mean of 2 published step times on h100, one host, cudnn attention; constants were "
-        "fitted with all of them in view",
+        "fitted to all of them",
         "3.0% in the mean of 2 published step times on h100, several hosts, cudnn attention; constants were "
-        "fitted with 1 of them in view",
+        "fitted to 1 of them",
         "not known: +19.0% for one published step time on v5e, one slice, xla attention",
         "2.0% in the mean of 2 published step times on v5p, several slices, splash attention",
         "not known for h100, several hosts, xla attention: 3.0% in the mean of 4 other published step times on h100; "
-        "constants were fitted with 3 of them in view",
+        "constants were fitted to 3 of them",
         "not compared with any measurement",
     ]
     measured = Kind("h100", False, "cudnn", alone=True)
     monkeypatch.setattr(known_errors, "MEASURED", {measured: ((0.01, False), (-0.03, True))})
     assert known_errors.known_error(measured) == (
         "2.0% in the mean of 2 measured step times on h100, one GPU, cudnn attention; constants were "
-        "fitted with 1 of them in view"
+        "fitted to 1 of them"
     )
     assert known_errors.known_error(measured._replace(attention="xla")).startswith("not known for h100, one GPU, xla")
     assert "4 other published" in known_errors.known_error(Kind("h100", True, "xla"))  # those alone are another thing

@@ -69,7 +69,7 @@ def test_the_ranking_keeps_the_order_of_the_plan(planned):
     assert [line.tied for line in lines] == [True, True, False, False]
     assert lines[0].mfu == lines[0].candidate.report.prediction.mfu
     assert lines[3].mfu == pytest.approx(1 / 10)  # priced alone: the FLOPs are those of the compiled ones
-    assert [line.candidate.compiled for line in shown.shown(lines)] == [True, True, True]
+    assert [line.candidate.compiled for line in shown.top_lines(lines)] == [True, True, True]
 
 
 def test_money_and_days_follow_from_tokens_per_second(planned):
@@ -210,7 +210,7 @@ def test_the_terminal_and_the_page_show_the_same_layouts(planned):
     shown.show([planned], console)
     printed = console.export_text()
     html = html_of.sections([*shown.sections([planned]), *shown._memory(planned)])
-    for line in shown.shown(planned.lines()):
+    for line in shown.top_lines(planned.lines()):
         for cell in shown.cells(planned, line).values():
             assert cell in html
             assert cell in printed
@@ -223,9 +223,9 @@ def test_targets_are_compared_by_what_their_tokens_cost(planned):
     cheap = dataclasses.replace(planned, days=0.0)
     late = dataclasses.replace(planned, usd_per_chip_hour=0.1)
     nothing = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, best=None, candidates=()), days=0.0)
-    assert shown.ranked([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
-    assert shown.compared(nothing)["layout"] == "nothing fits"
-    assert list(shown.compared(nothing).values()).count("-") == 6
+    assert shown.rank([late, nothing, dear, cheap]) == [cheap, dear, nothing, late]
+    assert shown.target_row(nothing)["layout"] == "nothing fits"
+    assert list(shown.target_row(nothing).values()).count("-") == 6
 
 
 @pytest.mark.parametrize("text", ["v5e:2x4", "2@v6e:4x4", "v5p:2x2x1", "v5p:4x4x4", "h100:8", "h100:2x8/800"])

@@ -97,14 +97,14 @@ def test_split():
 
 def test_ranked():
     given = [sample.REFUSED, sample.CPU, sample.LLAMA, sample.FSDP]
-    assert comparison.ranked(given) == [sample.FSDP, sample.LLAMA, sample.CPU, sample.REFUSED]
+    assert comparison.rank(given) == [sample.FSDP, sample.LLAMA, sample.CPU, sample.REFUSED]
     quick = dataclasses.replace(sample.LLAMA, memory=dataclasses.replace(sample.LLAMA.memory, fits=False))
-    assert comparison.ranked([quick, sample.CPU]) == [sample.CPU, quick]  # what does not fit takes no time at all
+    assert comparison.rank([quick, sample.CPU]) == [sample.CPU, quick]  # what does not fit takes no time at all
 
 
 def rows(*reports):
     """Label -> how it is known, and the cells of the reports, for each row of the comparison."""
-    return {label: (known, cells) for label, known, *cells in comparison.compared(reports).rows}
+    return {label: (known, cells) for label, known, *cells in comparison.figures(reports).rows}
 
 
 def texts(row):
@@ -208,7 +208,7 @@ def all_texts(section):
 @pytest.mark.parametrize("reports", [[sample.LLAMA], [sample.CPU], [sample.REFUSED], [sample.SLICES], SEVERAL])
 def test_the_terminal_and_the_page_say_the_same(reports):
     console = Console(file=io.StringIO(), width=400, highlight=False)
-    sections = [comparison.comparison(comparison.ranked(reports))] if len(reports) > 1 else report.sections(*reports)
+    sections = [comparison.comparison(comparison.rank(reports))] if len(reports) > 1 else report.sections(*reports)
     terminal.show(console, sections)
     printed = re.sub(r"\s+", " ", console.file.getvalue())
     page = Reader(comparison.page(reports)).find("main")[0]["text"]
@@ -225,10 +225,10 @@ def test_without_times_layouts_are_ranked_by_what_they_send():
     more = dataclasses.replace(first, bytes_per_device_per_step=first.bytes_per_device_per_step + 1)
     other = dataclasses.replace(sample.CPU, rules="rules/other.yaml", collectives=(more, *rest))
     page = terminal.text_of(lambda console: comparison.show([other, sample.CPU], console), 120)
-    assert comparison.ranked([other, sample.CPU]) == [sample.CPU, other]
+    assert comparison.rank([other, sample.CPU]) == [sample.CPU, other]
     assert "ranked by bytes sent, then memory" in page and "step time" not in page and "MFU" not in page
     assert page.count(sample.CPU.no_prediction) == 1
-    table = comparison.compared([sample.CPU, other])
+    table = comparison.figures([sample.CPU, other])
     assert not any(cell.text.endswith("*") for row in table.rows for cell in row if not isinstance(cell, str))
 
 
