@@ -49,8 +49,11 @@ def candidates(line: str) -> tuple[str, list[str]]:
         head = last[: max(last.find("="), last.rfind(",")) + 1]
         found = _values(_flag(last))
     elif last.startswith("-"):
-        found = [f"--{name} " if known[name].flag_type() == "bool" else f"--{name}="
-                 for name in sorted(known) if len(name) > 1]  # fmt: skip
+        found = [
+            f"--{name} " if known[name].flag_type() == "bool" else f"--{name}="
+            for name in sorted(known)
+            if len(name) > 1
+        ]
     elif flag_before in known and known[flag_before].flag_type() != "bool":
         found = _values(flag_before)
     elif not before:
@@ -73,8 +76,12 @@ def _values(name: str) -> list[str]:
         from gspmd_lm.cli import config_keys
 
         return [f"{key.name}=" for group in config_keys.every_key() for key in group.keys if "[]" not in key.name]
-    listed = {"rules": lambda: paths.known_names("rules"), "config": lambda: paths.known_names("configs"),
-              "platform": lambda: PLATFORMS, "phase": lambda: ("train", "prefill", "decode")}  # fmt: skip
+    listed = {
+        "rules": lambda: paths.known_names("rules"),
+        "config": lambda: paths.known_names("configs"),
+        "platform": lambda: PLATFORMS,
+        "phase": lambda: ("train", "prefill", "decode"),
+    }
     return [f"{value} " for value in listed[name]()] if name in listed else []
 
 

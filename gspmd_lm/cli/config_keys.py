@@ -29,8 +29,14 @@ from gspmd_lm.sharding.rules_keys import RulesFile
 REQUIRED = "required"
 SCHEMAS = {"config": Config, "rules": RulesFile}
 _LARGEST = 2**31 - 2  # bounds from here on are those of int32, not of the setting
-_KINDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "null": "null",
-          "object": "mapping"}  # fmt: skip
+_KINDS = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+    "object": "mapping",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,8 +232,12 @@ def _kind(value: Mapping[str, Any]) -> str:
     if value.get("type") == "array":
         return f"list of {_kind(value['items'])}"
     words = _KINDS[value.get("type", "object")]
-    for word, key in (("from", "minimum"), ("above", "exclusiveMinimum"), ("to", "maximum"),
-                      ("to below", "exclusiveMaximum")):  # fmt: skip
+    for word, key in (
+        ("from", "minimum"),
+        ("above", "exclusiveMinimum"),
+        ("to", "maximum"),
+        ("to below", "exclusiveMaximum"),
+    ):
         if key in value and value[key] < _LARGEST:
             words += f" {word} {value[key]}"
     return words

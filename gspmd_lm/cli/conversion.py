@@ -75,9 +75,11 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         if values.ignore:
             begun.say(f"ignored in {architecture.CONFIG}: {', '.join(values.ignore)}")
         if not published.reads_text and not published.config.model.patches:
-            begun.say(f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
-                     f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
-                     "what there is; then --set data.tokenizer=T")  # fmt: skip
+            begun.say(
+                f"warning: {source}: there is no tokenizer.json, so the model cannot read text. With "
+                f"transformers, AutoTokenizer.from_pretrained('{source}').save_pretrained('T') writes one from "
+                "what there is; then --set data.tokenizer=T"
+            )
         params = published.load(built.state_shardings.params)
         # The checkpoint comes last: if it exists, everything exists. Until then the same command can be given again.
         if begun.machine.is_main:
@@ -131,16 +133,20 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     if like:
         like |= of_classes
     elif "problem_type" in of_classes:
-        begun.say(f"warning: add problem_type: {SEVERAL} to {folder / architecture.CONFIG}: without it, "
-                 "pipelines of transformers take one class of a text")  # fmt: skip
+        begun.say(
+            f"warning: add problem_type: {SEVERAL} to {folder / architecture.CONFIG}: without it, "
+            "pipelines of transformers take one class of a text"
+        )
     if original and (original / IGNORED).is_file():
         fields = parse_object(paths.read_text(original / IGNORED), original / IGNORED).get(architecture.CONFIG)
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
         begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     base = config.train.init_from
     if not original and base and not layout.path_of(base).is_dir():
-        begun.say(f"warning: train.init_from: {base} does not exist, so neither does its config.json: "
-                 "a new one is written from the model's settings")  # fmt: skip
+        begun.say(
+            f"warning: train.init_from: {base} does not exist, so neither does its config.json: "
+            "a new one is written from the model's settings"
+        )
     if begun.machine.is_main:
         inputs.check_folder("to", folder)
     if values.adapter:

@@ -10,11 +10,15 @@ def _define(flags: Flags) -> None:
     on_devices(flags)
     flags.group("The published model")
     flags.text("from", None, "The folder to read: config.json and *.safetensors, as transformers writes them.")
-    flags.several("ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may "
-                  "be repeated.")  # fmt: skip
+    flags.several(
+        "ignore", "Pass over this field of --from's config.json, whose meaning is not known. This flag may be repeated."
+    )
     flags.text("to", None, "The new folder to write, which transformers can load.")
-    flags.text("dtype", None, "The dtype that --to writes: float32, bfloat16 or float16. The default is the dtype that "
-               "each tensor came in.")  # fmt: skip
+    flags.text(
+        "dtype",
+        None,
+        "The dtype that --to writes: float32, bfloat16 or float16. The default is the dtype that each tensor came in.",
+    )
     flags.yes_no("adapter", "Let --to write the LoRA adapter alone, for PEFT.")
     flags.text("base", "", "The base model that the adapter's config names.")
 
@@ -37,5 +41,6 @@ CONVERT = Verb(
         ("convert --from=Llama-3.2-1B --workdir=runs/llama", "Bring a model in."),
         ("convert --workdir=runs/a --to=exported", "Write one that transformers can load."),
     ],
-    _define, run,
-)  # fmt: skip
+    _define,
+    run,
+)

@@ -24,8 +24,12 @@ def _define(flags: Flags) -> None:
     flags.text("output", None, "Write the log-likelihoods to this file, as JSONL. The default is the terminal.")
     flags.group(RUN)
     flags.whole("batch", 8, "How many rows are scored at a time.", 1)
-    flags.whole("seq", None, "How many tokens a row of --text has. The default is data.seq, with which the model was "
-                "trained.", 1)  # fmt: skip
+    flags.whole(
+        "seq",
+        None,
+        "How many tokens a row of --text has. The default is data.seq, with which the model was trained.",
+        1,
+    )
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
@@ -154,5 +158,6 @@ EVAL = Verb(
         ("eval --workdir=runs/a", "Score the held-out rows."),
         ("eval --workdir=runs/a --text='books/*.txt'", "Score texts."),
     ],
-    _define, run,
-)  # fmt: skip
+    _define,
+    run,
+)

@@ -14,26 +14,45 @@ from gspmd_lm.errors import InputError
 
 def _define(flags: Flags) -> None:
     on_target(flags)
-    flags.text("rules", None, "The rules file: a path, or a name in rules/. Commas separate several. "
-               "It says where and how the config is computed.")  # fmt: skip
-    flags.text("target", None, "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
-               "h100:4x8, h100:4x8/800 (hosts with a network of 800 Gbit/s), ... How wrong predicted step times were: "
-               "docs/validation.md.")  # fmt: skip
-    flags.text("phase", "train", "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
-               "rows with data.seq slots each.")  # fmt: skip
+    flags.text(
+        "rules",
+        None,
+        "The rules file: a path, or a name in rules/. Commas separate several. "
+        "It says where and how the config is computed.",
+    )
+    flags.text(
+        "target",
+        None,
+        "The hardware, which need not be here: cpu:8, v5e:4x4, v5p:4x4x8, 2@v6e:16x16, h100:8, "
+        "h100:4x8, h100:4x8/800 (hosts with a network of 800 Gbit/s), ... How wrong predicted step times were: "
+        "docs/validation.md.",
+    )
+    flags.text(
+        "phase",
+        "train",
+        "The step to explain: train, prefill or decode. prefill and decode work on data.batch "
+        "rows with data.seq slots each.",
+    )
     flags.group(RESULTS)
     flags.text("json", None, "Write all figures to this file (docs/explain_json.md).")
     flags.text("html", None, "Write one self-contained page to this file.")
-    flags.text("export", None, "Keep the compiled train step of one layout in this file. On the target, "
-               "train --executable runs it.")  # fmt: skip
+    flags.text(
+        "export",
+        None,
+        "Keep the compiled train step of one layout in this file. On the target, train --executable runs it.",
+    )
     overrides(flags)
 
 
 def _define_explain(flags: Flags) -> None:
     _define(flags)
     flags.group(INPUTS)
-    flags.text("program", None, "A step of your own in place of a config and rules: module:function or "
-               "file.py:function, from devices to jax.jit(...).trace(...) (docs/foresight.md).")  # fmt: skip
+    flags.text(
+        "program",
+        None,
+        "A step of your own in place of a config and rules: module:function or "
+        "file.py:function, from devices to jax.jit(...).trace(...) (docs/foresight.md).",
+    )
 
 
 def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
@@ -90,11 +109,15 @@ EXPLAIN = Verb(
         ("explain --config=llama3_8b --rules=fsdp_tp --target=v5p-128 --html=page.html", "The same as a page."),
         ("explain --program=examples/any_step.py:step --target=h100:8", "Any jitted step, as a function of devices."),
     ],
-    _define_explain, functools.partial(run, "explain"), takes_names=True,
-)  # fmt: skip
+    _define_explain,
+    functools.partial(run, "explain"),
+    takes_names=True,
+)
 COMPARE = Verb(
     "compare",
     "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
     [("compare fsdp8 tp8 --config=tiny --target=v5p:2x2x2", "Two layouts side by side.")],
-    _define, functools.partial(run, "compare"), takes_names=True,
-)  # fmt: skip
+    _define,
+    functools.partial(run, "compare"),
+    takes_names=True,
+)

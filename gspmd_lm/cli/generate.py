@@ -37,8 +37,9 @@ def _define(flags: Flags) -> None:
     flags.number("temperature", 0.0, "The temperature of sampling. With 0, the most likely token is taken.")
     flags.whole("top_k", 0, "Sample from this many of the most likely tokens. With 0, sample from all tokens.", 0)
     flags.number("top_p", 1.0, "Sample from the most likely tokens whose probabilities add up to this.")
-    flags.number("min_p", 0.0, "Sample from the tokens with at least this share of the most likely token's "
-                 "probability.")  # fmt: skip
+    flags.number(
+        "min_p", 0.0, "Sample from the tokens with at least this share of the most likely token's probability."
+    )
     flags.whole("seed", 0, "The seed of sampling.")
 
 
@@ -77,10 +78,16 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     prompts = _prompts(values, config.data.tokenizer, tokens, generate.encoding(config, tokens))
     session.compare_texts(begun, tokens, [line.tokens for line in prompts])
     built, notes = generate.programs_for(
-        config, begun.rules, begun.devices, begun.machine.platform, [line.tokens for line in prompts],
-        new_tokens=values.max_new_tokens, batch=values.batch, tokenizer=tokens,
+        config,
+        begun.rules,
+        begun.devices,
+        begun.machine.platform,
+        [line.tokens for line in prompts],
+        new_tokens=values.max_new_tokens,
+        batch=values.batch,
+        tokenizer=tokens,
         places=[line.place for line in prompts],
-    )  # fmt: skip
+    )
     ends = chat.stop_ids(config.data.tokenizer)
     for note in (*notes, *generation_config.about_sampling(tokens, sampling), *unspelled(tokens)):
         begun.say(note)
@@ -150,5 +157,6 @@ GENERATE = Verb(
         ("generate --workdir=runs/a --prompt='Once upon'", "Take the most likely tokens."),
         ("generate --workdir=runs/a --prompt='Once upon' --temperature=0.8 --top-p=0.95", "Sample."),
     ],
-    _define, run,
-)  # fmt: skip
+    _define,
+    run,
+)

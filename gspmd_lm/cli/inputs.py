@@ -154,8 +154,17 @@ def begin(
     if values.rules == PLAN:
         rules = _plan_rules(values, config, machine)
     processes.watch(logging.getLogger("gspmd_lm").warning)
-    excluded = ("coordinator", "num_processes", "process_id", "config", "rules", "compile_cache", "platform", "set",
-                "help")  # fmt: skip
+    excluded = (
+        "coordinator",
+        "num_processes",
+        "process_id",
+        "config",
+        "rules",
+        "compile_cache",
+        "platform",
+        "set",
+        "help",
+    )
     given = {name: values[name].value for name in values if name not in excluded}
     return session.begin(config, rules, machine, values.workdir, stderr, given)
 
@@ -190,8 +199,9 @@ def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") ->
         outputs.say(f"--rules=plan: {target.text} has no times; layouts are ranked by bytes and memory")
     plan = search.plan(config, target, say=outputs.say, rank_by=search.ranking(target))
     if plan.best is None:
-        raise InputError(f"--rules=plan: no layout of {config.name} fits on {target.text}\n"
-                         f"  fix   {command} says what would")  # fmt: skip
+        raise InputError(
+            f"--rules=plan: no layout of {config.name} fits on {target.text}\n  fix   {command} says what would"
+        )
     return dataclasses.replace(
         rules_file.from_dict(plan.best.raw, PLAN), text=candidate.rules_file(plan, plan.best, command)
     )

@@ -7,8 +7,12 @@ from gspmd_lm.cli.verb import Flags, Verb
 
 def _define(flags: Flags) -> None:
     flags.yes_no("markdown", "Print the page docs/config.md.")
-    flags.text("schema", None, "Print the JSON schema of a file, config or rules, with which an editor completes and "
-               "checks keys (docs/rules.md).")  # fmt: skip
+    flags.text(
+        "schema",
+        None,
+        "Print the JSON schema of a file, config or rules, with which an editor completes and "
+        "checks keys (docs/rules.md).",
+    )
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
@@ -31,5 +35,7 @@ KEYS = Verb(
         ("keys lr", "The key that other projects call lr."),
         ("keys --schema=rules > rules.schema.json", "What an editor needs to complete a rules file."),
     ],
-    _define, run, takes_names=True,
-)  # fmt: skip
+    _define,
+    run,
+    takes_names=True,
+)

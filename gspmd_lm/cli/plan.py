@@ -27,20 +27,36 @@ _EXAMPLE = "plan --config=llama3_8b --target=v5e:4x8 --out=rules/mine.yaml"
 
 def _define(flags: Flags) -> None:
     on_target(flags)
-    flags.text("target", None, "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
-               "Commas separate several, which are compared.")  # fmt: skip
+    flags.text(
+        "target",
+        None,
+        "The hardware, which need not be here: v5e:4x8, 2@v6e:16x16, h100:8, h100:2x8/800, ... "
+        "Commas separate several, which are compared.",
+    )
     flags.group("The search")
-    flags.number("minutes", 15.0, "Compile nothing new after this many minutes, which all targets share. A plan that "
-                 "was stopped goes on from what it has compiled.")  # fmt: skip
+    flags.number(
+        "minutes",
+        15.0,
+        "Compile nothing new after this many minutes, which all targets share. A plan that "
+        "was stopped goes on from what it has compiled.",
+    )
     flags.text("batch", None, "A:B: let the batch be any of A, 2A, 4A, ... up to B rows. By default it is data.batch.")
-    flags.number("tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it "
-                 "costs.")  # fmt: skip
+    flags.number(
+        "tokens", None, "How many tokens to train on, such as 1e12: say how long that takes, and what it costs."
+    )
     flags.number("days", None, "In how many days --tokens must be done.")
-    flags.several("price", "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where "
-                  "there is one. This flag may be repeated.")  # fmt: skip
+    flags.several(
+        "price",
+        "Dollars per chip and hour, such as v5e=1.2. By default the lowest public price, where "
+        "there is one. This flag may be repeated.",
+    )
     flags.group(RESULTS)
-    flags.text("out", None, "Write the best layout to this rules file. Of several targets, the best layout of each "
-               "goes into a file beside it that has the target in its name.")  # fmt: skip
+    flags.text(
+        "out",
+        None,
+        "Write the best layout to this rules file. Of several targets, the best layout of each "
+        "goes into a file beside it that has the target in its name.",
+    )
     flags.text("json", None, "Write all figures to this file (docs/plan.md).")
     flags.text("html", None, "Write one self-contained page to this file.")
     overrides(flags, mesh=False)
@@ -178,5 +194,6 @@ PLAN = Verb(
         ("plan --config=llama3_8b --target=v5e:4x8 --out=mine.yaml", "Find the best layout, and write it."),
         ("plan --config=llama3_8b --target=v5e:4x8,v5p-32 --tokens=1e12", "Compare hardware for a trillion tokens."),
     ],
-    _define, run,
-)  # fmt: skip
+    _define,
+    run,
+)

@@ -15,11 +15,17 @@ from gspmd_lm.workdir import layout
 
 def _define(flags: Flags) -> None:
     flags.group(RUN)
-    flags.several("workdir", "The folder of a run, or a folder of runs. This flag may be repeated, and folders may "
-                  "also stand without it.")  # fmt: skip
+    flags.several(
+        "workdir",
+        "The folder of a run, or a folder of runs. This flag may be repeated, and folders may also stand without it.",
+    )
     flags.group(RESULTS)
-    flags.text("html", None, f"Write the page to this file. The default is {layout.PAGE} in the run's folder; with "
-               "several runs, in the current folder.")  # fmt: skip
+    flags.text(
+        "html",
+        None,
+        f"Write the page to this file. The default is {layout.PAGE} in the run's folder; with "
+        "several runs, in the current folder.",
+    )
 
 
 def run(values: flags.FlagValues, folders: list[str]) -> int:
@@ -51,5 +57,7 @@ PLOT = Verb(
     "plot",
     "Show what runs have logged, laid over each other in one page: plot RUN RUN2.",
     [("plot runs/a runs/b", "Lay the curves of two runs over each other, in plot.html.")],
-    _define, run, takes_names=True,
-)  # fmt: skip
+    _define,
+    run,
+    takes_names=True,
+)

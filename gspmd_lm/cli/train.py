@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 def _define(flags: Flags) -> None:
     on_devices(flags)
-    flags.whole("steps", None, "The step to stop at. The default is train.steps, which also is the length of the "
-                "schedule.", 1)  # fmt: skip
+    flags.whole(
+        "steps", None, "The step to stop at. The default is train.steps, which also is the length of the schedule.", 1
+    )
     flags.yes_no("dry_run", "Print every array and its bytes per device, then stop.")
     flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
     flags.text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
-    flags.text("train_tokenizer", None, "Train a BPE tokenizer on data.source, write it to this "
-               "file, then stop. It gets TOKENS tokens with data.tokenizer=bpe:TOKENS, else model.vocab.")  # fmt: skip
+    flags.text(
+        "train_tokenizer",
+        None,
+        "Train a BPE tokenizer on data.source, write it to this "
+        "file, then stop. It gets TOKENS tokens with data.tokenizer=bpe:TOKENS, else model.vocab.",
+    )
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
@@ -96,11 +101,14 @@ TRAIN = Verb(
     [
         ("", "Train the tiny config on one device, on the text that Python brings."),
         ("--config=gpt2_124m --rules=fsdp8 --dry-run", "Show every array, and its bytes on each device."),
-        ("--config=uva --rules=tp8 --workdir=runs/a", "Train on 8 devices, simulated if there are none. The same "
-         "command goes on."),
+        (
+            "--config=uva --rules=tp8 --workdir=runs/a",
+            "Train on 8 devices, simulated if there are none. The same command goes on.",
+        ),
         ("--workdir=runs/a --rules=fsdp8", "Go on under another layout."),
         ("--set data.source=FOLDER --set rules.remat=block", "Lay values over the config and the rules."),
         ("--set data.source=FOLDER --set data.tokenizer=bpe:4096 --set model.vocab=0", "Train a tokenizer on it too."),
     ],
-    _define, run,
-)  # fmt: skip
+    _define,
+    run,
+)

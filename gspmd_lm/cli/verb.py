@@ -61,16 +61,23 @@ class Verb:
 
 def on_target(flags: Flags) -> None:
     """Defines what a verb computes for hardware that need not be here."""
-    flags.text("config", "tiny", "The config: a path, a name in configs/, or the folder or config.json of a published "
-               "model. It says what is computed.")  # fmt: skip
+    flags.text(
+        "config",
+        "tiny",
+        "The config: a path, a name in configs/, or the folder or config.json of a published "
+        "model. It says what is computed.",
+    )
 
 
 def overrides(flags: Flags, mesh: bool = True) -> None:
     """Defines what is laid over the config, and over the rules."""
     flags.group(INPUTS)
-    flags.several("set", "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
-                  "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
-                  "repeated.")  # fmt: skip
+    flags.several(
+        "set",
+        "Lay section.key=value over the config, such as model.layers=4, or rules.KEY=value over the "
+        "rules file, such as rules.remat=block. The verb keys lists all keys. This flag may be "
+        "repeated.",
+    )
     if mesh:
         flags.text("mesh", "", "Lay sizes over the mesh of the rules file, such as tensor=4 or data=2,tensor=4.")
 
@@ -78,23 +85,39 @@ def overrides(flags: Flags, mesh: bool = True) -> None:
 def on_devices(flags: Flags) -> None:
     """Defines the flags of a verb that computes here: what is computed, the run's folder, and the machine."""
     flags.group(INPUTS)
-    flags.text("config", None, "The config: a path, a name in configs/, or the folder or config.json of a published "
-               "model. It says what is computed. The default is the workdir's config, else tiny.")  # fmt: skip
-    flags.text("rules", None, "The rules file: a path, a name in rules/, none, or plan, which finds the best layout "
-               "for the devices at hand. It says where and how the config is computed. The default is the workdir's "
-               "rules file, else none.")  # fmt: skip
+    flags.text(
+        "config",
+        None,
+        "The config: a path, a name in configs/, or the folder or config.json of a published "
+        "model. It says what is computed. The default is the workdir's config, else tiny.",
+    )
+    flags.text(
+        "rules",
+        None,
+        "The rules file: a path, a name in rules/, none, or plan, which finds the best layout "
+        "for the devices at hand. It says where and how the config is computed. The default is the workdir's "
+        "rules file, else none.",
+    )
     overrides(flags)
     flags.group(RUN)
-    flags.text("workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in "
-               "runs/.")  # fmt: skip
+    flags.text(
+        "workdir", None, "The folder of the run, which may be remote (gs://). The default is a new folder in runs/."
+    )
     flags.group(MACHINE)
     flags.text("platform", None, "The platform: cpu, gpu or tpu. By default it is the one that this machine has.")
     flags.whole("devices", 8, "How many devices to simulate on a CPU if the mesh has a size of -1.", 1)
     flags.text("coordinator", None, "HOST:PORT of the first of several processes, if jax does not find it by itself.")
     flags.whole("num_processes", None, "How many processes the run has.")
     flags.whole("process_id", None, "The number of this process, counted from 0.")
-    flags.text("compile_cache", None, "The folder of compiled programs; none switches the cache off. The default is "
-               "the user's cache folder.")  # fmt: skip
+    flags.text(
+        "compile_cache",
+        None,
+        "The folder of compiled programs; none switches the cache off. The default is the user's cache folder.",
+    )
     flags.group(RUN)
-    flags.whole("step", None, "The step of the checkpoint to begin from. The default is the newest checkpoint that is "
-                "not in doubt; --step also accepts one in doubt.")  # fmt: skip
+    flags.whole(
+        "step",
+        None,
+        "The step of the checkpoint to begin from. The default is the newest checkpoint that is "
+        "not in doubt; --step also accepts one in doubt.",
+    )

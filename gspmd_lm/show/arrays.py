@@ -112,8 +112,9 @@ def _table(name: str, listed: Sequence[PlacedArray], form: Form) -> Table:
                 form.times.join(map(str, row.shape)),
             ]
             splits = [row.in_use if row.at_rest is None else row.at_rest, *[row.in_use] * both]
-            table.add_row(*map(Text, texts), *(_colour_axes(row.axes, spec, form) for spec in splits),
-                          f"{row.bytes_per_device:,}")  # fmt: skip
+            table.add_row(
+                *map(Text, texts), *(_colour_axes(row.axes, spec, form) for spec in splits), f"{row.bytes_per_device:,}"
+            )
     return table
 
 

@@ -75,18 +75,30 @@ def _layer(report: Report) -> list[Section]:
     spans = report.prediction.timeline if report.prediction else ()
     if not spans:
         return []
-    kinds = [("matmul", "matmul"), ("attention", "attention"), ("other", "other compute"), ("sent", "collective"),
-             ("host", "host copy"), ("idle", "waiting")]  # fmt: skip
+    kinds = [
+        ("matmul", "matmul"),
+        ("attention", "attention"),
+        ("other", "other compute"),
+        ("sent", "collective"),
+        ("host", "host copy"),
+        ("idle", "waiting"),
+    ]
     zoom = '<label class="zoom">zoom <input type="range" min="1" max="12" value="1"></label>'
     drawing = (
         f'{html.legend(kinds, zoom)}<div class="timeline">{timeline(spans)}</div>'
         '<p class="status" aria-live="polite">Point at a span, or use the arrow keys in a strip.</p>'
     )
     rows = [
-        {"part": span.part, "lane": span.lane, "kind": span.kind, "name": span.name,
-         "start": human_seconds(span.start_s), "duration": human_seconds(span.end_s - span.start_s)}
+        {
+            "part": span.part,
+            "lane": span.lane,
+            "kind": span.kind,
+            "name": span.name,
+            "start": human_seconds(span.start_s),
+            "duration": human_seconds(span.end_s - span.start_s),
+        }
         for span in spans
-    ]  # fmt: skip
+    ]
     table = table_of("Spans of one layer", rows, ("part", "lane", "kind", "name"))
     return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
 
@@ -242,8 +254,10 @@ def _fastest(reports: Sequence[Report]) -> str:
     behind = second.prediction.step_time_s / step_s - 1
     if behind < ALIKE:
         return f"{best.layout} and {second.layout} take the same, {human_seconds(step_s)} a step, within {ALIKE:.0%}"
-    return (f"{best.layout} is the fastest, {human_seconds(step_s)} a step; {second.layout}, the next, takes "
-            f"{behind:.1%} longer ({differences(best.prediction, second.prediction, step_s)})")  # fmt: skip
+    return (
+        f"{best.layout} is the fastest, {human_seconds(step_s)} a step; {second.layout}, the next, takes "
+        f"{behind:.1%} longer ({differences(best.prediction, second.prediction, step_s)})"
+    )
 
 
 def rank(reports: Sequence[Report]) -> list[Report]:

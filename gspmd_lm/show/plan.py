@@ -72,8 +72,13 @@ def _ranking(outcome: Outcome, advice: Sequence[Note]) -> Section:
     plan, lines = outcome.plan, outcome.lines()
     left = len(lines) - len(top_lines(lines))
     more = [Text(f"and {left:,} more that may fit", "dim")] if left else []
-    rows = [{name: Cell(cell, style="best" if line.candidate is plan.best else "")
-             for name, cell in cells(outcome, line).items()} for line in top_lines(lines)]  # fmt: skip
+    rows = [
+        {
+            name: Cell(cell, style="best" if line.candidate is plan.best else "")
+            for name, cell in cells(outcome, line).items()
+        }
+        for line in top_lines(lines)
+    ]
     notes = [*_notes(outcome), *advice, ("answer", answer(outcome))]
     if plan.stopped:
         notes.append(("search", "; ".join(filter(None, (plan.stopped, estimate_error(plan))))))
@@ -133,8 +138,10 @@ def _notes(outcome: Outcome) -> list[Note]:
         return [("best", f"{best.name}: least bytes sent, then least memory; simulated devices have no times")]
     error = best.report and best.report.prediction and f"; error of predictions: {best.report.prediction.error}"
     runner = outcome.runner_up()
-    ties = f"{len(plan.ties)} layouts, marked =, are within the known error of {plan.error:.1%}; prefer the one that " \
-           "leaves more memory, or measure"  # fmt: skip
+    ties = (
+        f"{len(plan.ties)} layouts, marked =, are within the known error of {plan.error:.1%}; prefer the one that "
+        "leaves more memory, or measure"
+    )
     if plan.late and not best.compiled:
         error = "; it is the best estimate: there was no time to compile any layout"
     return [
@@ -162,8 +169,10 @@ def answer(outcome: Outcome) -> str:
     )
     sentence = f"{human_count(outcome.tokens)} tokens take {_amount(outcome.days_needed)} days{price}"
     if outcome.in_time is False:
-        return (f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are; "
-                f"{enough(outcome)} would do if each chip stayed as fast")  # fmt: skip
+        return (
+            f"{sentence}: {outcome.days_needed / outcome.days:.2f} times the {outcome.days:g} days that there are; "
+            f"{enough(outcome)} would do if each chip stayed as fast"
+        )
     return f"{sentence}: within the {outcome.days:g} days that there are" if outcome.in_time else sentence
 
 
@@ -193,8 +202,10 @@ def estimate_error(plan: Plan) -> str:
     where += {"tpu": "slice", "gpu": "host"}[chip.platform] + "s" * known_errors.is_several(plan.target)
     if known is None:
         return f"no estimates were compared with compiled layouts of {where}"
-    return ("too few were compiled to say how wrong estimates are here; elsewhere, estimates missed "
-            f"{known[0]} compiled layouts of {where}, by {known[1]:.1%}")  # fmt: skip
+    return (
+        "too few were compiled to say how wrong estimates are here; elsewhere, estimates missed "
+        f"{known[0]} compiled layouts of {where}, by {known[1]:.1%}"
+    )
 
 
 # ---- where nothing fits
@@ -219,8 +230,10 @@ def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool 
     if late:
         fix = "the minutes were over before a larger target was found that is large enough: more --minutes"
     if larger:
-        fix = (f"{larger.target.text} is the smallest target of its chip on which it fits: {larger.candidate.name}, "
-               f"{human_bytes(larger.candidate.peak_bytes)}")  # fmt: skip
+        fix = (
+            f"{larger.target.text} is the smallest target of its chip on which it fits: {larger.candidate.name}, "
+            f"{human_bytes(larger.candidate.peak_bytes)}"
+        )
     notes = [("fix", fix)]
     if savings:
         setting, saved = savings[0]
@@ -303,8 +316,12 @@ def _memory(outcome: Outcome) -> list[Section]:
         about += ", compiled" if compiled else ", estimated"
         size = 14 if best else 9 if compiled else 5
         drawn.dot((line.peak_bytes, line.step_time_s), colour, about, size=size, faint=not (best or compiled))
-    kinds = [("host", "the best"), ("matmul", "compiled"), ("other", "estimated"),
-             ("", "dashed: no layout is both faster and smaller")]  # fmt: skip
+    kinds = [
+        ("host", "the best"),
+        ("matmul", "compiled"),
+        ("other", "estimated"),
+        ("", "dashed: no layout is both faster and smaller"),
+    ]
     label = f"Step time against memory of {len(near)} layouts"
     picture = Figure(html.legend(kinds) + drawn.html(label, tall=True))
     return [Section("Step time and memory", "predicted", [picture])]

@@ -31,10 +31,17 @@ from gspmd_lm.show.svg import Part, bar, list_parts
 from gspmd_lm.units import human_bytes, human_count, human_seconds, plural
 
 COLLECTIVES = (
-    Column("kind"), Column("axes"), Column("dtype", on_terminal=False), Column("times", "number"),
-    Column("sent", "number"), Column("overlap"), Column("phase"), Column("op"),
-    Column("because of"), Column("source", "code", on_terminal=False),
-)  # fmt: skip
+    Column("kind"),
+    Column("axes"),
+    Column("dtype", on_terminal=False),
+    Column("times", "number"),
+    Column("sent", "number"),
+    Column("overlap"),
+    Column("phase"),
+    Column("op"),
+    Column("because of"),
+    Column("source", "code", on_terminal=False),
+)
 MOST_WARNED = 4  # warnings in the first lines
 SMALL = 10  # times the floor that a step takes where what it waits for is not the chip's speed
 # Short forms for a narrow terminal.
@@ -137,15 +144,25 @@ def _memory(report: Report) -> Section:
     if memory.host_bytes:
         facts.append(Fact("on the host", human_bytes(memory.host_bytes)))
     largest = [
-        (human_bytes(temporary.bytes), temporary.shape, " ".join(axis or "1" for axis in temporary.axes),
-         Cell(temporary.source, temporary.source.removeprefix("gspmd_lm/")), temporary.op)
+        (
+            human_bytes(temporary.bytes),
+            temporary.shape,
+            " ".join(axis or "1" for axis in temporary.axes),
+            Cell(temporary.source, temporary.source.removeprefix("gspmd_lm/")),
+            temporary.op,
+        )
         for temporary in memory.largest
-    ]  # fmt: skip
+    ]
     rest_bytes = memory.temporaries_bytes - sum(temporary.bytes for temporary in memory.largest)
     if largest and rest_bytes > 0:
         largest.append((human_bytes(rest_bytes), "all others", "", Cell(""), ""))
-    columns = (Column("size", "number"), Column("largest temporaries", "code"), Column("axes"),
-               Column("source", "code"), Column("op", on_terminal=False))  # fmt: skip
+    columns = (
+        Column("size", "number"),
+        Column("largest temporaries", "code"),
+        Column("axes"),
+        Column("source", "code"),
+        Column("op", on_terminal=False),
+    )
     blocks: list[Block] = [Figure(memory_bar(report, max(memory.peak_bytes, limit or 0)))]
     if memory.refusal:
         blocks.append(Text(f"The compiler refused the program: {memory.refusal}", "bad"))
@@ -157,8 +174,10 @@ def _memory(report: Report) -> Section:
 def _table(name: str, parts: Sequence[Part], whole: float) -> Table:
     """Parts, each with its share of the whole."""
     shares = [part.amount / whole for part in parts]
-    rows = [(Cell(part.label, kind=part.kind), part.quantity, Cell(f"{share:.1%}", share=share))
-            for part, share in zip(parts, shares, strict=True)]  # fmt: skip
+    rows = [
+        (Cell(part.label, kind=part.kind), part.quantity, Cell(f"{share:.1%}", share=share))
+        for part, share in zip(parts, shares, strict=True)
+    ]
     return Table(name, (Column(), Column("", "number"), Column("", "number")), rows)
 
 
@@ -321,8 +340,12 @@ def memory_bar(report: Report, whole: float) -> str:
     memory, parts = report.memory, memory_parts(report)
     marks = [("peak", memory.peak_bytes), ("limit", memory.limit_bytes)]
     label = f"Memory of {report.layout}: {list_parts(parts)}; {fit(memory)}"
-    return bar(parts, max(whole, sum(part.amount for part in parts)), label,
-               [(f"{name} {human_bytes(size)}", size) for name, size in marks if size is not None])  # fmt: skip
+    return bar(
+        parts,
+        max(whole, sum(part.amount for part in parts)),
+        label,
+        [(f"{name} {human_bytes(size)}", size) for name, size in marks if size is not None],
+    )
 
 
 def time_bar(report: Report, whole: float) -> str:
@@ -379,5 +402,8 @@ def time_parts(report: Report) -> list[Part]:
         return []
     seconds = parts_s(prediction)
     kinds = ("matmul", "attention", "other", *["wait"] * len(prediction.exposed_by_axis), "host")
-    return [Part(kind, label, part_s, human_seconds(part_s))
-            for kind, (label, part_s) in zip(kinds, seconds.items(), strict=True) if part_s]  # fmt: skip
+    return [
+        Part(kind, label, part_s, human_seconds(part_s))
+        for kind, (label, part_s) in zip(kinds, seconds.items(), strict=True)
+        if part_s
+    ]

@@ -60,9 +60,12 @@ def figures(run: RunHistory) -> list[Fact]:
         Fact("at step", figure(best.get("step"), "{:,.0f}".format), "the best held-out loss"),
         Fact("step time", figure(run.speed("step_time_s"), human_seconds), "median of the last logged steps"),
         Fact(f"{unit}/s", figure(run.speed(f"{unit}_per_s"), human_short), f"MFU {mfu:.1%}" if mfu else ""),
-        Fact(unit, figure((run.last("rows") or run.step * run.step_tokens) or None, human_short),
-             f"{epoch:.2f} epochs" if epoch is not None else ""),
-    ]  # fmt: skip
+        Fact(
+            unit,
+            figure((run.last("rows") or run.step * run.step_tokens) or None, human_short),
+            f"{epoch:.2f} epochs" if epoch is not None else "",
+        ),
+    ]
 
 
 def _runs(runs: Sequence[RunHistory]) -> Section:

@@ -63,6 +63,8 @@ def narrowed(one, dtype, floor_dtype):
 def test_what_is_sent_in_another_width_than_the_floor_counts_is_told():
     assert report.above_least(sample.LLAMA) == "1.12 times the least that this layout can send"
     assert sample.LLAMA.other_width == ""
+    floor = dataclasses.replace(sample.LLAMA.floor, communication_bytes=sample.LLAMA.sent_bytes)
+    assert report.above_least(dataclasses.replace(sample.LLAMA, floor=floor)) == "the least that this layout can send"
     narrow = narrowed(sample.LLAMA, "bf16", "float32")
     words = report.above_least(narrow)
     assert words == ("3.09 times the least that this layout can send, both as float32, since 50% travels as bf16")
