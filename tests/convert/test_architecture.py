@@ -238,7 +238,7 @@ def test_a_family_that_is_not_known():
     assert "'GPT-NeoX' is not a supported family (did you mean gpt_neox?)" in refused({"model_type": "GPT-NeoX"})
     for other in ("mpt", "mamba", "qwen", "ministral", "dbrx", "gemma4", "lama"):  # most are families of their own
         assert f"{other!r} is not a supported family\n" in refused({"model_type": other})
-    assert "no model_type\n  fix   one of llama, mistral" in refused({})
+    assert "no model_type\n  fix   one of llama, llama4_text, mistral" in refused({})
     assert model_of({**LLAMA31, "model_type": None}) == model_of(LLAMA31)  # by its class
 
 

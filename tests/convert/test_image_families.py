@@ -14,8 +14,9 @@ from einops import rearrange
 
 from gspmd_lm import InputError
 from gspmd_lm.config.media import Images, Patches
-from gspmd_lm.convert import export, image_families, pretrained
-from gspmd_lm.convert.image_families import padded_rows
+from gspmd_lm.convert import export, pretrained
+from gspmd_lm.convert import images as of_images
+from gspmd_lm.convert.images import padded_rows
 from gspmd_lm.model.transformer import classify
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
@@ -156,12 +157,12 @@ def test_the_preprocessor_says_how_images_are_prepared(golden, tmp_path):
     "prepared", [Images(), Images(resize=14, resample="bicubic", mean=(0.1, 0.2, 0.3)), Images(pad=True)]
 )
 def test_what_is_written_about_images_is_read_again(prepared, tmp_path):
-    for name, content in image_families.preprocessor(Patches(image=12, size=4), prepared).items():
+    for name, content in of_images.write_preprocessing(Patches(image=12, size=4), prepared).items():
         (tmp_path / name).write_bytes(content)
     side = 0 if prepared.pad else prepared.resize or 12
     resize = {"resize": side, "mean": prepared.mean * (3 // len(prepared.mean)), "std": (0.5,) * 3}
     found = Images(**{key: tuple(value) if isinstance(value, list) else value
-                      for key, value in image_families.preprocessing(tmp_path).items()})  # fmt: skip
+                      for key, value in of_images.read_preprocessing(tmp_path).items()})  # fmt: skip
     assert found == dataclasses.replace(prepared, **resize)
 
 

@@ -13,7 +13,7 @@ from einops import rearrange
 
 from gspmd_lm import InputError
 from gspmd_lm.convert import export, pretrained
-from gspmd_lm.convert.image_families import padded_rows
+from gspmd_lm.convert.images import padded_rows
 from gspmd_lm.model.masks import draw
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours

@@ -13,7 +13,8 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm.config import Encoder, Frames, ModelConfig
-from gspmd_lm.convert import export, pretrained, sound_families
+from gspmd_lm.convert import export, pretrained
+from gspmd_lm.convert.families import whisper
 from gspmd_lm.data import sounds
 from tests.convert import ours, references
 from tests.data.test_sound_rows import spoken, written
@@ -131,15 +132,15 @@ def test_what_is_written_for_transformers_is_read_again(tmp_path):
     sizes = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 8}
     encoder = Encoder(context=1500, start_token=4, first_tokens=(5, 6), suppressed=(7,))
     model = ModelConfig(**sizes, frames=Frames(bands=80), encoder=encoder)
-    written_files = sound_families.sidecars(model, {"eos_token_id": 9}, 256)
+    written_files = whisper.write_sidecars(model, {"eos_token_id": 9}, 256)
     for name, content in written_files.items():
         (tmp_path / name).write_bytes(content)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert (settings["decoder_start_token_id"], settings["eos_token_id"]) == (4, 9)
-    found = sound_families.generation(tmp_path)
+    found = whisper.read_generation(tmp_path)
     assert found == {"first_tokens": [5, 6], "suppressed": [7], "suppressed_first": []}
-    sound_families.check_preprocessing(tmp_path, 80)
-    assert "generation_config.json" not in sound_families.sidecars(model, settings, 256)  # it says the same
+    whisper.check_preprocessing(tmp_path, 80)
+    assert "generation_config.json" not in whisper.write_sidecars(model, settings, 256)  # it says the same
 
 
 def test_a_text_begins_in_english_where_the_language_is_left_open(tmp_path):
@@ -147,7 +148,7 @@ def test_a_text_begins_in_english_where_the_language_is_left_open(tmp_path):
         "lang_to_id": {"<|de|>": 7, "<|en|>": 8}, "task_to_id": {"transcribe": 9}, "no_timestamps_token_id": 11,
         "suppress_tokens": [1, 2], "forced_decoder_ids": [[1, None], [2, 9]],
     }))  # fmt: skip
-    assert sound_families.generation(tmp_path) == {
+    assert whisper.read_generation(tmp_path) == {
         "first_tokens": [8, 9, 11], "suppressed": [1, 2], "suppressed_first": [],
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from einops import rearrange
 
 from gspmd_lm import InputError
 from gspmd_lm.config.media import Images
-from gspmd_lm.convert import architecture, export, image_families, pretrained
+from gspmd_lm.convert import architecture, export, images, pretrained
 from gspmd_lm.model.towers import compare
 from tests.convert import ours
 
@@ -141,7 +141,7 @@ def test_the_shorter_side_of_an_image_gets_the_size(size, golden, tmp_path):
     opened = pretrained.open_folder(folder, [])
     found = opened.config.data.images
     assert found == Images(resize=224, keep_ratio=True, resample="bicubic", mean=(0.4,) * 3, std=(0.2,) * 3)
-    written = image_families.preprocessor(opened.config.model.vision.patches, found)
+    written = images.write_preprocessing(opened.config.model.vision.patches, found)
     (folder / "preprocessor_config.json").write_bytes(written["preprocessor_config.json"])
     assert pretrained.open_folder(folder, []).config.data.images == found
 
