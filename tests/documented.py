@@ -122,7 +122,7 @@ def make_folder(at: Path) -> Path:
 
 def add_models(at: Path) -> None:
     """Adds the published models of docs/families.md, as small as can be, and rows to train each on."""
-    from tests.convert import ours, test_encoder_families, test_sound_families
+    from tests.convert import kinds, ours, test_encoder_families
     from tests.data import test_image_rows, test_object_rows, test_sound_rows
 
     def golden(name: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def add_models(at: Path) -> None:
                     tensors[tensor.name.format(layer)] = references.weight(tensor.name, tuple(shape), 0)
         test_encoder_families._folder(at / name, raw, tensors)
         conversations.write_tokenizer(at / name, None)
-    test_sound_families.folder_of(golden("sounds")["whisper"], at / "whisper-tiny.en")
+    kinds.folder("whisper", at / "whisper-tiny.en")
     ours.folder_of(golden("reading")["blip2-opt"], at / "blip2-opt-2.7b")
     ours.folder_of(golden("masks")["sam"], at / "sam-vit-base")
     clip = golden("towers")["clip"]

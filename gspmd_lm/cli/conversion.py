@@ -14,8 +14,9 @@ from gspmd_lm import config as configs
 from gspmd_lm import files, session
 from gspmd_lm.cli import inputs
 from gspmd_lm.config import core_yaml, paths
-from gspmd_lm.convert import architecture, export, image_families, pretrained, sidecars, sound_families
-from gspmd_lm.convert.encoder_families import SEVERAL
+from gspmd_lm.convert import architecture, export, images, pretrained, sidecars
+from gspmd_lm.convert.families import whisper
+from gspmd_lm.convert.families.bert import SEVERAL
 from gspmd_lm.convert.strict_json import parse_object
 from gspmd_lm.data import chat, special_tokens, tokenizer
 from gspmd_lm.errors import InputError
@@ -192,12 +193,12 @@ def _written_anew(
     model = config.model
     written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
     if patches := model.vision.patches if model.vision else model.patches:
-        written |= image_families.preprocessor(patches, config.data.images)
+        written |= images.write_preprocessing(patches, config.data.images)
     if model.frames:
         name, path = special_tokens.GENERATION, imported.get(special_tokens.GENERATION)
         text = written[name].decode() if name in written else path.read_text() if path else "{}"
         end = tokenizer.load_tokenizer(config.data.tokenizer).end
-        written |= sound_families.sidecars(model, parse_object(text, path or Path(name)), end)
+        written |= whisper.write_sidecars(model, parse_object(text, path or Path(name)), end)
     return written, ends
 
 

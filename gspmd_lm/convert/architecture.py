@@ -9,11 +9,12 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.config import paths
-from gspmd_lm.convert import multimodal, seq2seq_families, sound_families
+from gspmd_lm.convert import multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, Family
+from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVANT, LEFT_OUT, REFUSED, bart, whisper
+from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.fields import Values
-from gspmd_lm.convert.image_families import padded_rows, preprocessing
+from gspmd_lm.convert.images import padded_rows, read_preprocessing
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import plural
@@ -66,13 +67,13 @@ def run_config(
     seq = min(values["context"], LONGEST_ROW) if isinstance(values["context"], int) else 1
     settings = _sections(name, values, seq)
     settings["train"] = {"steps": 1000}
-    if ("patches" in values or "vision" in values) and (found := preprocessing(tokenizer.parent)):
+    if ("patches" in values or "vision" in values) and (found := read_preprocessing(tokenizer.parent)):
         settings["data"]["images"] = found
     if "frames" in values:
-        sound_families.check_preprocessing(tokenizer.parent, values["frames"]["bands"])
-        values["encoder"] |= sound_families.generation(tokenizer.parent)
+        whisper.check_preprocessing(tokenizer.parent, values["frames"]["bands"])
+        values["encoder"] |= whisper.read_generation(tokenizer.parent)
     elif "encoder" in values:
-        values["encoder"] |= seq2seq_families.generation(tokenizer.parent)
+        values["encoder"] |= bart.read_first_tokens(tokenizer.parent)
     if tokenizer.is_file():
         settings["data"]["tokenizer"] = str(tokenizer)
     config.override(settings, overrides, place)

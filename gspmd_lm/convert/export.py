@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config, files
 from gspmd_lm.convert import architecture, safetensors
-from gspmd_lm.convert.families import Family
+from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.layout import AxisOrder, Tensor
 from gspmd_lm.convert.pretrained import ArrayLocation, array_locations
 from gspmd_lm.convert.sidecars import CARD, FORMER_CARD

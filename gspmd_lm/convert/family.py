@@ -1,4 +1,4 @@
-"""What a row of the table of families is, and the parts that many families share."""
+"""What a row of the table of families is, and the fields that many families share."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed, Values
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, FieldCodec, Fixed, Flag, Given, KeyHeads, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
 
 
@@ -18,9 +18,9 @@ class Family:
     name: str
     model_type: str
     architecture: str  # the class of transformers that a written config.json names
-    prefix: str  # the base model's prefix, which many published tensors lack
     codecs: tuple[FieldCodec, ...]
     tensors: tuple[Tensor, ...]
+    prefix: str = "model."  # the base model's prefix, which many published tensors lack
     no_weights: tuple[str, ...] = ()  # patterns of names that files may hold although they are not weights
     irrelevant: tuple[str, ...] = ()  # further fields of config.json that change nothing, besides IRRELEVANT
     also: tuple[str, ...] = ()  # other names of the same family in config.json
@@ -32,6 +32,27 @@ class Family:
     # Fields of config.json that hold fields themselves. A codec names these text_config.hidden_size.
     parts: tuple[str, ...] = ()
     text_type: str = ""  # of a model_type with several rows, one for each kind of decoder: text_config.model_type
+
+    def relative(
+        self,
+        name: str,
+        model_type: str,
+        architecture: str,
+        codecs: tuple[FieldCodec, ...],
+        tensors: tuple[Tensor, ...] = (),
+        **changes: Any,
+    ) -> "Family":
+        """Another family with these fields, which has this one's tensors and all else that is not given."""
+        tensors = tensors or self.tensors
+        changes |= {"model_type": model_type, "architecture": architecture, "codecs": codecs, "tensors": tensors}
+        return dataclasses.replace(self, name=name, **changes)
+
+    def classifier(
+        self, architecture: str, codecs: tuple[FieldCodec, ...], tensors: tuple[Tensor, ...], **changes: Any
+    ) -> "Family":
+        """The row of the same model_type whose head scores classes in place of tokens."""
+        changes = {"twice": {}, "irrelevant": (*self.irrelevant, "tie_word_embeddings")} | changes
+        return self.relative(self.name, self.model_type, architecture, codecs, tensors, **changes)
 
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
@@ -111,38 +132,18 @@ def four_times(values):
     return 4 * values["embed"]
 
 
-ONE_WIDTH = (Constant("kv_heads", heads), Constant("head_dim", head_dim))  # heads share the width, each with keys
-BIASES = (Constant("qkv_bias", True), Constant("attention_out_bias", True), Constant("mlp_bias", True))
+ONE_WIDTH = Given(kv_heads=heads, head_dim=head_dim)  # heads share the width, each with keys
+BIASES = Given(qkv_bias=True, attention_out_bias=True, mlp_bias=True)
+PLAIN_LAYERNORM = Given(norm="layernorm", norm_bias=True, mlp_kind="plain")
+ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+LAYERS = Renamed("num_hidden_layers", "layers", most=MOST_LAYERS)
+LLAMA_CONTEXT = Renamed("max_position_embeddings", "context")
 SIZES = (
     Renamed("vocab_size", "vocab"),
     Renamed("hidden_size", "embed"),
-    Renamed("num_hidden_layers", "layers", most=MOST_LAYERS),
+    LAYERS,
     Renamed("num_attention_heads", "heads"),
 )
-GPT2_SIZES = (
-    Renamed("vocab_size", "vocab"),
-    Renamed("n_embd hidden_size", "embed"),
-    Renamed("n_layer num_hidden_layers", "layers", most=MOST_LAYERS),
-    Renamed("n_head num_attention_heads", "heads"),
-    Renamed("n_positions max_position_embeddings", "context"),
-    Renamed("n_inner", "mlp", four_times),
-    *ONE_WIDTH,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyHeads:
-    """num_key_value_heads. null means as many as heads, and so does a missing field whose default is 0."""
-
-    default: int = 0
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        name = "num_key_value_heads"
-        usual = values["heads"] if name in reader.raw or not self.default else self.default
-        values["kv_heads"] = reader.number([name], usual)
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"num_key_value_heads": model.kv_heads}
 
 
 def llama_sizes(kv_heads: int = 0) -> tuple[FieldCodec, ...]:
@@ -154,15 +155,27 @@ def llama_sizes(kv_heads: int = 0) -> tuple[FieldCodec, ...]:
 LLAMA_SIZES = llama_sizes()
 EPS = Renamed("rms_norm_eps", "norm_eps", 1e-6)
 EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
-HEAD_128 = Renamed("head_dim", "head_dim", 128)
-GLM_EPS = Renamed("rms_norm_eps", "norm_eps", 1.5625e-7)
+LAYERNORM_EPS = Renamed("layer_norm_eps", "norm_eps", 1e-5)
 HEAD_DIM = Renamed("head_dim", "head_dim", head_dim)
-NO_HEAD_DIM = Constant("head_dim", head_dim)
+HEAD_128 = Renamed("head_dim", "head_dim", 128)
+NO_HEAD_DIM = Given(head_dim=head_dim)
 TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
 GELU_NEW = {"gelu_tanh": "gelu_new"}
 SILU = Activation("hidden_act", "silu", TANH)
-PLAIN_LAYERNORM = (Constant("norm", "layernorm"), Constant("norm_bias", True), Constant("mlp_kind", "plain"))
+GELU = Activation("hidden_act", "gelu", GELU_NEW)
 UNTIED = Flag("tie_word_embeddings", ("tied_embeddings",), False)
 TIED = Flag("tie_word_embeddings", ("tied_embeddings",), True)
 ATTENTION_BIAS = Flag("attention_bias", ("qkv_bias", "attention_out_bias"), False)
-CAUSAL = Fixed("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
+MLP_BIAS = Flag("mlp_bias", ("mlp_bias",), False)
+NO_CLIP = Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported")
+ROTATED = (r"rotary_(pos_)?emb\.inv_freq$",)  # tensors that follow from the sizes
+CAUSAL_MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")
+
+
+def mixture(names: str, experts: int, per_token: int, width: int = 0) -> tuple[FieldCodec, ...]:
+    """How many experts there are, and how many compute a token. width: theirs where no field says it; 0: the MLP's."""
+    return (
+        Renamed(names, "experts", experts),
+        Renamed("num_experts_per_tok", "experts_per_token", per_token),
+        *(Renamed("moe_intermediate_size", "expert_mlp", width) for _ in range(width > 0)),
+    )

@@ -1,7 +1,10 @@
-"""Codecs of config.json fields: each reads settings of a model from some fields, and writes the fields from a model."""
+"""Codecs of config.json fields: each reads settings of a model from some fields, and writes the fields from a model.
+
+Here are those that many families share. A codec that one family alone has stands in that family's file.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gspmd_lm import config
@@ -9,6 +12,7 @@ from gspmd_lm.convert.config_reader import LARGEST, MISSING, ConfigReader
 
 Values = dict[str, Any]  # name of a setting of config.ModelConfig -> value
 MOST_LAYERS = 2000  # a limit: published decoders have up to 126 layers
+BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 class FieldCodec(Protocol):
@@ -44,15 +48,15 @@ class Renamed:
         return {self.names.split()[0]: getattr(model, self.setting)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Constant(FieldCodec):
-    """A setting that all models of the family have: a value, or a function of the settings so far."""
+class Given(FieldCodec):
+    """Settings that all models of the family have: each a value, or a function of the settings so far."""
 
-    setting: str
-    value: Any
+    def __init__(self, **settings: Any):
+        self.settings = settings
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values[self.setting] = self.value(values) if callable(self.value) else self.value
+        for name, value in self.settings.items():
+            values[name] = value(values) if callable(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,77 +154,6 @@ ACTIVATIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryScale:
-    """A field whose power multiplies the scores of attention."""
-
-    name: str = "query_pre_attn_scalar"
-    power: float = -0.5
-    default: float = 256
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        scale = reader.number([self.name], self.default) ** self.power
-        usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
-        values["query_scale"] = 0.0 if scale == usual else float(scale)
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        scale = model.query_scale or model.head_dim**-0.5
-        return {self.name: _root(scale, self.power)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Divisor:
-    """A field that divides what a setting multiplies."""
-
-    name: str
-    setting: str
-    default: float = 1.0
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        values[self.setting] = 1 / reader.number([self.name], self.default)
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: _root(getattr(model, self.setting), -1)}
-
-
-def _root(value: float, power: float) -> float:
-    """The number whose power `value` is, whole if that is exact."""
-    root = value ** (1 / power)
-    return round(root) if root >= 0.5 and round(root) ** power == value else root
-
-
-@dataclasses.dataclass(frozen=True)
-class Cap:
-    """A cap of scores or logits; null means none."""
-
-    name: str
-    setting: str
-    default: float | None
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        cap = reader.get([self.name], None if self.name in reader.raw else self.default)
-        values[self.setting] = 0.0 if cap is None else reader.positive(self.name, cap)
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: getattr(model, self.setting) or None}
-
-
-@dataclasses.dataclass(frozen=True)
-class RotaryDim:
-    """GPT-J's rotary positions: the number of dimensions that are rotated."""
-
-    default: int = 64
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        rotated = reader.get(["rotary_dim"], None if "rotary_dim" in reader.raw else self.default)
-        rotated = reader.positive("rotary_dim", rotated)
-        values["positions"] = "rope"
-        values["rope_dim"] = 0 if rotated == values["head_dim"] else rotated
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"rotary_dim": model.rope_dim or model.head_dim}
-
-
-@dataclasses.dataclass(frozen=True)
 class MustEqual:
     """A field that must be equal to a setting."""
 
@@ -255,86 +188,130 @@ class DefaultsTo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Temperature:
-    """Llama 4's queries that grow with their position, in layers without positions."""
+class QueryScale:
+    """A field whose power multiplies the scores of attention."""
+
+    name: str = "query_pre_attn_scalar"
+    power: float = -0.5
+    default: float = 256
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        tuned = reader.flag(["attn_temperature_tuning"], True)
-        scale, every = reader.number(["attn_scale"], 0.1), reader.number(["floor_scale"], 8192)
-        temperature = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
-        values["attention_temperature"] = temperature if tuned else None
+        scale = reader.number([self.name], self.default) ** self.power
+        usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
+        values["query_scale"] = 0.0 if scale == usual else float(scale)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        tuned = model.attention_temperature
-        if tuned is None:
-            return {"attn_temperature_tuning": False}
-        return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
+        scale = model.query_scale or model.head_dim**-0.5
+        return {self.name: find_root(scale, self.power)}
+
+
+def find_root(value: float, power: float) -> float:
+    """The number whose power `value` is, whole if that is exact."""
+    root = value ** (1 / power)
+    return round(root) if root >= 0.5 and round(root) ** power == value else root
 
 
 @dataclasses.dataclass(frozen=True)
-class DualChunks(FieldCodec):
-    """dual_chunk_attention_config: attention (arXiv 2402.17463) that is plain for a context that is not too long.
+class KeyHeads:
+    """num_key_value_heads. null means as many as heads, and so does a missing field whose default is 0."""
 
-    Positions are those of plain attention as long as no row is longer than a chunk, than twice the part of a chunk that
-    is not local, or than the context that the model was trained with.
-    """
+    default: int = 0
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        name = "dual_chunk_attention_config"
-        if not (chunks := reader.get([name])):
-            return
-        if not isinstance(chunks, dict) or "chunk_size" not in chunks:
-            reader.refuse(name, chunks, "is not an object with chunk_size")
-            return
-        sizes = ("chunk_size", "local_size", "original_max_position_embeddings")
-        chunk, local, original = (reader.positive(f"{name}.{size}", chunks.get(size, 1)) for size in sizes)
-        plain, context = min(chunk, 2 * (chunk - local), original if original > 1 else chunk), values["context"]
-        if plain < 1:
-            reader.refuse(f"{name}.local_size", local, f"is not below chunk_size: {chunk}")
-        elif plain < context:
-            values["context"] = plain
-            reader.notes.append(
-                f"{name} is attention within chunks, which is not supported. For up to {plain:,} tokens it is plain "
-                f"attention, so model.context is {plain}, not {context}"
-            )
+        name = "num_key_value_heads"
+        usual = values["heads"] if name in reader.raw or not self.default else self.default
+        values["kv_heads"] = reader.number([name], usual)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {"num_key_value_heads": model.kv_heads}
+
+
+def read_window(reader: ConfigReader, default: int | None) -> int | None:
+    """The value of sliding_window, which is null if there is no window."""
+    value = reader.get(["sliding_window"], None if "sliding_window" in reader.raw else default)
+    return None if value is None else reader.positive("sliding_window", value)
+
+
+def every_second(reader: ConfigReader) -> Callable[[int], bool]:
+    """Whether a layer has a window, for `LayerTypes`: the first, the third, ..."""
+    return lambda i: i % 2 == 0
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that gives these kinds of layers; () if all layers are of the usual kind."""
+    sizes = range(1, len(kinds) + 1)
+    size = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
+    return tuple(kinds[:size]) if size > 1 or kinds[0] == "nope" else ()
+
+
+def number_of_layers(values: Values) -> int:
+    """The number of layers; 1 where it is not a whole number, which is a problem already."""
+    return values["layers"] if isinstance(values["layers"], int) else 1
+
+
+def check_each_layer(reader: ConfigReader, name: str, found: Any, usual: list[Any], known: Iterable[str]) -> list[Any]:
+    """The value of a field for each layer, one of `known`. Any other value is a problem, and `usual` is returned."""
+    if isinstance(found, list) and len(found) == len(usual) and set(map(str, found)) <= {*known}:
+        return found
+    reader.refuse(name, found, f"must be {len(usual)} of {', '.join(known)}")
+    return usual
+
+
+def usually_rotated(reader: ConfigReader, values: Values) -> list[int]:
+    """The default of no_rope_layers: 0 for every no_rope_layer_interval-th layer, and 1 for the others."""
+    interval = reader.whole(["no_rope_layer_interval"], 4, 1)
+    return [int((i + 1) % interval != 0) for i in range(number_of_layers(values))]
 
 
 @dataclasses.dataclass(frozen=True)
-class OptNorms:
-    """OPT's norms: before attention and MLP, with a last norm that a field removes; or after the residual sums."""
+class Window:
+    """A sliding window for all layers, or for none."""
+
+    default: int | None
+    switch: str = ""  # a field; if it is not set, there is no window
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        before = reader.flag(["do_layer_norm_before"], True)
-        removed = reader.flag(["_remove_final_layer_norm"], False)
-        values |= {"pre_norms": before, "sum_norms": not before, "final_norm": before and not removed}
+        window = read_window(reader, self.default)
+        if self.switch and not reader.flag([self.switch], False):
+            window = None
+        values["sliding_window"] = window or 0
+        kinds = reader.get(["layer_types"], [])
+        wanted = "sliding_attention" if window else "full_attention"
+        if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
+            reader.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        removed = model.pre_norms and not model.final_norm
-        return {"do_layer_norm_before": model.pre_norms, "_remove_final_layer_norm": removed}
+        switch = {self.switch: model.sliding_window > 0} if self.switch else {}
+        return {"sliding_window": model.sliding_window or None} | switch
 
 
 @dataclasses.dataclass(frozen=True)
-class FalconBlock:
-    """Falcon's block: key heads, norms, and whether attention and MLP are parallel, in the old form and the new."""
+class LayerTypes:
+    """A sliding window for some layers: layer_types, or the older rules for which layers."""
+
+    default: int | None  # window
+    implied: Callable[[ConfigReader], Callable[[int], bool]]  # without layer_types: whether layer i has the window
+    switch: str = ""  # a field; if it is not set, no layer has a window
+    older: Callable[[config.ModelConfig], dict[str, Any]] = lambda model: {}  # read by older transformers
+    full: str = "full"  # the kind of a layer without a window: nope if it has no positions either
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        new = reader.flag(["new_decoder_architecture"], False)
-        heads = reader.number(["num_kv_heads", "n_head_kv"], values["heads"])
-        one = reader.flag(["multi_query"], True)
-        parallel = reader.flag(["parallel_attn"], True)
-        norms = reader.get(["num_ln_in_parallel_attn"], 2 if new else 1)
-        if norms not in (1, 2) or (norms == 2 and not new):
-            reader.refuse("num_ln_in_parallel_attn", norms, "is not 1, nor 2 with new_decoder_architecture")
-        if new and not parallel:
-            reader.refuse("parallel_attn", parallel, "contradicts new_decoder_architecture")
-        values["kv_heads"] = heads if new else 1 if one else values["heads"]
-        values["block"] = "parallel" if parallel else "sequential"
-        values["shared_norm"] = norms == 1
+        slides = self.implied(reader)
+        implied = ["sliding_attention" if slides(i) else "full_attention" for i in range(number_of_layers(values))]
+        if self.switch and not reader.flag([self.switch], False):
+            reader.names_read.add("sliding_window")
+            window = None
+            implied = ["full_attention"] * len(implied)
+        else:
+            window = read_window(reader, self.default)
+        kinds = check_each_layer(reader, "layer_types", reader.get(["layer_types"], implied), implied, BY_LAYER)
+        short = ["sliding" if window and BY_LAYER[kind] == "sliding" else self.full for kind in kinds]
+        values["sliding_window"] = window if "sliding" in short else 0
+        values["layer_pattern"] = shortest_pattern(short)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        parallel = model.block == "parallel"
-        new = parallel and (not model.shared_norm or model.kv_heads not in (1, model.heads))
-        written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": parallel}
-        if not new:
-            return written | {"multi_query": model.kv_heads == 1}
-        return written | {"num_kv_heads": model.kv_heads, "num_ln_in_parallel_attn": 1 if model.shared_norm else 2}
+        kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in model.kind_of_each_layer]
+        written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+        if self.switch:
+            written[self.switch] = model.sliding_window > 0
+        return written | self.older(model)

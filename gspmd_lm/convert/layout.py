@@ -258,3 +258,34 @@ def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
         return slice(0, 0)
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     return slice(int(rows[0]), int(rows[-1]) + 1, step) if step > 0 and (np.diff(rows) == step).all() else rows
+
+
+def linear(
+    name: str, axes: str, *weights: str, bias: bool = True, biases: tuple[str, ...] = (), **options
+) -> tuple[Tensor, ...]:
+    """The tensors of a linear layer: its weight, and its bias, which has the output's axes (the first of `axes`)."""
+    output = axes[: axes.index(")") + 1] if axes.startswith("(") else axes.split()[0]
+    biases = biases or tuple(".b".join(weight.rsplit(".w", 1)) for weight in weights)
+    return (
+        Tensor(f"{name}.weight", axes, weights, **options),
+        *(Tensor(f"{name}.bias", output, biases, **options) for _ in range(bias)),
+    )
+
+
+def norm(name: str, ours: str, bias: bool = False, axis: str = "D", **options) -> tuple[Tensor, ...]:
+    scale = Tensor(f"{name}.weight", axis, (f"{ours}.scale",), **options)
+    return (scale, Tensor(f"{name}.bias", axis, (f"{ours}.bias",), **options)) if bias else (scale,)
+
+
+def separate_qkv(
+    prefix: str, names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"), ours: str = "attention", **options
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values, each with a linear layer of its own. ours: the module that has these weights."""
+    return (
+        *linear(f"{prefix}.{names[0]}", "(N H) D", f"{ours}.wq", **options),
+        *linear(f"{prefix}.{names[1]}", "(K H) D", f"{ours}.wk", **options),
+        *linear(f"{prefix}.{names[2]}", "(K H) D", f"{ours}.wv", **options),
+    )
+
+
+QUERY_KEY_VALUE = "query", "key", "value"  # their names in BERT and its kin, and in models of images

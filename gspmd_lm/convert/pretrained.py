@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gspmd_lm import config
-from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors, sound_families
-from gspmd_lm.convert.families import Family
+from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
+from gspmd_lm.convert.families import whisper
+from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed, inner
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
@@ -266,7 +267,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     if len(stored) < with_unused and raw.get(multimodal.LATER_TOKENS):
         like[multimodal.LATER_TOKENS] = 0
     left_out += with_unused - len(stored) - len(of_other_heads)
-    notes += sound_families.notes(run_config.model)
+    notes += whisper.first_token_notes(run_config.model)
     if of_other_heads:
         notes.append(f"left out, as tensors of another head: {', '.join(of_other_heads)}")
     there = tokenizer if tokenizer.is_file() else None

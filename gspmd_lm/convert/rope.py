@@ -7,7 +7,7 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
-from gspmd_lm.convert.fields import Values
+from gspmd_lm.convert.fields import BY_LAYER, Values
 
 ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> the fields that it needs, and those that it may have.
@@ -22,13 +22,11 @@ _OPTIONAL = {
         ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
 }  # fmt: skip
-CHATGLM2_VOCAB = 65024  # of ChatGLM 2 and 3
 BETA = "llama_4_scaling_beta"
 _MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 _UNSCALED = _ALWAYS | {BETA}  # what positions without scaling may have
 _NO_NUMBER = ("type", "rope_type", "truncate", "finetuned", "short_factor", "long_factor")
-BY_LAYER = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,21 +154,6 @@ class Rope:
             written["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
             written["rope_scaling"] = None
         return written
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatRope:
-    """ChatGLM's rotary positions, on the first half of a head. rope_ratio multiplies rope_theta, but in ChatGLM 2."""
-
-    def read(self, reader: ConfigReader, values: Values) -> None:
-        ratio, path = reader.number(["rope_ratio"], 1), reader.raw.get("_name_or_path")
-        if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
-            reader.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
-                          f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
-        values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
-
-    def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"rope_ratio": model.rope_theta / 10000}
 
 
 def _scaling(

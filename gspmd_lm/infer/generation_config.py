@@ -36,7 +36,7 @@ _PASSED_OVER = {
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "use_mtp", "speculation_type",
 }  # fmt: skip
-# Fields that become model.encoder of a model that hears, in convert/sound_families.py, or that it does not need.
+# Fields that become model.encoder of a model that hears, in convert/families/whisper.py, or that it does not need.
 _OF_SOUNDS = {
     "suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "lang_to_id", "task_to_id", "is_multilingual",
     "no_timestamps_token_id", "alignment_heads", "prev_sot_token_id", "max_initial_timestamp_index", "language", "task",

@@ -94,11 +94,12 @@ def by_transformers(kind, folder):
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     assert not any(report.values()), report
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def recorded(golden, name, case):
-    """What a golden file has under a name, which is `case` if GSPMD_LM_RECORD=1."""
+    """What golden/`golden`.json has under a name, which is `case` if GSPMD_LM_RECORD=1."""
+    golden = references.GOLDEN / f"{golden}.json"
     if os.environ.get("GSPMD_LM_RECORD"):
         known = json.loads(golden.read_text()) if golden.exists() else {}
         golden.write_text(json.dumps(known | {name: case}) + "\n")

@@ -10,7 +10,8 @@ import pytest
 from gspmd_lm.cli import conversion
 from gspmd_lm.config import from_dict, load, to_dict
 from gspmd_lm.convert import architecture, export, pretrained, safetensors
-from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES, SEVERAL
+from gspmd_lm.convert.families import FAMILIES
+from gspmd_lm.convert.families.bert import SEVERAL
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.loss import logits
 from gspmd_lm.model.transformer import classify, decode
@@ -39,7 +40,7 @@ KINDS = {
     "ElectraForSequenceClassification": {"embedding_size": 32} | LABELS,
     "AlbertForMaskedLM": NARROW | {"hidden_act": "gelu"}, "AlbertForSequenceClassification": NARROW | LABELS,
 }  # fmt: skip
-ROWS = {row.architecture: row for row in ENCODER_FAMILIES}
+ROWS = {row.architecture: row for row in FAMILIES if row.architecture in KINDS}
 LENGTHS = np.array([16, 9, 12, 5])
 HEAD = "cls.predictions.transform.dense.weight"
 

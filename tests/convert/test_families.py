@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from gspmd_lm.convert import architecture, export, pretrained
-from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
 from gspmd_lm.convert.families import FAMILIES
-from gspmd_lm.convert.image_families import IMAGE_FAMILIES
-from gspmd_lm.convert.mask_families import MASK_FAMILIES
 from gspmd_lm.convert.safetensors import Stored
-from gspmd_lm.convert.sound_families import SOUND_FAMILIES
-from gspmd_lm.convert.tower_families import TOWER_FAMILIES
-from tests.convert import ours, references
+from tests.convert import kinds, ours, references, test_encoder_families
 
 # What a layout of eight devices needs of a family: its heads or its vocabulary do not divide.
 PADDED = {"bloom": ["model.padded_heads=8"], "gpt2": ["model.padded_vocab=104"]}
@@ -50,9 +45,8 @@ ALL_DTYPES = ("gpt2", "phimoe")
 
 
 def test_every_family_has_a_case():
-    # test_encoder_families.py, test_image_families.py, test_mask_families.py, test_sound_families.py
-    others = *MASK_FAMILIES, *TOWER_FAMILIES
-    elsewhere = {family.model_type for family in (*ENCODER_FAMILIES, *IMAGE_FAMILIES, *SOUND_FAMILIES, *others)}
+    others = {*test_encoder_families.KINDS, *(kind.class_name(name) for name, kind in kinds.CASES.items())}
+    elsewhere = {family.model_type for family in FAMILIES if family.architecture in others}
     assert {kind for kind, _ in references.CASES.values()} == {family.model_type for family in FAMILIES} - elsewhere
 
 

@@ -41,7 +41,7 @@ def written(speaking, generator, prompts):
     return write
 
 
-# By default, Whisper in convert/test_sound_families.py and a decoder in test_generate.py have learned positions.
+# By default, Whisper in convert/test_kinds.py and a decoder in test_generate.py have learned positions.
 @pytest.mark.parametrize(
     "model", [pytest.param(T5, id="T5"), pytest.param(LEARNED, marks=pytest.mark.slow, id="learned")]
 )

@@ -1,24 +1,29 @@
-"""The table of model families: facts about the config.json and the tensors of each, for import and export."""
+"""The table of model families, one file each: facts about the config.json and the tensors of each.
 
+A file of this folder is in the table by being there: its FAMILIES are rows of it.
+"""
+
+import importlib
+import pkgutil
 import re
 
-from gspmd_lm.convert.encoder_families import ENCODER_FAMILIES
-from gspmd_lm.convert.expert_families import EXPERT_FAMILIES
+from gspmd_lm.convert.families.qwen import DualChunks
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.fields import DualChunks, FieldCodec, Fixed, MustAgree
-from gspmd_lm.convert.gpt_families import GPT_FAMILIES
-from gspmd_lm.convert.image_families import IMAGE_FAMILIES
-from gspmd_lm.convert.llama_families import LLAMA_FAMILIES
-from gspmd_lm.convert.mask_families import MASK_FAMILIES
-from gspmd_lm.convert.seq2seq_families import SEQ2SEQ_FAMILIES
-from gspmd_lm.convert.sound_families import SOUND_FAMILIES
-from gspmd_lm.convert.tower_families import TOWER_FAMILIES
+from gspmd_lm.convert.fields import FieldCodec, Fixed, MustAgree
 
-# The first that can express a model is the one that it is written as.
-FAMILIES: tuple[Family, ...] = (
-    *LLAMA_FAMILIES, *GPT_FAMILIES, *EXPERT_FAMILIES, *SEQ2SEQ_FAMILIES, *SOUND_FAMILIES, *ENCODER_FAMILIES,
-    *IMAGE_FAMILIES, *TOWER_FAMILIES, *MASK_FAMILIES,
-)  # fmt: skip
+# The first row that can express a model is the one that it is written as. So the files of plain families come first,
+# whose models others can express too. The others follow by their names.
+_FIRST = ("llama", "mistral", "qwen", "gemma", "phi")
+
+
+def _files() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    return [*_FIRST, *sorted(name for name in names if name not in _FIRST)]
+
+
+FAMILIES: tuple[Family, ...] = tuple(
+    row for name in _files() for row in importlib.import_module(f"{__name__}.{name}").FAMILIES
+)
 # Rates of dropout, by the words in their names. They belong to training, which has model.dropout.
 DROPOUT = re.compile(r"dropout|_pdrop$|layerdrop$")
 # Other fields that do not change what is computed: names, token ids (which the tokenizer decides), initialisation,
@@ -66,19 +71,28 @@ REFUSED = {
     "scale_embeddings": "a scaled token table, which this family does not have",
     "n_special": "tokens beyond the vocabulary, which are not supported",
 }
+_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
 # Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
 # what a family is.
 EVERY_FAMILY: tuple[FieldCodec, ...] = (
-    Fixed("is_causal", True, "lets tokens see later ones, which is not supported"), DualChunks(),
-    MustAgree("num_experts", ("experts",)), MustAgree("num_local_experts", ("experts",)),
-    MustAgree("n_routed_experts", ("experts",)), MustAgree("shared_expert_intermediate_size", ("shared_mlp",)),
-    MustAgree("sliding_window", ("sliding_window",)), MustAgree("use_sliding_window", ("sliding_window",)),
-    MustAgree("head_dim", ("head_dim",)), MustAgree("attention_bias", ("qkv_bias", "attention_out_bias")),
-    MustAgree("qkv_bias", ("qkv_bias",)), MustAgree("mlp_bias", ("mlp_bias",)),
-    MustAgree("use_bias", ("qkv_bias", "attention_out_bias", "mlp_bias")),
-    MustAgree("bias", ("qkv_bias", "attention_out_bias", "mlp_bias")), MustAgree("lm_head_bias", ("unembedding_bias",)),
-    MustAgree("qk_layernorm", ("qk_norm",)), MustAgree("use_qk_norm", ("qk_norm",)),
-)  # fmt: skip
+    Fixed("is_causal", True, "lets tokens see later ones, which is not supported"),
+    DualChunks(),
+    MustAgree("num_experts", ("experts",)),
+    MustAgree("num_local_experts", ("experts",)),
+    MustAgree("n_routed_experts", ("experts",)),
+    MustAgree("shared_expert_intermediate_size", ("shared_mlp",)),
+    MustAgree("sliding_window", ("sliding_window",)),
+    MustAgree("use_sliding_window", ("sliding_window",)),
+    MustAgree("head_dim", ("head_dim",)),
+    MustAgree("attention_bias", ("qkv_bias", "attention_out_bias")),
+    MustAgree("qkv_bias", ("qkv_bias",)),
+    MustAgree("mlp_bias", ("mlp_bias",)),
+    MustAgree("use_bias", _BIASES),
+    MustAgree("bias", _BIASES),
+    MustAgree("lm_head_bias", ("unembedding_bias",)),
+    MustAgree("qk_layernorm", ("qk_norm",)),
+    MustAgree("use_qk_norm", ("qk_norm",)),
+)
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {
     "RefinedWeb": "it is Falcon's older own code; directories of transformers' format are model_type falcon",

@@ -1,15 +1,14 @@
-"""The family that cuts objects out of images: SAM."""
+"""SAM, which cuts objects out of images."""
 
 import dataclasses
 from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.family import PLAIN_LAYERNORM, Family, head_dim, heads
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCodec, Fixed, Flag, Renamed, Values
-from gspmd_lm.convert.image_families import ImagePatches
-from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear, norm, separate_qkv
+from gspmd_lm.convert.families.vit import ImagePatches
+from gspmd_lm.convert.family import GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Fixed, Flag, Given, Renamed, Values
+from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
 from gspmd_lm.model.masks import MASK_CHANNELS, QUARTERS
 
 _VISION, _PROMPT, _MASKS = "vision_config", "prompt_encoder_config", "mask_decoder_config"
@@ -94,20 +93,27 @@ def _fixed(name: str, value: Any) -> Fixed:
     return Fixed(name, value, f"is not {value}, which is not supported")
 
 
-_CODECS: tuple[FieldCodec, ...] = (
-    Renamed(f"{_VISION}.hidden_size", "embed", 768), Renamed(f"{_VISION}.num_hidden_layers", "layers", 12,
-                                                             most=MOST_LAYERS),
-    Renamed(f"{_VISION}.num_attention_heads", "heads", 12), Constant("kv_heads", heads),
-    Constant("head_dim", head_dim), MlpWidth(), Renamed(f"{_VISION}.layer_norm_eps", "norm_eps", _EPS),
-    Activation(f"{_VISION}.hidden_act", "gelu", {"gelu_tanh": "gelu_new"}), *PLAIN_LAYERNORM,
-    Constant("final_norm", False), ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
-    WholeLayers(), Constant("mask", "full"), Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
-    Flag(f"{_VISION}.qkv_bias", ("qkv_bias",), True), Constant("attention_out_bias", True),
-    Constant("mlp_bias", True), MaskParts(),
-    *(_fixed(f"{part}.layer_norm_eps", _EPS) for part in (_PROMPT, _MASKS)), _fixed(f"{_PROMPT}.hidden_act", "gelu"),
-    _fixed(f"{_MASKS}.hidden_act", "relu"), _fixed(f"{_MASKS}.iou_head_depth", 3),
-    _fixed(f"{_PROMPT}.num_point_embeddings", 4), _fixed(f"{_PROMPT}.mask_input_channels", MASK_CHANNELS),
-)  # fmt: skip
+_SAM = (
+    Renamed(f"{_VISION}.hidden_size", "embed", 768),
+    Renamed(f"{_VISION}.num_hidden_layers", "layers", 12, most=MOST_LAYERS),
+    Renamed(f"{_VISION}.num_attention_heads", "heads", 12),
+    *(ONE_WIDTH, MlpWidth(), PLAIN_LAYERNORM),
+    Renamed(f"{_VISION}.layer_norm_eps", "norm_eps", _EPS),
+    Activation(f"{_VISION}.hidden_act", "gelu", GELU_NEW),
+    Given(final_norm=False, mask="full", attention_out_bias=True, mlp_bias=True),
+    ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
+    WholeLayers(),
+    Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
+    Flag(f"{_VISION}.qkv_bias", ("qkv_bias",), True),
+    MaskParts(),
+    _fixed(f"{_PROMPT}.layer_norm_eps", _EPS),
+    _fixed(f"{_MASKS}.layer_norm_eps", _EPS),
+    _fixed(f"{_PROMPT}.hidden_act", "gelu"),
+    _fixed(f"{_MASKS}.hidden_act", "relu"),
+    _fixed(f"{_MASKS}.iou_head_depth", 3),
+    _fixed(f"{_PROMPT}.num_point_embeddings", 4),
+    _fixed(f"{_PROMPT}.mask_input_channels", MASK_CHANNELS),
+)
 
 
 def _neck(model: config.ModelConfig) -> dict[str, int]:
@@ -199,10 +205,17 @@ _TENSORS: tuple[Tensor, ...] = (
     *_mlp("output_hypernetworks_mlps.{stream}", "hyper", "k", others=lambda model: {"k": model.embed // 8}),
     *_mlp("iou_prediction_head", "iou", "c"),
 )  # fmt: skip
-MASK_FAMILIES = (
+_FOURIER = "positional_embedding"
+FAMILIES = (
     Family(
-        "SAM", "sam", "SamModel", "", _CODECS, _TENSORS,
-        twice={"prompt_encoder.shared_embedding.positional_embedding": "shared_image_embedding.positional_embedding"},
-        irrelevant=("scale", "tie_word_embeddings"), parts=(_VISION, _PROMPT, _MASKS),
+        "SAM",
+        "sam",
+        "SamModel",
+        _SAM,
+        _TENSORS,
+        prefix="",
+        twice={f"prompt_encoder.shared_embedding.{_FOURIER}": f"shared_image_embedding.{_FOURIER}"},
+        irrelevant=("scale", "tie_word_embeddings"),
+        parts=(_VISION, _PROMPT, _MASKS),
     ),
-)  # fmt: skip
+)

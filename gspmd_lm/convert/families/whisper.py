@@ -1,4 +1,4 @@
-"""The family that hears speech and writes it down: Whisper."""
+"""Whisper, which hears speech and writes it down."""
 
 import dataclasses
 import json
@@ -9,12 +9,12 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.config import paths
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.family import PLAIN_LAYERNORM, TIED, Family, head_dim, heads
-from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, Fixed, Renamed, Values
-from gspmd_lm.convert.image_families import PREPROCESSOR
-from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.names import linear
-from gspmd_lm.convert.seq2seq_families import EncoderPart, bart_attention, bart_stack
+from gspmd_lm.convert.families.bart import BART_SIZES, ENCODER_SIZES, bart_attention, bart_stack
+from gspmd_lm.convert.families.t5 import EncoderPart
+from gspmd_lm.convert.family import Family
+from gspmd_lm.convert.fields import Fixed, Given, Renamed, Values
+from gspmd_lm.convert.images import PREPROCESSOR
+from gspmd_lm.convert.layout import Tensor, linear
 from gspmd_lm.convert.sidecars import GENERATION, as_json
 from gspmd_lm.convert.strict_json import parse_object, shown
 from gspmd_lm.data import sounds
@@ -75,17 +75,17 @@ def _fields(encoder: config.Encoder) -> dict[str, Any]:
     return fields | {_FORCED: [[place, one] for place, one in enumerate(encoder.first_tokens, 1)] or None}
 
 
-def generation(folder: Path) -> dict[str, list[int]]:
+def read_generation(folder: Path) -> dict[str, list[int]]:
     """Settings of model.encoder, as generation_config.json of a folder says them; {} without such a file.
 
     If the file leaves the language open, the settings say English, and if it leaves the task open, to write down what
     is said. Raises InputError for a field that is not understood.
     """
     path = folder / GENERATION
-    return _generation(parse_object(paths.read_text(path), path), path) if path.is_file() else {}
+    return _start_settings(parse_object(paths.read_text(path), path), path) if path.is_file() else {}
 
 
-def _generation(found: Mapping[str, Any], path: Path) -> dict[str, list[int]]:
+def _start_settings(found: Mapping[str, Any], path: Path) -> dict[str, list[int]]:
     try:
         settings = _tokens(found)
     except ValueError as error:
@@ -98,7 +98,7 @@ def _generation(found: Mapping[str, Any], path: Path) -> dict[str, list[int]]:
     return settings
 
 
-def notes(model: config.ModelConfig) -> list[str]:
+def first_token_notes(model: config.ModelConfig) -> list[str]:
     """Sentences about what generation begins with."""
     if not (model.frames and model.encoder and model.encoder.first_tokens):
         return []
@@ -120,7 +120,7 @@ def check_preprocessing(folder: Path, bands: Any) -> None:
                          "  fix   take the file out of a copy of the folder"]))  # fmt: skip
 
 
-def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -> dict[str, bytes]:
+def write_sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -> dict[str, bytes]:
     """The files with which transformers hears and writes as this model does: name -> content.
 
     settings: the generation_config.json that came with the weights, which stays as it is if it says the same. end: the
@@ -138,7 +138,7 @@ def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -
     started = {"decoder_start_token_id": model.encoder.start_token}
     if {
         "first_tokens": [],
-        **_generation(settings, Path(GENERATION)),
+        **_start_settings(settings, Path(GENERATION)),
     } != own or not started.items() <= settings.items():
         usual = {"pad_token_id": end, "eos_token_id": end, **settings}
         written[GENERATION] = as_json(usual | started | _fields(model.encoder))
@@ -146,7 +146,7 @@ def sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: int) -
 
 
 _ENCODER = "model.encoder"
-_WHISPER = (
+_TENSORS = (
     *linear(f"{_ENCODER}.conv1", "F b A", "encoder.conv_in", biases=("encoder.conv_in_bias",), mlp="embed"),
     *linear(f"{_ENCODER}.conv2", "D F A", "encoder.conv_out", biases=("encoder.conv_out_bias",), mlp="embed"),
     Tensor("model.decoder.embed_tokens.weight", "V D", ("embedding",)),
@@ -155,29 +155,16 @@ _WHISPER = (
     *bart_attention("model.decoder.layers.{}.encoder_attn", "cross", "norm"),
     Tensor("proj_out.weight", "V D", ("unembedding",)),
 )
+_SOURCES = {"heads": f"{ENCODER_SIZES['heads']} num_key_value_heads", "context": "max_source_positions"}
+_WHISPER = (
+    *(*BART_SIZES, Renamed("max_target_positions", "context", 448), Given(key_bias=False)),
+    *(EncoderPart(ENCODER_SIZES | _SOURCES, 50257), Hearing()),
+    Fixed("scale_embedding", False, "scales the token table, which this family does not do"),
+)
 # Fields of training in transformers, of another head, and of how it finds times.
-_IRRELEVANT = (
+_UNREAD = (
     "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length",
     "mask_feature_min_masks", "use_weighted_layer_sum", "classifier_proj_size", "median_filter_width",
     "num_hidden_layers",
 )  # fmt: skip
-SOUND_FAMILIES = (
-    Family(
-        "Whisper", "whisper", "WhisperForConditionalGeneration", "model.",
-        (
-            Renamed("vocab_size", "vocab"), Renamed("d_model hidden_size", "embed"), Renamed("decoder_ffn_dim", "mlp"),
-            Renamed("decoder_layers", "layers", most=MOST_LAYERS), Renamed("decoder_attention_heads", "heads"),
-            Renamed("max_target_positions", "context", 448), Constant("kv_heads", heads),
-            Constant("head_dim", head_dim), *PLAIN_LAYERNORM, Constant("norm_eps", 1e-5),
-            Activation("activation_function", "gelu", {"gelu_tanh": "gelu_new"}), Constant("positions", "learned"),
-            Constant("qkv_bias", True), Constant("key_bias", False), Constant("attention_out_bias", True),
-            Constant("mlp_bias", True), TIED,
-            EncoderPart(
-                {"layers": "encoder_layers", "heads": "encoder_attention_heads num_attention_heads num_key_value_heads",
-                 "mlp": "encoder_ffn_dim", "context": "max_source_positions"}, 50257
-            ),
-            Hearing(), Fixed("scale_embedding", False, "scales the token table, which this family does not do"),
-        ),
-        _WHISPER, irrelevant=_IRRELEVANT,
-    ),
-)  # fmt: skip
+FAMILIES = (Family("Whisper", "whisper", "WhisperForConditionalGeneration", _WHISPER, _TENSORS, irrelevant=_UNREAD),)

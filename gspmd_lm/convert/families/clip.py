@@ -1,0 +1,138 @@
+"""CLIP, whose towers of texts and of images are compared."""
+
+import dataclasses
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.families.vit import ImagePatches
+from gspmd_lm.convert.family import BIASES, GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import MOST_LAYERS, Activation, FieldCodec, Given, Renamed, Values
+from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
+
+TEXT, VISION = "text_config", "vision_config"
+_QUICK_GELU, _SLOPE = "quick_gelu", 1.702  # x * sigmoid(1.702 x)
+# The eos_token_id of old files. To transformers it means that a text is read at the token with the highest number.
+_HIGHEST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class QuickActivation(Activation):
+    """The activation, which may be quick_gelu: silu with a slope."""
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        super().read(reader, values)
+        values["activation_slope"] = _SLOPE if reader.get([self.names], self.default) == _QUICK_GELU else 1.0
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.names: _QUICK_GELU} if model.activation_slope == _SLOPE else super().write(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class EndOfText:
+    """The token at which a text is read. Here it is the last one, whose number only the tokenizer says."""
+
+    name: str = f"{TEXT}.eos_token_id"
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        reader.whole([self.name], _HIGHEST, 0)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.name: _HIGHEST}
+
+
+def tower_sizes(part: str, embed: int, heads: int, mlp: int, layers: int, eps: float) -> tuple[FieldCodec, ...]:
+    """The sizes of a stack of blocks that a part of config.json states, with defaults."""
+    return (
+        Renamed(f"{part}.hidden_size", "embed", embed),
+        Renamed(f"{part}.intermediate_size", "mlp", mlp),
+        Renamed(f"{part}.num_hidden_layers", "layers", layers, most=MOST_LAYERS),
+        Renamed(f"{part}.num_attention_heads", "heads", heads),
+        ONE_WIDTH,
+        Renamed(f"{part}.layer_norm_eps", "norm_eps", eps),
+    )
+
+
+def _tower(part: str, embed: int, heads_: int, mlp: int) -> tuple[FieldCodec, ...]:
+    quick = QuickActivation(f"{part}.hidden_act", _QUICK_GELU, GELU_NEW, ((_QUICK_GELU, "silu"),))
+    return (*tower_sizes(part, embed, heads_, mlp, 12, 1e-5), quick)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionPart:
+    """The tower of images, and the space in which texts and images are compared."""
+
+    codecs: tuple[FieldCodec, ...] = (*_tower(VISION, 768, 12, 3072), ImagePatches("none", f"{VISION}.", 32))
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        found = Values()
+        for codec in self.codecs:
+            codec.read(reader, found)
+        for setting in ("activation", "activation_slope", "norm_eps"):
+            if found[setting] != values[setting]:
+                both = f"{found[setting]}, and {values[setting]} by {TEXT}"
+                reader.problems.append(f"{VISION}: model.{setting} is {both}, which is not supported")
+        sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
+        values["vision"] = {name: found[name] for name in sizes} | {
+            "patches": found["patches"] | {"bias": False},
+            "projection": reader.number(["projection_dim"], 512),
+            "temperature": float(reader.number(["logit_scale_init_value"], 2.6592)),
+        }
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (model.vision and (vision := model.of_vision)):
+            return {}
+        written = {"projection_dim": model.vision.projection, "logit_scale_init_value": model.vision.temperature}
+        for codec in self.codecs:
+            written |= codec.write(vision)
+        return written
+
+
+_CLIP = (
+    Renamed(f"{TEXT}.vocab_size", "vocab", 49408),
+    Renamed(f"{TEXT}.max_position_embeddings", "context", 77),
+    *(*_tower(TEXT, 512, 8, 2048), PLAIN_LAYERNORM, Given(positions="learned"), BIASES, EndOfText(), VisionPart()),
+)
+
+
+def tower_blocks(prefix: str, ours: str, last: str) -> tuple[Tensor, ...]:
+    layer = f"{prefix}.encoder.layers.{{}}"
+    attention = f"{layer}.self_attn"
+    return (
+        *separate_qkv(attention, ours=f"{ours}attention"),
+        *linear(f"{attention}.out_proj", "D (N H)", f"{ours}attention.wo"),
+        *norm(f"{layer}.layer_norm1", f"{ours}attention_norm", bias=True),
+        *linear(f"{layer}.mlp.fc1", "F D", f"{ours}mlp.w_up"),
+        *linear(f"{layer}.mlp.fc2", "D F", f"{ours}mlp.w_down"),
+        *norm(f"{layer}.layer_norm2", f"{ours}mlp_norm", bias=True),
+        *norm(f"{prefix}.{last}", f"{ours}final_norm", bias=True),
+    )
+
+
+IMAGE = "vision_model.embeddings"
+_TENSORS = (
+    Tensor("text_model.embeddings.token_embedding.weight", "V D", ("embedding",)),
+    Tensor("text_model.embeddings.position_embedding.weight", "p D", ("position_embedding",)),
+    *tower_blocks("text_model", "", "final_layer_norm"),
+    Tensor("text_projection.weight", "j D", ("projection",)),
+    Tensor("logit_scale", "", ("temperature",)),
+    Tensor(f"{IMAGE}.class_embedding", "D", ("vision.class_row",)),
+    Tensor(f"{IMAGE}.patch_embedding.weight", "D x", ("vision.stem",)),
+    Tensor(f"{IMAGE}.position_embedding.weight", "p D", ("vision.position_embedding",)),
+    *norm("vision_model.pre_layrnorm", "vision.embedding_norm", bias=True),
+    *tower_blocks("vision_model", "vision.", "post_layernorm"),
+    Tensor("visual_projection.weight", "j D", ("vision.projection",)),
+)
+FAMILIES = (
+    Family(
+        "CLIP",
+        "clip",
+        "CLIPModel",
+        _CLIP,
+        _TENSORS,
+        prefix="",
+        no_weights=(r"embeddings\.position_ids$",),
+        irrelevant=("projection_dim", "tie_word_embeddings"),
+        parts=(TEXT, VISION),
+    ),
+)

@@ -1,0 +1,59 @@
+"""ELECTRA: a token table that may be narrow, and a head that finds replaced tokens."""
+
+from typing import Any
+
+from gspmd_lm.convert.families.bert import (
+    BERT_FIELDS,
+    BERT_SHARED,
+    MASKED,
+    Classes,
+    bert_blocks,
+    class_tensors,
+    embedding_tables,
+    token_head,
+)
+from gspmd_lm.convert.family import Family
+from gspmd_lm.convert.fields import DefaultsTo, Fixed, Given
+from gspmd_lm.convert.layout import linear
+
+_ELECTRA = (
+    *(*BERT_FIELDS, DefaultsTo("embedding_size", "embedding_width", "embed", 128)),
+    Given(embedding_in=lambda values: "sum" if values["embedding_width"] else "tokens"),
+)
+_GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
+_REPLACED = Given(classes=1, classes_of="tokens", pooler_activation="gelu")
+_NARROW: dict[str, Any] = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
+_WIDE: dict[str, Any] = {"is_of": lambda model: model.embedding_width == 0}
+_TENSORS = (
+    *embedding_tables("electra.embeddings", **_WIDE),
+    *embedding_tables("electra.embeddings", "W", **_NARROW),
+    *bert_blocks("electra."),
+    *linear("electra.embeddings_project", "D W", "embedding_in", biases=("embedding_in_bias",), **_NARROW),
+)
+_GENERATOR = ("generator_predictions.dense", "generator_predictions.LayerNorm")
+_HEAD = (*_GENERATOR, "generator_lm_head", "generator_lm_head.bias")
+_DISCRIMINATOR = ("discriminator_predictions.dense", "discriminator_predictions.dense_prediction")
+_SHARED = BERT_SHARED | {"heads": (r"^(generator|discriminator)_", r"^classifier\.")}
+_MASKED = Family(
+    "ELECTRA",
+    "electra",
+    "ElectraForMaskedLM",
+    (*_ELECTRA, *MASKED, _GELU),
+    (*_TENSORS, *token_head(*_HEAD, **_WIDE), *token_head(*_HEAD, "W", **_NARROW)),
+    prefix="electra.",
+    irrelevant=("summary_type", "summary_use_proj", "summary_activation"),  # of a head for multiple choice
+    **_SHARED,
+)
+FAMILIES = (
+    _MASKED,
+    _MASKED.classifier(
+        "ElectraForPreTraining",
+        (*_ELECTRA, _REPLACED, _GELU),
+        (*_TENSORS, *class_tensors(*_DISCRIMINATOR)),
+    ),
+    _MASKED.classifier(
+        "ElectraForSequenceClassification",
+        (*_ELECTRA, Classes(), Given(pooler_activation="gelu")),
+        (*_TENSORS, *class_tensors("classifier.dense", "classifier.out_proj")),
+    ),
+)

@@ -1,0 +1,93 @@
+"""Gemma, Gemma 2 and Gemma 3."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, post_norms, qk_norm
+from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, TANH, TIED, llama_sizes
+from gspmd_lm.convert.fields import Activation, Fixed, Given, LayerTypes, QueryScale, Renamed, Values, every_second
+from gspmd_lm.convert.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Cap:
+    """A cap of scores or logits; null means none."""
+
+    name: str
+    setting: str
+    default: float | None
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        cap = reader.get([self.name], None if self.name in reader.raw else self.default)
+        values[self.setting] = 0.0 if cap is None else reader.positive(self.name, cap)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.name: getattr(model, self.setting) or None}
+
+
+def all_but_every(length: int, name: str = "") -> Callable[[ConfigReader], Callable[[int], bool]]:
+    """Which layers have a window: all but every `length`-th. name: a field that says another length."""
+
+    def find_windows(reader: ConfigReader) -> Callable[[int], bool]:
+        last = reader.whole([name], length, 1) if name else length
+        return lambda i: (i + 1) % last != 0
+
+    return find_windows
+
+
+def patterned_layers(length: int, full: str = "full") -> LayerTypes:
+    """Layers of which all but every `length`-th have a window, or as sliding_window_pattern says. full: as there."""
+    name = "sliding_window_pattern"
+    older = lambda model: {name: len(model.layer_pattern)} if model.layer_pattern else {}  # noqa: E731
+    return LayerTypes(4096, all_but_every(length, name), older=older, full=full)
+
+
+CAUSAL = Fixed("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
+EACH_GEMMA = (
+    *(EPS, Renamed("head_dim", "head_dim", 256), ATTENTION_BIAS, CAUSAL, TIED),
+    Given(embedding_scale=lambda values: math.sqrt(values["embed"])),
+)
+_SCORES = (
+    Given(norm_offset=1.0, post_norms=True),
+    QueryScale(),
+    Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH),
+)
+_GEMMA = (
+    *(*llama_sizes(16), *EACH_GEMMA, Rope(), Given(norm_offset=1.0)),
+    Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
+)
+_GEMMA_2 = (
+    *(*llama_sizes(4), *EACH_GEMMA, *_SCORES, Rope(), LayerTypes(4096, every_second)),
+    Cap("attn_logit_softcapping", "attention_softcap", 50.0),
+    Cap("final_logit_softcapping", "logit_softcap", 30.0),
+)
+_GEMMA_3 = (
+    *(*llama_sizes(4), *EACH_GEMMA, *_SCORES, Given(qk_norm=True), patterned_layers(6)),
+    Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+    Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
+    Cap("final_logit_softcapping", "logit_softcap", None),
+)
+POST_NORMS = post_norms("post_attention_layernorm", "post_feedforward_layernorm")
+FAMILIES = (
+    LLAMA.relative("Gemma", "gemma", "GemmaForCausalLM", _GEMMA),
+    LLAMA.relative(
+        "Gemma 2",
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _GEMMA_2,
+        llama_tensors(mlp_norm="pre_feedforward_layernorm", more=POST_NORMS),
+        irrelevant=("sliding_window_size",),
+    ),
+    LLAMA.relative(
+        "Gemma 3",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _GEMMA_3,
+        llama_tensors(mlp_norm="pre_feedforward_layernorm", more=(*POST_NORMS, *qk_norm())),
+        irrelevant=("_sliding_window_pattern",),  # a note by transformers, which also writes layer_types
+    ),
+)

@@ -1,0 +1,77 @@
+"""Granite, and its mixtures of experts."""
+
+import dataclasses
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors
+from gspmd_lm.convert.family import (
+    ATTENTION_BIAS,
+    EPS,
+    HEAD_DIM,
+    LLAMA_SIZES,
+    MLP_BIAS,
+    NO_HEAD_DIM,
+    SILU,
+    UNTIED,
+    mixture,
+)
+from gspmd_lm.convert.fields import QueryScale, Renamed, Values, find_root
+from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisor:
+    """A field that divides what a setting multiplies."""
+
+    name: str
+    setting: str
+    default: float = 1.0
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        values[self.setting] = 1 / reader.number([self.name], self.default)
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        return {self.name: find_root(getattr(model, self.setting), -1)}
+
+
+_SPARSE = "model.layers.{}.block_sparse_moe"
+_SCALES = (
+    Renamed("embedding_multiplier", "embedding_scale", 1.0),
+    QueryScale("attention_multiplier", 1, 1.0),
+    Renamed("residual_multiplier", "residual_scale", 1.0),
+    Divisor("logits_scaling", "logit_scale"),
+)
+_GRANITE = (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, MLP_BIAS, UNTIED, *_SCALES)
+_MOE = (
+    *(*LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, *_SCALES),
+    *mixture("num_local_experts num_experts", 8, 2),
+)
+_GATE_AND_UP = ("mlp.shared.w_gate", "mlp.shared.w_up")
+_EXPERTS = (
+    Tensor(f"{_SPARSE}.router.layer.weight", "C D", ("mlp.router",)),
+    Tensor(f"{_SPARSE}.input_linear.weight", "E J D", ("mlp.w_gate", "mlp.w_up"), mlp="expert_width"),
+    Tensor(f"{_SPARSE}.output_linear.weight", "E D F", ("mlp.w_down",), mlp="expert_width"),
+    Tensor("model.layers.{}.shared_mlp.input_linear.weight", "J D", _GATE_AND_UP, mlp="shared_mlp"),
+    Tensor("model.layers.{}.shared_mlp.output_linear.weight", "D F", ("mlp.shared.w_down",), mlp="shared_mlp"),
+)
+GRANITE_MOE = LLAMA.relative(
+    "Granite-MoE",
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _MOE,
+    llama_tensors(more=_EXPERTS),
+    irrelevant=ROUTER_TRAINING,
+)
+FAMILIES = (
+    LLAMA.relative("Granite", "granite", "GraniteForCausalLM", _GRANITE),
+    GRANITE_MOE,
+    GRANITE_MOE.relative(
+        "Granite-MoE, shared",
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        (*_MOE, Renamed("shared_intermediate_size", "shared_mlp", 0)),
+    ),
+)

@@ -1,0 +1,59 @@
+"""Phi, Phi-3 and Phi-3.5-MoE."""
+
+from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, qk_norm
+from gspmd_lm.convert.families.mistral import MIXTRAL
+from gspmd_lm.convert.family import (
+    ATTENTION_BIAS,
+    BIASES,
+    EPS_5,
+    GELU_NEW,
+    HEAD_DIM,
+    LAYERNORM_EPS,
+    LLAMA_SIZES,
+    PLAIN_LAYERNORM,
+    SILU,
+    UNTIED,
+    llama_sizes,
+)
+from gspmd_lm.convert.fields import Activation, Fixed, Flag, Given, Renamed, Window
+from gspmd_lm.convert.rope import Rope
+
+_PHI = (
+    *(*LLAMA_SIZES, PLAIN_LAYERNORM, LAYERNORM_EPS, HEAD_DIM, Rope(part=0.5), BIASES, UNTIED),
+    Activation("hidden_act", "gelu_new", GELU_NEW),
+    Given(block="parallel", unembedding_bias=True),
+    Flag("qk_layernorm", ("qk_norm",), False),
+)
+_PHI_3 = (
+    *(*LLAMA_SIZES, EPS_5, HEAD_DIM, SILU, Window(None), UNTIED),
+    Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))),
+    Fixed("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
+    Fixed("interpolate_factor", 1, "stretches positions, which is not supported"),
+)
+_PHI_MOE = (
+    *(*llama_sizes(8), EPS_5, HEAD_DIM, SILU, Window(None), Rope(1e6, mscales=True), ATTENTION_BIAS, UNTIED),
+    Given(norm="layernorm", norm_bias=True),
+    Flag("lm_head_bias", ("unembedding_bias",), False),
+    Renamed("num_local_experts num_experts", "experts", 16),
+    Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
+    Given(experts_per_token=2, routing="sparsemixer", normalized_weights=False),
+    Renamed("router_jitter_noise", "router_jitter", 0.01, may_be_zero=True),
+)
+_NORMS = qk_norm(name="layernorm")
+FAMILIES = (
+    LLAMA.relative("Phi-3", "phi3", "Phi3ForCausalLM", _PHI_3, llama_tensors(fused="qkv gate_up")),
+    LLAMA.relative(
+        "Phi",
+        "phi",
+        "PhiForCausalLM",
+        _PHI,
+        llama_tensors(out="dense", up="fc1", down="fc2", last="final_layernorm", more=_NORMS),
+    ),
+    MIXTRAL.relative(
+        "Phi-3.5-MoE",
+        "phimoe",
+        "PhimoeForCausalLM",
+        _PHI_MOE,
+        irrelevant=("output_router_logits", "router_aux_loss_coef", "input_jitter_noise"),
+    ),
+)

@@ -1,0 +1,128 @@
+"""ViT and DeiT, and the fields that all families of images share."""
+
+import dataclasses
+from typing import Any
+
+from gspmd_lm import config
+from gspmd_lm.convert.config_reader import ConfigReader
+from gspmd_lm.convert.families.bert import BERT_EPS, Classes
+from gspmd_lm.convert.family import GELU, ONE_WIDTH, PLAIN_LAYERNORM, Family
+from gspmd_lm.convert.fields import MOST_LAYERS, FieldCodec, Flag, Given, Renamed, Values
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagePatches:
+    """The sizes of an image and of its patches, from which the rows of an image follow."""
+
+    distillation: str
+    part: str = ""  # of config.json, with a dot behind it
+    size: int = 16  # of a patch, where no field says it
+    class_row: bool = True
+    image: int = 224  # pixels on a side of an image, where no field says it
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        sides = (f"{self.part}image_size", self.image), (f"{self.part}patch_size", self.size)
+        image, size = (self._side(reader, *side) for side in sides)
+        channels = reader.whole([f"{self.part}num_channels"], 3, 1)
+        if image % size:
+            reader.refuse(sides[0][0], image, f"is not a multiple of patch_size: {size}")
+            image = size
+        values["patches"] = {"image": image, "size": size, "channels": channels, "distillation": self.distillation}
+        values |= {"vocab": 0, "context": self.class_row + (self.distillation != "none") + (image // size) ** 2}
+        if not self.class_row:
+            values["patches"] |= {"class_row": False, "pool": "mean"}
+
+    def _side(self, reader: ConfigReader, name: str, default: int) -> int:
+        side = reader.get([name], default)
+        if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:
+            side = side[0]
+        if type(side) is int and 0 < side < 2**16:
+            return side
+        reader.refuse(name, side, "must be a whole number above zero, the pixels of both sides of a square")
+        return default
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        if not (patches := model.patches):
+            return {}
+        fields = {"image_size": patches.image, "patch_size": patches.size, "num_channels": patches.channels}
+        return {f"{self.part}{name}": value for name, value in fields.items()}
+
+
+IMAGE_SIZES = (
+    Renamed("hidden_size", "embed", 768),
+    Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS),
+    Renamed("num_attention_heads", "heads", 12),
+    Renamed("intermediate_size", "mlp", 3072),
+)
+IMAGE_FIELDS = (
+    *(*IMAGE_SIZES, PLAIN_LAYERNORM, ONE_WIDTH, BERT_EPS, GELU),
+    Given(mask="full", attention_out_bias=True, mlp_bias=True),
+)
+_LEARNED = (*IMAGE_FIELDS, Given(positions="learned"), Flag("qkv_bias", ("qkv_bias",), True))
+_BIAS = "relative_position_bias.relative_position_bias_table"
+
+
+def image_tensors(base: str, *classifiers: str) -> tuple[Tensor, ...]:
+    layer, embeddings = f"{base}encoder.layer.{{}}", f"{base}embeddings"
+    attention = f"{layer}.attention.attention"
+    ours = ("classifier", "distillation_classifier")
+    return (
+        Tensor(f"{embeddings}.cls_token", "1 1 D", ("class_row",)),
+        Tensor(f"{embeddings}.distillation_token", "1 1 D", ("distillation_row",)),
+        Tensor(f"{embeddings}.position_embeddings", "1 p D", ("position_embedding",)),
+        *linear(f"{embeddings}.patch_embeddings.projection", "D x", "stem", biases=("stem_bias",)),
+        *norm(f"{layer}.layernorm_before", "attention_norm", bias=True),
+        *separate_qkv(attention, QUERY_KEY_VALUE),
+        *linear(f"{layer}.attention.output.dense", "D (N H)", "attention.wo"),
+        *norm(f"{layer}.layernorm_after", "mlp_norm", bias=True),
+        *linear(f"{layer}.intermediate.dense", "F D", "mlp.w_up"),
+        *linear(f"{layer}.output.dense", "D F", "mlp.w_down"),
+        Tensor(f"{layer}.lambda_1", "D", ("attention_layer_scale",)),
+        Tensor(f"{layer}.lambda_2", "D", ("mlp_layer_scale",)),
+        Tensor(f"{attention}.{_BIAS}", "r N", ("attention.relative_bias",)),
+        Tensor(f"{base}encoder.{_BIAS}", "r N", ("relative_bias",)),
+        *norm(f"{base}layernorm", "final_norm", bias=True),
+        *norm(f"{base}pooler.layernorm", "pooled_norm", bias=True),
+        *(
+            tensor
+            for theirs, name in zip(classifiers, ours, strict=False)
+            for tensor in linear(theirs, "c D", name, biases=(f"{name}_bias",))
+        ),
+    )
+
+
+def _fields(distillation: str) -> tuple[FieldCodec, ...]:
+    return (*_LEARNED, ImagePatches(distillation), Classes())
+
+
+VIT = Family(
+    "ViT",
+    "vit",
+    "ViTForImageClassification",
+    _fields("none"),
+    image_tensors("vit.", "classifier"),
+    prefix="vit.",
+    # Fields of an unused head, and of pictures that a decoder draws.
+    irrelevant=("encoder_stride", "pooler_act", "pooler_output_size"),
+    heads=(r"^(vit\.|deit\.)?pooler\.", r"^(cls_|distillation_)?classifier\."),
+)
+DEIT = VIT.relative(
+    "DeiT",
+    "deit",
+    "DeiTForImageClassification",
+    _fields("row"),
+    image_tensors("deit.", "classifier"),
+    prefix="deit.",
+)
+FAMILIES = (
+    VIT,
+    DEIT,
+    DEIT.relative(
+        "DeiT",
+        "deit",
+        "DeiTForImageClassificationWithTeacher",
+        _fields("head"),
+        image_tensors("deit.", "cls_classifier", "distillation_classifier"),
+    ),
+)
