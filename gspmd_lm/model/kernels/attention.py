@@ -138,7 +138,9 @@ def attend_to_cache(
     seen_B1S = _sees(slot[None, None], slots_1S, cfg) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
     heads_RN = of_heads(cfg, own_RN)
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
+    with sees(cfg):
+        out_B1NH = _xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg)
+    return shard(out_B1NH, OUT)
 
 
 def unsupported(
@@ -191,7 +193,8 @@ def _sees(queries_BT: jax.Array, keys_BS: jax.Array, cfg: config.ModelConfig) ->
 
 def sees(cfg: config.ModelConfig) -> Any:
     """The scope of attention, for `foresight`: how far a query sees."""
-    return scope("sees", *(["all"] if cfg.mask == "full" else [str(cfg.sliding_window)] if cfg.sliding_window else []))
+    window = "all" if cfg.mask == "full" else str(cfg.sliding_window or "")
+    return scope("sees", *filter(None, (window, f"chunk{cfg.attention_chunk}" if cfg.attention_chunk else "")))
 
 
 def masked(
