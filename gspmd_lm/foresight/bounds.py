@@ -5,8 +5,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gspmd_lm.config import Config, ModelConfig, levels, padded_rows
-from gspmd_lm.foresight.graph import DataflowGraph, Matmul, Node, breadth_first
+import numpy as np
+
+from gspmd_lm.config import Config
+from gspmd_lm.foresight.graph import AttentionOp, DataflowGraph, Matmul, Node, breadth_first
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
@@ -15,7 +17,6 @@ from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs, placed
 
-_FORWARD = 1 / 3  # of the FLOPs of a training step
 FLOAT32_BYTES = 4
 
 
@@ -52,7 +53,7 @@ def of_training(
     moved_bytes = updated_bytes(rules, arrays) + 2 * (reading.saved_bytes if task.config else _waiting_bytes(reading))
     if task.config:
         params = pairs(arrays.named_params, arrays.params)
-        flops = step_flops(task.config, rules, graph)
+        flops = step_flops(rules, graph)
         moved_bytes += 2 * rules.microbatches * compute_bytes(rules, params, graph)
         matmuls = _matmul_flops(task.config, rules, graph)
         narrow = task.config.model.matmul_dtype, sum(narrow_flops for _, narrow_flops in matmuls)
@@ -68,24 +69,18 @@ def of_generation(
     chip: Chip | None,
     graph: DataflowGraph,
     reading: Reading,
-    tokens: int,
     cache_bytes: int,
 ) -> LowerBounds:
-    """The lower bounds of prefill (`tokens` per row, all slots of a prompt) or decode (one token per row).
+    """The lower bounds of prefill (all slots of a prompt) or decode (one token per row).
 
     The same logic as in `of_training`, of the forward pass alone, whose graph is given. Every weight and, in decode,
     every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 
     `cache_bytes` is what one device holds of keys and values, of as many slots as a row has tokens.
     """
-    model, data = config.model, config.data
+    model = config.model
     state_bytes = compute_bytes(rules, pairs(arrays.named_params, arrays.params), graph) + cache_bytes
-    if config.other_stacks:
-        flops = reading.model_flops
-    else:
-        attention = attention_flops(model, data.seq, last=tokens == 1) * _FORWARD * tokens * data.batch
-        flops = attention + sum(node.flops * node.trip_count for node in _products(config, graph))
-    flops /= rules.devices
+    flops = sum(flops for _, flops in _products(graph)) / rules.devices
     narrow_flops = sum(one.node.flops * one.node.trip_count for one in graph.matmuls if _is_narrow(one))
     narrow = model.matmul_dtype, narrow_flops / rules.devices
     return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)
@@ -132,55 +127,77 @@ def _bounds(
     )
 
 
-def step_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
+def step_flops(rules: Rules, graph: DataflowGraph) -> float:
     """The model FLOPs of a train step, of all devices: forward, and of the gradients that it computes.
 
     Each product counts as the trace has it, but attention for the keys alone that a token sees. Norms and biases
     multiply nothing. PaLM (arXiv 2204.02311, appendix B) counts 6 for each parameter and token, and all keys.
     """
-    passes = ((1 + graph.gradients(node)) * node.flops * node.trip_count for node in _products(config, graph))
-    return rules.microbatches * sum(passes) + _attention_flops(config, graph)
+    return rules.microbatches * sum((1 + graph.gradients(node)) * flops for node, flops in _products(graph))
 
 
 def necessary_flops(config: Config, rules: Rules, graph: DataflowGraph) -> float:
     """The FLOPs that matmuls and attention kernels of one device must do in a train step: a check on predictions."""
     total = sum(flops for flops, _ in _matmul_flops(config, rules, graph))
-    return total + _attention_flops(config, graph) / rules.devices
+    without_weights = ((node, flops) for node, flops in _products(graph) if not graph.weight_of(node))
+    attention = sum((1 + graph.gradients(node)) * flops for node, flops in without_weights)
+    return total + rules.microbatches * attention / rules.devices
 
 
-def _products(config: Config, graph: DataflowGraph) -> list[Node]:
-    """The matmuls and convolutions outside of attention.
+def _products(graph: DataflowGraph) -> Iterator[tuple[Node, float]]:
+    """The matmuls and convolutions of a forward pass, each with its FLOPs in all iterations of the loops around it.
 
-    Where a factor depends on no weight and on no float of the batch, such as which expert a row has, the product is a
-    look-up, and is left out.
+    In attention, the keys that a token does not see are left out. Where a factor depends on no weight and on no float
+    of the batch, such as which expert a row has, the product is a look-up, and is left out.
     """
     inputs = [node for node in graph.nodes if node.primitive == "input" and node.is_float]
     after = breadth_first(inputs, lambda node: [user for user in node.users if user.is_float], lambda _: True)
-    floats, attention = {*inputs, *after}, set[Node]().union(*_attention_nodes(config, graph).values())
-    return [node for node in graph.nodes if node.flops and node not in attention and floats.issuperset(node.inputs[:2])]
+    floats = {*inputs, *after}
+    of_attention = dict[Node, float]()
+    for op in graph.attention_ops:
+        of_attention |= _attention_flops(op)
+    for node in graph.nodes:
+        if node.flops and floats.issuperset(node.inputs[:2]):
+            yield node, of_attention.get(node, node.flops) * node.trip_count
 
 
-def _attention_nodes(config: Config, graph: DataflowGraph) -> dict[str, list[Node]]:
-    """The products of attention in the stacks of `attention_flops_of_row`: those without a weight."""
-    own = {address.module[0] for address in addresses(config.model)}
+def _attention_flops(op: AttentionOp) -> dict[Node, float]:
+    """The FLOPs of the products of queries with keys and of weights with values, for the keys that each query sees.
+
+    Numbers by which one of the arrays was made as wide as another one are not counted.
+    """
+
+    def factors(array: Node) -> dict[Node, Node]:
+        """The products that read an array with no other product in between, and the factor that is the array."""
+        known = {array} | {
+            *breadth_first(
+                [array],
+                lambda node: [user for user in node.users if user in op.nodes or user.primitive == "name"],
+                lambda node: not node.flops,
+            )
+        }
+        products = [node for node in known if node.flops and node in op.nodes]
+        return {node: next(one for one in node.inputs if one in known) for node in products}
+
+    keys = {node: factor for node, factor in factors(op.keys).items() if node in factors(op.queries)}
+    values = {node: factor for node, factor in factors(op.values).items() if node not in keys}
+    share, widths = seen_share(op), [(keys, op.keys.shape[-1]), (values, op.values.shape[-1])]
     return {
-        word: [
-            node
-            for node in graph.nodes
-            if node.flops and ({word} if word else own) & {*node.name.modules[:1]} and not graph.weight_of(node)
-        ]
-        for word in attention_flops_of_row(config)
+        node: share * node.flops * min(1, width / factor.shape[-1])
+        for products, width in widths
+        for node, factor in products.items()
     }
 
 
-def _attention_flops(config: Config, graph: DataflowGraph) -> float:
-    """The FLOPs of attention in a train step, of all devices, without those of gradients that nothing needs."""
-    total, of_row = 0.0, attention_flops_of_row(config)
-    for word, nodes in _attention_nodes(config, graph).items():
-        both = sum(2 * node.flops * node.trip_count for node in nodes)
-        made = sum(graph.gradients(node) * node.flops * node.trip_count for node in nodes)
-        total += of_row[word] * (_FORWARD + (1 - _FORWARD) * made / both) if both else 0.0
-    return total * config.data.batch
+def seen_share(op: AttentionOp) -> float:
+    """The share of the pairs of a query and a key in which the query sees the key. Queries are the last tokens."""
+    queries, keys = op.queries.shape[1], op.keys.shape[1]
+    at, chunk = np.arange(keys - queries, keys), op.mask_chunk or keys
+    if op.mask_window == "all":
+        seen = np.minimum(chunk, keys - at // chunk * chunk) if op.mask_chunk else np.full(queries, keys)
+    else:
+        seen = np.minimum(at % chunk + 1, int(op.mask_window or keys))
+    return float(seen.mean() / keys)
 
 
 def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
@@ -231,81 +248,3 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
 def held_bytes(rules: Rules, table: str, leaves: Iterable[tuple[Any, Any]], itemsize: int = 0) -> float:
     """The bytes that one device holds of arrays where `table` puts them, each in its dtype if `itemsize` is 0."""
     return sum(placed(rules, table, *leaf, itemsize)[1] for leaf in leaves)
-
-
-# What tokens attend to
-
-
-def attention_flops(model: ModelConfig, seq: int, *, last: bool = False) -> float:
-    """The FLOPs of scores and sums of values of one token, forward and backward: 6 N (H + V) S, S summed over layers.
-
-    H and V are the sizes of a key and a value, and S the keys that a token sees: see `keys_seen`.
-    """
-    with_ranges = 2 * model.head_dim * model.relative_vectors.ranges * model.layers if model.relative_vectors else 0
-    with_ranges += sum(
-        2 * model.head_dim * layer.windows.size for layer in model.each_layer if layer.windows and layer.windows.vectors
-    )
-    return 6.0 * model.heads * (_numbers(model, last) * keys_seen(model, seq, last=last) + with_ranges)
-
-
-def _numbers(model: ModelConfig, last: bool) -> int:
-    """The numbers of a key and a value of a head. A single token of latent attention reads what they are made from."""
-    if last and (latent := model.latent_attention):
-        return 2 * latent.kv_rank + model.rope_dim
-    return model.head_dim + model.v_head_dim
-
-
-def rows_of_levels(config: Config) -> list[tuple[ModelConfig, int]]:
-    """The settings of each level of blocks, and its rows of an image or text, with padding."""
-    first, *rest = levels(config.model)
-    return [(first, config.data.seq), *((level, padded_rows(level.context, level.row_multiple)) for level in rest)]
-
-
-def attention_flops_of_row(config: Config) -> dict[str, float]:
-    """`attention_flops` of all tokens of one row of the batch, and of its source.
-
-    By the first word of the names of the weights of a stack; those of a model's own layers, which may have several, are
-    "".
-    """
-    model, levels_have_names = config.model, config.model.windows and not config.model.masks
-    total = {
-        f"level_{number}" if levels_have_names else "": attention_flops(level, rows) * rows
-        for number, (level, rows) in enumerate(rows_of_levels(config))
-    }
-    words = {"the encoder": "encoder", "images": "vision", "queries": "queries"}
-    for name, (other, _, rows) in config.other_stacks.items():
-        total[words[name]] = attention_flops(other, rows) * rows
-    if queries := model.of_queries:
-        total["queries"] += cross_attention_flops(queries, config.image_rows) * queries.context
-    if model.encoder:
-        total[""] += cross_attention_flops(model, config.source_seq) * config.data.seq
-    return total
-
-
-def cross_attention_flops(model: ModelConfig, source_seq: int) -> float:
-    """As `attention_flops`, of one token that attends to a source of `source_seq` tokens."""
-    reading = sum(layer.reads > 0 for layer in model.each_layer)
-    return 6.0 * model.heads * _numbers(model, last=False) * source_seq * reading
-
-
-def keys_seen(model: ModelConfig, seq: int, *, last: bool = False) -> float:
-    """The keys that a token of a row of `seq` tokens sees in all layers: the mean of the row, or of its last token."""
-    return sum(_seen(layer, seq, last) for layer in model.each_layer)
-
-
-def _seen(layer: ModelConfig, seq: int, last: bool) -> float:
-    """The keys that a token sees in one layer, or a row of it, of which some may be padding."""
-    if layer.windows:
-        return layer.windows.size**2 * layer.context / seq
-    if layer.mask == "full":
-        whole, rest = divmod(seq, layer.attention_chunk or seq)
-        return (whole * (layer.attention_chunk or seq) ** 2 + rest**2) / seq
-    if linear := layer.linear_attention:  # keys with as many FLOPs: a token reads its state twice and writes it once
-        return 3 * linear.value_heads * linear.head_dim**2 / (layer.heads * _numbers(layer, last))
-    if layer.attention_chunk:
-        whole, rest = divmod(seq, layer.attention_chunk)
-        if last:
-            return float(rest or layer.attention_chunk)
-        return (whole * layer.attention_chunk * (layer.attention_chunk + 1) + rest * (rest + 1)) / (2 * seq)
-    keys = min(layer.sliding_window or seq, seq)
-    return float(keys if last else keys - keys * (keys - 1) / (2 * seq))

@@ -127,10 +127,8 @@ def report(
     graph = DataflowGraph.from_recorder(recorded, arrays)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if config and phase != "train":
-        of_row, cache_bytes = tokens // config.data.batch, program.state_bytes["cache"]
-        lower_bounds = bounds.of_generation(
-            config, rules, arrays, target.chip, graph, program.reading, of_row, cache_bytes
-        )
+        cache_bytes = program.state_bytes["cache"]
+        lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, program.reading, cache_bytes)
     else:
         lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, graph) if config else lower_bounds.flops

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_rank
+from gspmd_lm.model.cache import CACHE
+from gspmd_lm.model.kernels import attention
 from gspmd_lm.sharding.op_names import LOSS, OpName, parse
 from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
 from gspmd_lm.sharding.remat_policy import kept_dots
@@ -25,6 +27,8 @@ _SAME_VALUES = (
     "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
 )  # fmt: skip
 MATMULS = ("dot_general", GROUPED)
+# What attention gives, and what it reads.
+OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
 _CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
 # Where the rules place the integers of rows or of tokens that a program is given. Other inputs have no known axes.
@@ -87,6 +91,32 @@ class Matmul:
         """The axis of the weight that has a matrix for each group of rows, such as the experts; "" without groups."""
         assert self.weight.placed
         return self.weight.placed.axes[0] if self.node.primitive == GROUPED else ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionOp:
+    """The attention of one layer: all between its queries, keys and values, and its result."""
+
+    out: Node
+    queries: Node  # [B, T, N, H]
+    keys: Node  # [B, S, K, H]
+    values: Node
+    nodes: frozenset[Node]
+    backward: float  # 0 where nothing that is trained lies before it
+
+    @property
+    def trip_count(self) -> int:
+        return self.out.trip_count
+
+    @functools.cached_property
+    def mask_window(self) -> str:
+        """See `OpName.mask_window`."""
+        return max(node.name.mask_window for node in self.nodes)
+
+    @functools.cached_property
+    def mask_chunk(self) -> int:
+        """See `OpName.mask_chunk`."""
+        return max(node.name.mask_chunk for node in self.nodes)
 
 
 class DataflowGraph:
@@ -239,6 +269,38 @@ class DataflowGraph:
             return [user for user in users if user.is_float and user.primitive != "stop_gradient"]
 
         return frozenset(start).union(breadth_first(start, derived, lambda _: True))
+
+    @functools.cached_property
+    def attention_ops(self) -> list[AttentionOp]:
+        """The attention of each layer, in the order of the program."""
+        ops = []
+        for out in self.activations:
+            if out.array != OUT:
+                continue
+            waiting, inside, operands, cached = list(out.inputs), set[Node](), list[Node](), list[Node]()
+            while waiting:
+                node = waiting.pop()
+                if node in inside or node.trip_count < out.trip_count:
+                    continue
+                if node.checkpoint_name in (*READ, OUT):  # what a remat policy knows it by
+                    operands.append(node)
+                    continue
+                if CACHE.startswith(f"{node.array}:"):  # keys, values, or what both are made from
+                    cached.append(node)
+                    continue
+                inside.add(node)
+                waiting += node.inputs
+            queries, keys, values = (
+                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in READ
+            )
+            if cached:  # by the cache in the order of the program
+                cached.sort(key=self.nodes.index)
+                keys, values = cached[:1], cached[-1:]
+            of_keys = keys[0].placed.axes if keys and keys[0].placed else ()
+            if queries and values and inside and "kv_seq" in of_keys:  # a recurrence has its own tokens alone
+                backward = float(out in self.differentiable)
+                ops.append(AttentionOp(out, queries[0], keys[0], values[0], frozenset(inside), backward))
+        return ops
 
     def gradients(self, matmul: Node) -> int:
         """Of how many of its two operands a matmul or a convolution has gradients."""

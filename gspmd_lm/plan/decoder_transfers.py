@@ -17,9 +17,8 @@ import math
 from collections.abc import Iterable
 
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
-from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.foresight.graph import OUT, READ, Matmul, Node
 from gspmd_lm.model.parts.latent import K_ROPE
-from gspmd_lm.plan.operations import OUT, READ
 from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, Volume, mesh_axes, mesh_axes_except
 
 _INT32_BYTES = 4

@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gspmd_lm.foresight.graph import GROUPED, MATMULS, DataflowGraph, Node, breadth_first
-from gspmd_lm.model.kernels import attention
+from gspmd_lm.foresight.graph import GROUPED, MATMULS, OUT, AttentionOp, DataflowGraph, Node, breadth_first
 from gspmd_lm.plan.expert_buffers import in_buffers
 from gspmd_lm.sharding.remat_policy import KEPT_WITH_DOTS
 from gspmd_lm.sharding.rules import Remat
@@ -31,8 +30,6 @@ _LINEAR = (
 _MATMULS = (*MATMULS, "conv_general_dilated")
 _NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
 _SORTS = ("sort", "top_k")
-# What attention gives, and what it reads.
-OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,23 +56,6 @@ class Op:
     def only_casts(self) -> bool:
         """Whether it changes nothing but the dtype, as of a weight before its matmul."""
         return not self.flops and all(node.primitive in (*_VIEWS, "convert_element_type") for node in self.nodes)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AttentionOp:
-    """The attention of one layer: all between its queries, keys and values, and its result."""
-
-    queries: Node  # [B, T, N, H]
-    keys: Node  # [B, S, K, H]
-    values: Node
-    trip_count: int
-    nodes: frozenset[Node]
-    backward: float  # 0 where nothing that is trained lies before it
-
-    @functools.cached_property
-    def mask_window(self) -> str:
-        """See `OpName.mask_window`."""
-        return max(node.name.mask_window for node in self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +112,8 @@ class OpGraph:
         self.saved_activations = functools.cache(self._saved_activations)
         self.made_later = functools.cache(self._made_later)
         self.graph, self._stack, self._within = graph, stack, within
-        self.attention_ops = self._attention_ops() if fused else []
+        covered = [op for op in graph.attention_ops if self._covers(op.out)]
+        self.attention_ops = covered if fused else []
         self.inside_attention = frozenset(node for kernel in self.attention_ops for node in kernel.nodes)
         self.matmuls = {matmul.node: matmul for matmul in graph.matmuls}
         rules = collections.Counter(matmul.node.residuals for matmul in graph.matmuls)
@@ -255,29 +236,6 @@ class OpGraph:
                 moved = tuple((size, self.sharded_like(near)) for near, size in bytes_of.items())
                 in_block, backward = any(map(self.in_block, nodes)), 2.0 * any(map(self._has_gradient, nodes))
                 yield Op("other", 0.0, "", (), (), moved, nodes[0].trip_count, backward, frozenset(nodes), in_block)
-
-    def _attention_ops(self) -> list[AttentionOp]:
-        ops = []
-        for out in filter(self._covers, self.graph.activations):
-            if out.array != OUT:
-                continue
-            waiting, inside, operands = list(out.inputs), set[Node](), list[Node]()
-            while waiting:
-                node = waiting.pop()
-                if node in inside or node.trip_count < out.trip_count:
-                    continue
-                if node.checkpoint_name in (*READ, OUT):  # what a remat policy knows it by
-                    operands.append(node)
-                    continue
-                inside.add(node)
-                waiting += node.inputs
-            queries, keys, values = (
-                [node.inputs[0] for node in operands if node.checkpoint_name == name] for name in READ
-            )
-            if queries and keys and values and inside:
-                backward = float(self._has_gradient(out))
-                ops.append(AttentionOp(queries[0], keys[0], values[0], out.trip_count, frozenset(inside), backward))
-        return ops
 
     # What is kept
 

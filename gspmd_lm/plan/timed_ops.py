@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from gspmd_lm.foresight.graph import AttentionOp
 from gspmd_lm.foresight.timing import attention, gathers, op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.model.kernels import grouped, grouped_gpu
 from gspmd_lm.model.kernels.attention import splash_block
-from gspmd_lm.plan.operations import AttentionOp, MoveOp, Op, OpGraph
+from gspmd_lm.plan.operations import MoveOp, Op, OpGraph
 from gspmd_lm.plan.traces import Shards
 from gspmd_lm.units import bits
 

@@ -19,10 +19,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
-from gspmd_lm.foresight.graph import Matmul, Node
+from gspmd_lm.foresight.graph import OUT, Matmul, Node
 from gspmd_lm.foresight.propagation.sharding import reshard
 from gspmd_lm.model.parts.latent import K_ROPE, KV_LATENT
-from gspmd_lm.plan.operations import OUT
 from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 

@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+from gspmd_lm.foresight.graph import OUT, READ
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimate, Estimator, RematEstimate
-from gspmd_lm.plan.operations import OUT, READ
 from gspmd_lm.plan.traces import ForwardTrace
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Remat, Rules

@@ -43,6 +43,7 @@ class OpName:
     array: str = ""
     einsum: str = ""
     mask_window: str = ""  # the keys that a query sees: so many of the last ones, or all; "": all before it
+    mask_chunk: int = 0  # the size of the chunks of a row outside of which a query sees no key; 0: it has one chunk
     trip_count: str = ""  # that is assumed of a loop that its data stop; "" if nothing is
     kind: str = ""  # of compute: attention
 
@@ -66,8 +67,8 @@ def scope(role: str, *names: str) -> Any:
 
     The role says what is named: the array that a table places ("rules", "weights", "optimizer"), the axes that are
     summed over ("sum"), the weights that operations belong to ("of"), which keys a query sees ("sees": so many of the
-    last ones, or all), how many turns are counted of a loop whose data decide ("turns"), or what compute they are
-    ("kind": attention). Without names nothing is written.
+    last ones, or all, and the size of the chunks of a row as in chunk8192), how many turns are counted of a loop whose
+    data decide ("turns"), or what compute they are ("kind": attention). Without names nothing is written.
     """
     assert role in _ROLES or role in TABLES, role
     return contextlib.nullcontext() if not names else jax.named_scope(f"{role}.{'+'.join(dict.fromkeys(names))}")
@@ -118,9 +119,11 @@ def parse(op_name: str) -> OpName:
         of_model = rest == "optimizer" and (table == "rules" or (modules and not owners))
         phase = "forward" if "jvp" in words or in_loss or generates or of_model else rest
     summed_axes = tuple(filter(None, scopes.get("sum", "").split("+")))
-    window, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    keys_seen, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
+    window, _, chunk = keys_seen.partition("chunk")
     kind = kind or ("attention" if _SCORES.search(op_name) else "")
-    return OpName(phase, _once(modules), owners, summed_axes, table, array, einsum, window, trip_count, kind)
+    return OpName(phase, _once(modules), owners, summed_axes, table, array, einsum, window.rstrip("+"), int(chunk or 0),
+                  trip_count, kind)  # fmt: skip
 
 
 def _once(modules: list[str]) -> tuple[str, ...]:

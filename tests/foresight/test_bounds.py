@@ -241,7 +241,7 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     config, rules = small(**MASKED, **frozen), rules_file.from_dict({"mesh": {"data": 1}}, "one").fill(1)
     arrays = state.arrays(config)
     recorded = graph(config, rules, arrays)
-    step, found = built(config, rules), step_flops(config, rules, recorded)
+    step, found = built(config, rules), step_flops(rules, recorded)
     reading = read(step)
     assert found == reading.model_flops
     assert of_training(step.task, rules, arrays, None, recorded, reading).flops == found
@@ -262,7 +262,7 @@ def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys
     scores = 4 * config.model.heads * 2 * 6 * 24
     stem = matrices["vision.stem"]  # the pixels that it reads have no gradient in any case
     wanted = config.data.batch * 24 * (4 * of_vision - 2 * stem + scores + 2 * of_keys)
-    whole, part = (step_flops(one, rules, graph(one, rules, state.arrays(one))) for one in (config, frozen))
+    whole, part = (step_flops(rules, graph(one, rules, state.arrays(one))) for one in (config, frozen))
     assert whole - part == pytest.approx(wanted)
 
 

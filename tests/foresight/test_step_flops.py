@@ -16,8 +16,9 @@ from gspmd_lm.config import (
 )  # fmt: skip
 from gspmd_lm.config.windows import Level
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.bounds import keys_seen, step_flops
+from gspmd_lm.foresight.bounds import seen_share, step_flops
 from gspmd_lm.foresight.graph import DataflowGraph
+from gspmd_lm.infer import programs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.train import state
 from tests.courses import trace_gradients
@@ -91,10 +92,20 @@ LOOKED_UP = {
 }  # fmt: skip
 
 
+def graph(config):
+    arrays = state.arrays(config)
+    rules = rules_file.load("single").fill(1)
+    return DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
+
+
 def found(config):
-    rules, arrays = rules_file.load("single").fill(1), state.arrays(config)
-    recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
-    return step_flops(config, rules, recorded)
+    return step_flops(rules_file.load("single").fill(1), graph(config))
+
+
+def keys_seen(config):
+    """The keys that a token sees in all layers: of each kind of layer, the mean over a row, by the config's trace."""
+    ops = graph(config).attention_ops
+    return sum(seen_share(op) * op.keys.shape[1] * op.trip_count for op in ops)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,8 @@ def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, buil
     config = small(**{"layers": 2} | SETTINGS[name])
     traced = equations.model_flops(equations.live(trace_gradients(built(config, "single")).jaxpr.jaxpr))
     model, data = config.model, config.data
-    unseen_keys = data.seq * model.layers - keys_seen(model, data.seq) if model.mask == "causal" else 0
+    seen = [min(t + 1, layer.sliding_window or data.seq) for layer in model.each_layer for t in range(data.seq)]
+    unseen_keys = data.seq * model.layers - sum(seen) / data.seq if model.mask == "causal" else 0
     unseen = 6 * data.batch * data.seq * model.heads * (model.head_dim + model.v_head_dim) * unseen_keys
     assert found(config) == pytest.approx(traced - unseen - LOOKED_UP.get(name, 0))
 
@@ -116,15 +128,19 @@ def test_of_experts_those_of_the_chosen_ones_and_of_the_router_count(small):
     assert found(small(**experts)) == found(small(mlp=2 * 64)) + routed == found(small(**experts, mlp_bias=True))
 
 
-@pytest.mark.parametrize("seq", [3, 8, 20])
-def test_the_keys_that_tokens_see(small, seq):
+def test_the_keys_that_tokens_see(small):
     """In a window, in a chunk, and before a token; counted one by one."""
-    model = small(layers=3, layer_pattern=("sliding", "chunked", "nope"), sliding_window=5, attention_chunk=8).model
-    seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(seq)]
-    assert keys_seen(model, seq) == pytest.approx(sum(map(sum, seen)) / seq)
-    assert keys_seen(model, seq, last=True) == sum(seen[-1])
+    pattern = {"layers": 3, "layer_pattern": ("sliding", "chunked", "nope"), "sliding_window": 5, "attention_chunk": 8}
+    seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(20)]
+    config = small(**pattern, data={"seq": 20})
+    assert keys_seen(config) == pytest.approx(sum(map(sum, seen)) / 20)
+    arrays, rules = state.arrays(config), rules_file.load("single").fill(1)
+    decode = programs.recorded(config, arrays, programs.whole_context(config), rules)["decode"]
+    ops = DataflowGraph.from_recorder(decode, arrays).attention_ops
+    assert [seen_share(op) * op.keys.shape[1] for op in ops] == pytest.approx(seen[-1])
 
 
 def test_with_a_full_mask_a_token_sees_all_of_its_row_or_chunk(small):
-    settings = small(objective="masked", mask="full", layers=2, layer_pattern=("full", "chunked"), attention_chunk=8)
-    assert keys_seen(settings.model, 20) == 20 + (2 * 8 * 8 + 4 * 4) / 20
+    config = small(objective="masked", mask="full", layers=2, layer_pattern=("full", "chunked"), attention_chunk=8,
+                   data={"seq": 20})  # fmt: skip
+    assert keys_seen(config) == pytest.approx(20 + (2 * 8 * 8 + 4 * 4) / 20)

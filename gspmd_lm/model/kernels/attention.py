@@ -141,7 +141,9 @@ def attend_to_cache(
     seen_B1S = mask(cfg)(slot[None, None], slots_1S) & (slots_1S >= start_B[:, None])[:, None]
     keys_BS = slots_1S - start_B[:, None] if cfg.positions == "alibi_bf16" else slots_1S
     heads_RN = head_numbers(cfg, own_RN)
-    return shard(_xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg), OUT)
+    with sees(cfg):
+        out_B1NH = _xla(q_B1NH, k_BSKH, v_BSKH, seen_B1S, slot[None, None], keys_BS, heads_RN, cfg=cfg)
+    return shard(out_B1NH, OUT)
 
 
 def unsupported(
@@ -209,7 +211,8 @@ def sees(cfg: config.ModelConfig) -> Any:
 @functools.cache
 def _reach(cfg: config.ModelConfig) -> list[str]:
     """The words of `sees`."""
-    return ["all"] if cfg.mask == "full" else [str(cfg.sliding_window)] if cfg.sliding_window else []
+    window = "all" if cfg.mask == "full" else str(cfg.sliding_window or "")
+    return list(filter(None, (window, f"chunk{cfg.attention_chunk}" if cfg.attention_chunk else "")))
 
 
 def masked(
