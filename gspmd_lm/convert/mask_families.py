@@ -10,7 +10,7 @@ from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Constant, FieldCode
 from gspmd_lm.convert.image_families import ImagePatches
 from gspmd_lm.convert.layout import Tensor
 from gspmd_lm.convert.names import linear, norm, separate_qkv
-from gspmd_lm.model.masks import MASK_CHANNELS, QUARTERS
+from gspmd_lm.model.families.sam import MASK_CHANNELS, QUARTERS
 
 _VISION, _PROMPT, _MASKS = "vision_config", "prompt_encoder_config", "mask_decoder_config"
 _EPS = 1e-6

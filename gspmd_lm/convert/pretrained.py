@@ -19,7 +19,7 @@ from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed,
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named

@@ -16,7 +16,7 @@ from gspmd_lm import InputError
 from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.convert import export, image_families, pretrained
 from gspmd_lm.convert.image_families import padded_rows
-from gspmd_lm.model.transformer import classify
+from gspmd_lm.model.families import apply
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
 
@@ -81,7 +81,7 @@ def scores(opened, seq, placed=None):
 
     def run(params, batch):
         with placed_by(placed):
-            return classify(model, params, batch)
+            return apply(model, params, batch)
 
     return np.asarray(jax.jit(run)(params, batch))
 

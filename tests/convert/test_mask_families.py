@@ -14,7 +14,7 @@ from einops import rearrange
 from gspmd_lm import InputError
 from gspmd_lm.convert import export, pretrained
 from gspmd_lm.convert.image_families import padded_rows
-from gspmd_lm.model.masks import draw
+from gspmd_lm.model.families import apply
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours
 
@@ -76,7 +76,7 @@ def found_by(opened, prompts, seq, placed=None):
 
     def run(params, batch):
         with placed_by(placed):
-            return draw(model, params, batch)
+            return apply(model, params, batch)
 
     masks, iou = jax.device_get(jax.jit(run)(params, batch))
     masks = masks[:, :, : model.context]

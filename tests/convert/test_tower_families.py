@@ -15,7 +15,7 @@ from einops import rearrange
 from gspmd_lm import InputError
 from gspmd_lm.config.media import Images
 from gspmd_lm.convert import architecture, export, image_families, pretrained
-from gspmd_lm.model.towers import compare
+from gspmd_lm.model.families import apply
 from tests.convert import ours
 
 GOLDEN = Path(__file__).parent / "golden" / "towers.json"
@@ -58,7 +58,7 @@ def compared(opened, seq, source_seq):
         "positions": np.tile(np.arange(seq), (len(tokens), 1)) * np.pad(mask, padding), "row": np.arange(len(tokens)),
         "patches": np.pad(cut, ((0, 0), (1, source_seq - patches.rows), (0, 0)), constant_values=7.0),
     }  # fmt: skip
-    run = jax.jit(lambda params, batch: compare(opened.config.model, params, batch))
+    run = jax.jit(lambda params, batch: apply(opened.config.model, params, batch))
     text_BP, image_BP, scale = jax.device_get(run(ours.on_one_device(opened), batch))
     return {"text": text_BP, "image": image_BP, "logits": scale * text_BP @ image_BP.T}
 

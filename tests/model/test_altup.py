@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.families import decode, init
 from gspmd_lm.model.layers import activated
-from gspmd_lm.model.transformer import decode, init
 from tests.model.cached import both_ways
 
 # Layers: 0 sliding, 1 full, 2 sliding, and 3 full and 4 sliding with the keys of 1 and 2. The last one stands alone.

@@ -11,8 +11,8 @@ import pytest
 from gspmd_lm.config import AttentionTemperature, LatentAttention, RopeScaling
 from gspmd_lm.model import latent_attention
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.families import init
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
