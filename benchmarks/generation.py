@@ -23,7 +23,7 @@ from benchmarks import measure
 from gspmd_lm import config as configs
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 from gspmd_lm.sharding import rules_file
 
 PROMPT = 64

@@ -13,7 +13,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm.config import ModelConfig
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 from gspmd_lm.train.state import State
 
 MOST = 24

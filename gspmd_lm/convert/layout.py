@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from gspmd_lm import config
-from gspmd_lm.model.sounds import TAPS
+from gspmd_lm.model.families.whisper import TAPS
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:

@@ -21,7 +21,7 @@ from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
 from gspmd_lm.model.addresses import held_layers
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.placement import Named

@@ -12,7 +12,6 @@ from gspmd_lm.foresight.graph import AttentionOp, DataflowGraph, Matmul, Node, b
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
-from gspmd_lm.model.addresses import addresses
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs, placed

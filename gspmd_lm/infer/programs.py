@@ -18,10 +18,8 @@ from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, allowed,
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.addresses import addresses, block_name
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
-from gspmd_lm.model.images import PATCHES
+from gspmd_lm.model.families import extend, family, init
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.sounds import FRAMES
-from gspmd_lm.model.transformer import SOURCE, extend, init
 from gspmd_lm.program.program import ShardedProgram, placed
 from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.sharding import mesh as meshes
@@ -84,22 +82,9 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, sizes: Size
     """
     B, T = len(prompts.start_B), sizes.source or sizes.prompt
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
-    tokens = prompts.tokens_BT
-    if cfg.vision and (queries := cfg.vision.queries):
-        tokens = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)
-    given = {
-        "frames" if cfg.frames else "tokens": tokens,
-        "positions": jnp.maximum(ahead_BT, 0),
-        "segment_ids": (ahead_BT >= 0).astype(jnp.int32),  # padding is a segment of its own
-    }
-    if cfg.encoder:
-        start_B1 = jnp.full((B, 1), cfg.encoder.start_token, jnp.int32)
-        given = {f"{SOURCE}{name}": x for name, x in given.items()}
-        given |= {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
+    given = family(cfg).prompt_batch(cfg, prompts.tokens_BT, ahead_BT)
     of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B),
                "length": prompts.length_B}  # fmt: skip
-    if cfg.vision:
-        of_rows["patches"] = prompts.tokens_BT
     x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, sizes.slots, T))
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
@@ -208,8 +193,7 @@ class GenerationPrograms(Forward):
         """The shapes and shardings of a batch of prompts."""
         rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
         like = self.sizes.prompts(self.model)
-        of_media = FRAMES if self.model.frames else PATCHES if self.model.vision else ""
-        spec = parse(of_media or "tokens: batch seq", len(like.shape))
+        spec = parse(family(self.model).prompts(self.model, *like.shape[:2]).spec, len(like.shape))
         return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows, rows)
 
     @functools.cached_property
@@ -301,9 +285,9 @@ class GenerationPrograms(Forward):
 
     def _text_tokens(self, prompts: Prompts) -> jax.Array:
         """What the slots of each prompt hold of its text. An image, and what an encoder reads, are no part of it."""
-        model, slots_T = self.model, jnp.arange(self.sizes.prompt)
-        if started := model.encoder or (model.vision and model.vision.queries):
-            alone_T = jnp.where(slots_T == self.sizes.prompt - 1, jnp.int32(started.start_token), EMPTY)
+        slots_T, start_token = jnp.arange(self.sizes.prompt), family(self.model).start_token(self.model)
+        if start_token is not None:
+            alone_T = jnp.where(slots_T == self.sizes.prompt - 1, jnp.int32(start_token), EMPTY)
             return jnp.broadcast_to(alone_T, (self.sizes.rows, self.sizes.prompt))
         tokens_BT = jax.lax.with_sharding_constraint(prompts.tokens_BT, self.whole)
         return jnp.where(slots_T >= prompts.start_B[:, None], tokens_BT, EMPTY)

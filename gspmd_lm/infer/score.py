@@ -21,8 +21,8 @@ from gspmd_lm.infer.programs import Forward, parameters
 from gspmd_lm.infer.sizes import rounded_up
 from gspmd_lm.model import loss
 from gspmd_lm.model.ends import table_specs
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.kernels.context import zigzag_sharded
-from gspmd_lm.model.transformer import decode
 from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settled
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes

@@ -5,10 +5,9 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from gspmd_lm.config import ModelConfig
-from gspmd_lm.config.media import WINDOW
+from gspmd_lm.model.families import family
 from gspmd_lm.model.kernels.attention import LANES
 from gspmd_lm.program.supported import split_sequence
 from gspmd_lm.sharding.rules import KERNELS, Rules
@@ -31,12 +30,8 @@ class Sizes:
 
     def prompts(self, model: ModelConfig) -> jax.ShapeDtypeStruct:
         """The shape of the prompts of a batch: see `Prompts`."""
-        shape = self.rows, self.given
-        if model.frames:
-            return jax.ShapeDtypeStruct((*shape, WINDOW, model.frames.bands), jnp.float32)
-        if model.vision:
-            return jax.ShapeDtypeStruct((*shape, model.vision.patches.pixels), jnp.float32)
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        prompts = family(model).prompts(model, self.rows, self.given)
+        return jax.ShapeDtypeStruct(prompts.shape, prompts.dtype)
 
     def hold(self, longest: int, new: int) -> bool:
         """Whether there is room for prompts of up to `longest` tokens, and `new` tokens more."""

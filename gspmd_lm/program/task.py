@@ -11,21 +11,13 @@ from flax.traverse_util import flatten_dict
 
 from gspmd_lm.config import Config, Train
 from gspmd_lm.errors import InputError
+from gspmd_lm.model.objectives import Batch as Batch
+from gspmd_lm.model.objectives import Input as Input
 from gspmd_lm.sharding import of_flax, products, shapes
 from gspmd_lm.sharding.annotate import Spec, placed_by
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.placement import Recorder
 from gspmd_lm.sharding.shapes import Arrays
-
-Batch = Mapping[str, jax.Array]
-
-
-class Input(NamedTuple):
-    """One array of a batch, over all devices."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: str  # its name and logical axes, as in `shard`: "images: batch patch pixel"; the first axis is the rows
 
 
 class Losses(NamedTuple):

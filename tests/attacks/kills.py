@@ -144,7 +144,7 @@ class Convert(Kind):
 
         from gspmd_lm import config
         from gspmd_lm.convert import export
-        from gspmd_lm.model.transformer import init
+        from gspmd_lm.model.families import init
 
         model = config.ModelConfig(layers=4, embed=512, heads=8, kv_heads=8, head_dim=64, mlp=2048, vocab=16000,
                                    context=64, compute_dtype="float32")  # fmt: skip

@@ -15,8 +15,7 @@ from einops import rearrange
 
 from gspmd_lm.data import images as of_image
 from gspmd_lm.data import media, sounds
-from gspmd_lm.model import masks, towers
-from gspmd_lm.model.transformer import classify
+from gspmd_lm.model.families import apply
 from gspmd_lm.sharding.annotate import placed_by
 from tests.convert import ours, references
 from tests.data.test_sound_rows import spoken, written
@@ -129,7 +128,7 @@ class Images(Kind):
         patches, seq = model.patches, opened.config.data.seq + more
         padding = ((0, 0), (patches.first, seq - model.context), (0, 0))
         rows = np.pad(cut_into_patches(images, patches.size), padding, constant_values=7.0)
-        return {"scores": run(classify, opened, {"patches": rows, "row": np.arange(len(rows))}, placed)}
+        return {"scores": run(apply, opened, {"patches": rows, "row": np.arange(len(rows))}, placed)}
 
     def ask(self, model, config, variant, folder):
         import torch
@@ -193,7 +192,7 @@ class Towers(Kind):
             "patches": np.pad(cut, before, constant_values=7.0),
             "row": np.arange(len(tokens)),
         }
-        text_BP, image_BP, scale = run(towers.compare, opened, batch, placed)
+        text_BP, image_BP, scale = run(apply, opened, batch, placed)
         return {"text": text_BP, "image": image_BP, "logits": scale * text_BP @ image_BP.T}
 
     def ask(self, model, config, variant, folder):
@@ -379,7 +378,7 @@ class Masks(Kind):
         if variant == "mask":
             of_patches = rearrange(mask, "B 1 (h y) (w x) -> B (h w) (y x)", y=4, x=4)
             batch["prompt_mask"] = np.pad(of_patches, padding, constant_values=7.0)
-        drawn, iou = run(masks.draw, opened, batch, placed)
+        drawn, iou = run(apply, opened, batch, placed)
         drawn = drawn[:, :, : model.context]
         return {"masks": rearrange(drawn, "B M (h w) (y x) -> B M (h y) (w x)", h=patches.side, y=4), "iou": iou}
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from gspmd_lm.convert import export, pretrained, safetensors
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits, losses
-from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import mesh, rules_file
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.placement import MeshPlacement

@@ -13,10 +13,9 @@ from gspmd_lm.convert import architecture, export, pretrained, safetensors
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.families.bert import SEVERAL
 from gspmd_lm.errors import InputError
+from gspmd_lm.model.families import apply, decode, family
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import classify, decode
 from gspmd_lm.sharding.annotate import placed_by
-from gspmd_lm.train import objectives
 from tests.convert import ours
 from tests.convert.reference_cases import DEBERTA, DEBERTA_1
 
@@ -226,7 +225,7 @@ def _computed(cfg, params, batch, placed=None):
 
     def run(params, batch):
         with placed_by(placed):
-            found = classify(cfg, params, batch) if cfg.classes else logits(*decode(cfg, params, batch), cfg)
+            found = apply(cfg, params, batch) if cfg.classes else logits(*decode(cfg, params, batch), cfg)
             return found[..., 0] if cfg.classes_of == "tokens" else found
 
     return np.asarray(jax.jit(run)(params, jax.tree.map(jnp.asarray, batch)))
@@ -291,10 +290,10 @@ def test_the_loss_of_several_classes_and_its_gradients_are_those_of_transformers
     want.backward()
     batch |= {"labels": true @ [1, 2, 4]}
     padded = {name: np.concatenate([x, np.full_like(x[:1], -(name == "labels"))]) for name, x in batch.items()}
-    objective = objectives.of(found.config)
+    module, objective = family(cfg).module(cfg), family(cfg).objective(found.config)
 
     def loss(params, batch):
-        return objective.sums(cfg, params, batch, None).loss / objective.count(batch)
+        return objective.sums(module, params, batch, None).loss / objective.count(batch)
 
     params = ours.on_one_device(found)
     our_loss, gradients = jax.jit(jax.value_and_grad(loss))(params, jax.tree.map(jnp.asarray, padded))

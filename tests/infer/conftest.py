@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer.generate import Generator, programs_for
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 from gspmd_lm.sharding import rules_file
 
 

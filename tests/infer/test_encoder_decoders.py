@@ -10,8 +10,8 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target
 from gspmd_lm.infer import generate
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding import rules_file
 
 NEW = 9

@@ -13,8 +13,8 @@ from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.infer import generate, programs
 from gspmd_lm.infer.sampling import Choice, Sampling
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import decode
 from gspmd_lm.sharding.problems import ShardingError
 from tests.infer import spelled
 

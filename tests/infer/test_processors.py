@@ -13,8 +13,8 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, generation_config, programs
 from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
 from gspmd_lm.infer.sampling import Sampling
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import decode
 from tests.infer import spelled
 
 V = 20

@@ -14,7 +14,7 @@ from gspmd_lm.data.tokenizer import Bytes, HuggingFace
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import score
 from gspmd_lm.model import loss
-from gspmd_lm.model.transformer import decode
+from gspmd_lm.model.families import decode
 from gspmd_lm.sharding.problems import ShardingError
 from tests.infer import spelled
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from gspmd_lm.model.cache import empty_cache
-from gspmd_lm.model.transformer import decode, extend
+from gspmd_lm.model.families import decode, extend
 
 
 def both_ways(cfg, params, tokens, starts, prompt):

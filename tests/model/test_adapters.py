@@ -13,8 +13,8 @@ from gspmd_lm import config as configs
 from gspmd_lm.config import Lora
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
+from gspmd_lm.model.families import decode, init
 from gspmd_lm.model.loss import losses
-from gspmd_lm.model.transformer import decode, init
 from gspmd_lm.sharding.axes import ADAPTERS
 
 ATTENTION, PLAIN = ("wq", "wk", "wv", "wo"), ("w_up", "w_down")

@@ -6,8 +6,8 @@ import pytest
 
 from gspmd_lm.config import LinearAttention
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.parts import linear
-from gspmd_lm.model.transformer import decode
 from tests.courses import weights
 from tests.model.cached import both_ways
 

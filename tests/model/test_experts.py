@@ -15,11 +15,11 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.families import decode, extend, init
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.grouped import grouped, outer
 from gspmd_lm.model.moe import Experts, balanced
-from gspmd_lm.model.transformer import decode, extend, init
 from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced

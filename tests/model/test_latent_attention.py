@@ -12,9 +12,9 @@ from gspmd_lm.config import AttentionTemperature, LatentAttention, RopeScaling
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import empty_cache
 from gspmd_lm.model.compose import attention_parts
+from gspmd_lm.model.families import init
 from gspmd_lm.model.parts import latent
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.transformer import init
 from gspmd_lm.sharding.annotate import placed_by
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced

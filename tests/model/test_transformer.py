@@ -13,7 +13,8 @@ import pytest
 from gspmd_lm.config import RopeScaling
 from gspmd_lm.model import block, mlp, norm
 from gspmd_lm.model import rope as ropes
-from gspmd_lm.model.transformer import Decoder, init
+from gspmd_lm.model.decoder import Decoder
+from gspmd_lm.model.families import init
 from tests.courses import weights
 
 T = 12

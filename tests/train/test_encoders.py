@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import Convolution, RelativePositions, RelativeVectors
-from gspmd_lm.model.transformer import decode
+from gspmd_lm.model.families import decode
 from gspmd_lm.sharding import rules_file
 from tests.courses import agree, weights
 

@@ -17,8 +17,9 @@ from gspmd_lm import config as configs
 from gspmd_lm import versions
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.model.decoder import Decoder
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import Decoder, decode
 from gspmd_lm.runtime import compiler
 from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.train.loop import Run

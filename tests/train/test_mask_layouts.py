@@ -1,14 +1,18 @@
 """Masks of objects: the loss is the same under every layout, it is what it says, and wrong settings are refused."""
 
+import types
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 from gspmd_lm.config import Images, Masks, Patches, RelativePositions, Windows
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.masks import Drawn, draw
+from gspmd_lm.model.families import apply
+from gspmd_lm.model.families.sam import MASKS, Drawn
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import objectives, progress, state
+from gspmd_lm.train import progress, state
 from tests.courses import agree, weights
 
 # 6 x 6 patches: windows of 4 reach beyond them. Two layers, of which the second sees the whole image.
@@ -57,9 +61,9 @@ def drawn_before():
     return Drawn(3 * rng.standard_normal((3, 4, 5, 16)).astype(np.float32), rng.random((3, 4), np.float32)), pixels
 
 
-def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before, monkeypatch):
+def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before):
     drawn, pixels = drawn_before
-    monkeypatch.setattr(objectives, "draw", lambda *_: drawn)
+    model: Any = types.SimpleNamespace(apply=lambda *_: drawn)
     losses, quality = np.zeros((2, 4)), np.zeros((2, 4))
     for row in range(2):
         is_object = pixels[row, :4].astype(bool)
@@ -71,9 +75,9 @@ def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before, monke
             losses[row, mask], found = 20 * focal + dice, share > 0.5
             quality[row, mask] = (found & is_object).sum() / (found | is_object).sum()
     want = losses[:, 0] + losses[:, 1:].min(1) + ((drawn.iou_BM[:2] - quality) ** 2).mean(1)
-    found = jax.jit(lambda pixels: objectives.MASKS.evaluate(None, None, {"object": pixels}))(pixels)  # type: ignore[arg-type]
+    found = jax.jit(lambda pixels: MASKS.evaluate(model, None, {"object": pixels}))(pixels)
     np.testing.assert_allclose(found["loss"], want.sum(), rtol=1e-5)
-    scores = objectives.MASKS.scores({name: float(value) for name, value in found.items()})
+    scores = MASKS.scores({name: float(value) for name, value in found.items()})
     np.testing.assert_allclose(scores["eval_iou"], quality[:, 0].mean(), rtol=1e-6)
     assert progress.scored(scores) == "2 objects were scored"
 
@@ -83,7 +87,7 @@ def test_what_is_beside_the_image_changes_no_mask(small):
     rng = np.random.default_rng(0)
     batch = {"patches": rng.standard_normal((1, 40, 48)).astype(np.float32), "row": np.arange(1),
              "points": rng.random((1, 2, 2), np.float32), "point_kinds": np.array([[1, -1]])}  # fmt: skip
-    run = jax.jit(lambda batch: draw(model, weights(model), batch))
+    run = jax.jit(lambda batch: apply(model, weights(model), batch))
     found = run(batch)
     other = batch["patches"].copy()
     other[:, 36:] = 9.0

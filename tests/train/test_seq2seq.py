@@ -9,7 +9,7 @@ import pytest
 from gspmd_lm.config import Encoder, Frames, RelativePositions
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.model import ends
-from gspmd_lm.model.transformer import decode
+from gspmd_lm.model.families import decode
 from gspmd_lm.program.supported import Pass, attention_lacks
 from gspmd_lm.sharding import rules_file
 from tests.courses import agree, weights

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
-from gspmd_lm.model.transformer import decode
 from tests.courses import begun, trace_gradients
 
 PEAK, WARMUP, DECAY, CLIP, B1, B2 = 1.0e-2, 5, 0.1, 0.5, 0.9, 0.95

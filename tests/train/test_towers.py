@@ -8,11 +8,11 @@ import pytest
 
 from gspmd_lm import InputError
 from gspmd_lm.config import Encoder, Images, Lora, Patches, Queries, RelativePositions, Vision
-from gspmd_lm.model.towers import compare
+from gspmd_lm.model.families import apply, clip
 from gspmd_lm.plan.variants import layers
 from gspmd_lm.program.supported import Pass, attention_lacks
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.train import decoder, objectives, progress, state
+from gspmd_lm.train import decoder, progress, state
 from tests.courses import agree, weights
 
 CLIP = {
@@ -103,7 +103,7 @@ def batch_of(lengths, T=10):
 
 
 def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model):
-    run, batch = jax.jit(lambda batch: compare(model, weights(model), batch)[:2]), batch_of([4, 10])
+    run, batch = jax.jit(lambda batch: apply(model, weights(model), batch)[:2]), batch_of([4, 10])
     text, image = run(batch)
     np.testing.assert_allclose(np.square([text, image]).sum(-1), 1, rtol=1e-5)
     patches, tokens = batch["patches"].copy(), batch["tokens"].copy()
@@ -117,9 +117,9 @@ def test_a_text_is_read_at_its_last_token_and_an_image_without_its_padding(model
 
 def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_not_in_it(model):
     params, batch = weights(model), batch_of([4, 0, 10, 7])
-    run = jax.jit(lambda batch: (compare(model, params, batch), objectives.PAIRS.evaluate(model, params, batch)))
+    run = jax.jit(lambda batch: (apply(model, params, batch), clip.PAIRS.evaluate(clip.Towers(model), params, batch)))
     (text, image, scale), found = run(batch)
-    assert progress.scored(objectives.PAIRS.scores(found)) == "3 pairs were scored"
+    assert progress.scored(clip.PAIRS.scores(found)) == "3 pairs were scored"
     real = [0, 2, 3]
     scores = np.asarray(scale * text[np.array(real)] @ image[np.array(real)].T, np.float64)
     both = [np.log(np.exp(one).sum(1)) - np.diag(one) for one in (scores, scores.T)]

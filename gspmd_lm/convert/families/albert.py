@@ -36,7 +36,9 @@ _TENSORS = (
     *norm(f"{_LAYER}.full_layer_layer_norm", "mlp_sum_norm", bias=True),
 )
 _HEAD = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias")
-_SHARED = BERT_SHARED | {"heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\.")}
+_SHARED: dict[str, Any] = BERT_SHARED | {
+    "heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\.")
+}
 _MASKED = Family(
     "ALBERT",
     "albert",

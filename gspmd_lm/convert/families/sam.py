@@ -9,7 +9,7 @@ from gspmd_lm.convert.families.vit import ImagePatches
 from gspmd_lm.convert.family import GELU_NEW, ONE_WIDTH, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, Fixed, Flag, Given, Renamed, Values
 from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
-from gspmd_lm.model.masks import MASK_CHANNELS, QUARTERS
+from gspmd_lm.model.families.sam import MASK_CHANNELS, QUARTERS
 
 _VISION, _PROMPT, _MASKS = "vision_config", "prompt_encoder_config", "mask_decoder_config"
 _EPS = 1e-6

@@ -1,7 +1,8 @@
-"""The model that cuts objects out of images: patches and a prompt in, masks out (SAM, arXiv 2304.02643)."""
+"""SAM cuts objects out of images: patches and a prompt in, masks out (arXiv 2304.02643)."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED
-from gspmd_lm.model.images import seen
+from gspmd_lm.model.families.vit import ImageClassifiers, encode_image
 from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, head_numbers, masked
 from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
 from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -28,6 +31,9 @@ UPSCALED = "upscaled: batch seq taps stream_width"
 DRAWN = "drawn: batch masks seq pixels"
 QUARTERS = 4  # of a patch, and of each of them, which are pixels
 MASK_CHANNELS = 16  # numbers that a patch of a mask which is a prompt becomes
+# Focal loss (arXiv 1708.02002) counts 20 times as much as dice loss (arXiv 2304.02643, "Training"), and the pixels of
+# the object a quarter of it.
+FOCAL, OF_OBJECT = 20.0, 0.25
 NECK_EPS, LAST_EPS = 1e-6, 1e-5  # added to the variance in norms of the neck and of pixels, and in the last norm
 
 
@@ -46,7 +52,7 @@ class Masker(Stack):
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> Drawn:
-        """`batch` holds row [B] and patches [B, T, X] as `images.ImageClassifier` sees them, and a prompt.
+        """`batch` holds row [B] and patches [B, T, X] as `vit.ImageClassifier` sees them, and a prompt.
 
         points [B, P, 2], float32: how far a point lies to the right and down, from 0 to 1. point_kinds [B, P], int32:
         1 for a point of the object, 0 for one outside of it, 2 and 3 for the top left and the bottom right corner of a
@@ -54,11 +60,11 @@ class Masker(Stack):
         """
         assert self.cfg.masks
         of_masks = self.cfg.masks.of(self.cfg)
-        x_BTD = necked(self, self.cfg, of_masks, seen(self, batch, dropout_key))
+        x_BTD = apply_neck(self, self.cfg, of_masks, encode_image(self, batch, dropout_key))
         return MaskDecoder(of_masks, self.cfg, name="masks")(x_BTD, batch)
 
 
-def necked(module: nn.Module, cfg: config.ModelConfig, of_masks: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+def apply_neck(module: nn.Module, cfg: config.ModelConfig, of_masks: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The output of the last block as the decoder reads it: a matrix and a convolution of 3 x 3 patches, both normed.
 
     [B, T, D] of the decoder's width. Rows beyond the patches hold nothing of use.
@@ -92,13 +98,13 @@ class MaskDecoder(nn.Module):
         assert masks and patches
         side, M, start = patches.side, masks.count, nn.initializers.normal(1.0)
         fourier_2O = use(weight(self, "fourier", "types stream_width", (2, D // 2), cfg, start), jnp.float32)
-        prompt_BPD = shard(prompted(self, cfg, batch, fourier_2O, M), PROMPTS)
+        prompt_BPD = shard(embed_prompt(self, cfg, batch, fourier_2O, M), PROMPTS)
         tokens = Side(prompt_BPD, prompt_BPD, (PROMPTS, PROMPTS))
 
         no_mask_D = use(matrix(self, "no_mask", "embed", (D,), cfg))
-        of_prompt = of_mask(self, cfg, batch["prompt_mask"]) if "prompt_mask" in batch else no_mask_D
+        of_prompt = embed_mask(self, cfg, batch["prompt_mask"]) if "prompt_mask" in batch else no_mask_D
         row_T, column_T = jnp.divmod(jnp.arange(T), side)
-        places_TD = of_places((jnp.stack([column_T, row_T], -1) + 0.5) / side, fourier_2O).astype(x_BTD.dtype)
+        places_TD = fourier_features((jnp.stack([column_T, row_T], -1) + 0.5) / side, fourier_2O).astype(x_BTD.dtype)
         places_BTD = like(jnp.broadcast_to(places_TD, x_BTD.shape), RESIDUAL)
         is_patch_BT = jnp.broadcast_to(row_T < side, (B, T)).astype(jnp.int32)
         image = Side(like(x_BTD + of_prompt, RESIDUAL), places_BTD, (BLOCK_INPUT, RESIDUAL), is_patch_BT)
@@ -107,21 +113,21 @@ class MaskDecoder(nn.Module):
             tokens, image = TwoWay(cfg, name=f"layer_{number}")(tokens, image, number == 0)
         tokens_BPD = tokens.x + Crossing(cfg, name="last")(tokens, image)
         tokens_BPD = Norm(_with_eps(cfg, LAST_EPS), name="last_norm")(tokens_BPD)
-        pixels_BTPK = upscaled(self, cfg, image.x)
+        pixels_BTPK = upscale(self, cfg, image.x)
         hyper_BMK = mlp(self, cfg, "hyper", tokens_BPD[:, 1 : 1 + M], "channels", pixels_BTPK.shape[-1], M)
         masks_BMTP = jnp.einsum("BMK,BTPK->BMTP", hyper_BMK, pixels_BTPK, preferred_element_type=jnp.float32)
         iou_BM = mlp(self, cfg, "iou", tokens_BPD[:, 0], "classes", M)
         return Drawn(shard(masks_BMTP, DRAWN), iou_BM.astype(jnp.float32))
 
 
-def prompted(
+def embed_prompt(
     module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], fourier_2O: jax.Array, masks: int
 ) -> jax.Array:
     """The tokens that attention begins with, [B, P, D]: of the quality of masks, of each mask, and of each point."""
     D, kind_BP1 = cfg.embed, batch["point_kinds"][..., None]
     kinds_4D = use(matrix(module, "point_kinds", "types embed", (4, D), cfg))
     no_point_D = use(matrix(module, "no_point", "embed", (D,), cfg))
-    points_BPD = of_places(batch["points"], fourier_2O).astype(kinds_4D.dtype)
+    points_BPD = fourier_features(batch["points"], fourier_2O).astype(kinds_4D.dtype)
     points_BPD += (kind_BP1 == jnp.arange(4)).astype(kinds_4D.dtype) @ kinds_4D
     points_BPD = jnp.where(kind_BP1 < 0, no_point_D, points_BPD)
     iou_1D = use(matrix(module, "iou_token", "embed", (D,), cfg))[None]
@@ -133,14 +139,14 @@ def _with_eps(cfg: config.ModelConfig, eps: float) -> config.ModelConfig:
     return dataclasses.replace(cfg, norm_eps=eps)
 
 
-def of_places(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
+def fourier_features(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
     """Sines and cosines of places from 0 to 1 at random frequencies, [..., D], float32 (arXiv 2006.10739)."""
     x, y = (2 * places_X2[..., number, None].astype(jnp.float32) - 1 for number in range(2))
     angles = 2 * math.pi * (x * fourier_2O[0] + y * fourier_2O[1])
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
-def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
+def embed_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
     """What is added to each patch for a mask that is a prompt, [B, T, D]: two convolutions and a matrix."""
     few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, ACTIVATIONS["gelu"]
     parts_BTAP = rearrange(
@@ -156,7 +162,7 @@ def of_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> 
     return x @ w_out + bias(module, "mask_out_bias", "embed", (cfg.embed,), cfg)
 
 
-def upscaled(module: nn.Module, cfg: config.ModelConfig, image_BTD: jax.Array) -> jax.Array:
+def upscale(module: nn.Module, cfg: config.ModelConfig, image_BTD: jax.Array) -> jax.Array:
     """The pixels of each patch, [B, T, 16, D / 8]: a patch becomes four parts, and each part four pixels."""
     wide, narrow, gelu = cfg.embed // 4, cfg.embed // 8, ACTIVATIONS["gelu"]
     w_in = matrix(module, "upscale_in", "embed taps stream_width", (cfg.embed, QUARTERS, wide), cfg)
@@ -244,9 +250,96 @@ class Crossing(nn.Module):
         return reduced(unreduced_matmul(out, wo) + bias(self, "bo", "embed", sizes[:1], cfg), *queries.specs)
 
 
-def draw(
-    cfg: config.ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
-) -> Drawn:
-    """The masks of prompts, for plain (unboxed) parameters."""
-    drawn: Any = Masker(cfg).apply({"params": params}, batch, dropout_key)
-    return drawn
+class Sam(ImageClassifiers):
+    """Models with `masks`."""
+
+    def fits(self, cfg: config.ModelConfig) -> bool:
+        """Whether the model draws masks."""
+        return cfg.masks is not None
+
+    def module(self, cfg: config.ModelConfig) -> nn.Module:
+        """See `Family.module`."""
+        return Masker(cfg)
+
+    def objective(self, config: config.Config) -> Objective:
+        """Which pixels are of the object that a prompt means."""
+        return MASKS
+
+    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+        """Those of an image, and a prompt in points: see `Masker`."""
+        prompt = shape.batch, POINTS
+        points = Input((*prompt, 2), "float32", "prompts: batch prompt channels")
+        kinds = Input(prompt, "int32", "prompts: batch prompt")
+        return super().inputs(cfg, shape) | {"points": points, "point_kinds": kinds}
+
+    def dummy(self, cfg: config.ModelConfig) -> dict[str, jax.Array]:
+        """With a mask as a prompt, which batches of training do not have."""
+        return super().dummy(cfg) | {"prompt_mask": jnp.zeros((1, cfg.context, PARTS**2))}
+
+
+# Masks of objects that prompts mean
+
+
+class MaskSums(NamedTuple):
+    """Sums over the rows that hold an object."""
+
+    loss: jax.Array  # of the first mask, of the best of the others, and of how the quality of each is guessed
+    iou: jax.Array  # the intersection of the first mask and the object over their union
+
+
+def _sums_of_masks(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> MaskSums:
+    drawn, holds_B = output(module, params, batch, key), _holds_object(batch)
+    loss_BM, iou_BM = _of_each_mask(drawn, batch["object"])
+    # The gradient of the best one reaches it alone: its number is what is chosen.
+    best_B = loss_BM[:, 1:].argmin(1)
+    of_best_B = jnp.where(jnp.arange(loss_BM.shape[1] - 1) == best_B[:, None], loss_BM[:, 1:], 0).sum(1)
+    guess_B = jnp.square(drawn.iou_BM - iou_BM).mean(1)
+    loss_B = loss_BM[:, 0] + of_best_B + guess_B
+    return MaskSums(jnp.where(holds_B, loss_B, 0).sum(), jnp.where(holds_B, iou_BM[:, 0], 0).sum())
+
+
+def _of_each_mask(drawn: Drawn, object_BTP: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, M]: focal and dice loss of each mask, and its intersection with the object over their union."""
+    x, pixels = drawn.masks_BMTP, (-2, -1)
+    is_real, is_object = (object_BTP >= 0)[:, None], (object_BTP > 0)[:, None]
+    sign = jnp.where(is_object, 1.0, -1.0)
+    weight = jnp.where(is_object, OF_OBJECT, 1 - OF_OBJECT)
+    focal = -weight * jnp.square(jax.nn.sigmoid(-sign * x)) * jax.nn.log_sigmoid(sign * x)
+    counted = jnp.maximum(is_real.sum(pixels, dtype=jnp.float32), 1)
+    focal_BM = jnp.where(is_real, focal, 0).sum(pixels) / counted
+    share = jnp.where(is_real, jax.nn.sigmoid(x), 0)
+    both = jnp.where(is_object, share, 0).sum(pixels)
+    dice_BM = 1 - (2 * both + 1) / (share.sum(pixels) + is_object.sum(pixels, dtype=jnp.float32) + 1)
+    found = (x > 0) & is_real
+    shared, either = (each.sum(pixels, dtype=jnp.float32) for each in (found & is_object, found | is_object))
+    return FOCAL * focal_BM + dice_BM, shared / jnp.maximum(either, 1)
+
+
+def _holds_object(batch: Batch) -> jax.Array:
+    return (batch["object"] >= 0).any((1, 2))
+
+
+def _objects(batch: Batch) -> jax.Array:
+    return _holds_object(batch).sum(dtype=jnp.float32)
+
+
+def _totals_of_masks(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    return _sums_of_masks(module, params, batch, None)._asdict() | {"objects": _objects(batch)}
+
+
+def _means_of_masks(sums: MaskSums, count: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": sums.loss / count, "iou": sums.iou / count, "objects": count}
+
+
+def _scores_of_masks(totals: Mapping[str, float]) -> dict[str, float]:
+    count = max(totals["objects"], 1.0)
+    return {"eval_loss": totals["loss"] / count, "eval_iou": totals["iou"] / count, "eval_objects": totals["objects"]}
+
+
+def _object_inputs(shape: Shape) -> dict[str, Input]:
+    """object [B, T, 16]: 1 for pixels of the object, 0 for others, and -1 for pixels that are not of the image."""
+    return {"object": Input((shape.batch, shape.seq, PARTS**2), "float32", "drawn: batch seq pixels")}
+
+
+MASKS = Objective(_object_inputs, _sums_of_masks, _objects, _totals_of_masks, _means_of_masks, _scores_of_masks)
+FAMILY = Sam()

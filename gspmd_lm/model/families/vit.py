@@ -1,14 +1,15 @@
-"""Models of images: patches in, scores of classes out. ViT: arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254."""
+"""ViT: patches of images in, scores of their classes out (arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254)."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, scored, token_keys
+from gspmd_lm.model.ends import before_blocks, scored
+from gspmd_lm.model.families.family import Family
 from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Objective, Shape
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -16,7 +17,6 @@ from gspmd_lm.sharding.matmuls import gathered, project
 from gspmd_lm.sharding.partial_sums import for_each_row
 
 PATCHES = "patches: batch seq pixels"
-MERGED = "merged: batch seq stream_width"
 FIRST_ROWS = ("class_row", "distillation_row")
 
 
@@ -30,7 +30,7 @@ class ImageClassifier(Stack):
         `batch` holds row [B] and patches [B, T, X]: of each image, rows whose places the learned rows take, then its
         patches, and beyond the context rows of padding. No row sees padding.
         """
-        cfg, x_BTD = self.cfg, seen(self, batch, dropout_key)
+        cfg, x_BTD = self.cfg, encode_image(self, batch, dropout_key)
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
             class_row_B1D = mean_of_patches(cfg, x_BTD)
@@ -41,16 +41,16 @@ class ImageClassifier(Stack):
         return scores_BX
 
 
-def seen(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | None) -> jax.Array:
+def encode_image(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | None) -> jax.Array:
     """The output of the last block of a stack that sees images, normed, [B, T, D]. `batch`: see `ImageClassifier`."""
     cfg, patches_BTX = stack.cfg, batch["patches"]
     T = patches_BTX.shape[1]
     places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
-    of_rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
+    rows = {"positions": shard(places_BT, "tokens: batch seq"), "row": batch["row"]}
     if cfg.context < T:
-        of_rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
-    x_BTD, keys_BT = before_blocks(cfg, patched(stack, cfg, patches_BTX), batch, dropout_key)
-    return stack.blocks(x_BTD, of_rows, keys_BT)[0]
+        rows["segment_ids"] = shard((places_BT < cfg.context).astype(jnp.int32), "tokens: batch seq")
+    x_BTD, keys_BT = before_blocks(cfg, embed_patches(stack, cfg, patches_BTX), batch, dropout_key)
+    return stack.blocks(x_BTD, rows, keys_BT)[0]
 
 
 def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     return mean_B1D if cfg.final_norm else Norm(cfg, name="pooled_norm")(mean_B1D)
 
 
-def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
+def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
     """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
     assert cfg.patches
     dtype, T = jnp.dtype(cfg.compute_dtype), patches_BTX.shape[1]
@@ -84,47 +84,30 @@ def patched(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) 
     return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
 
 
-class LevelsClassifier(nn.Module):
-    """Levels of blocks from the patches of images to the scores of their classes. From level to level, four patches
-    become one (Swin, arXiv 2103.14030).
-    """
+class ImageClassifiers(Family):
+    """Models with `patches`."""
 
-    cfg: config.ModelConfig
+    def fits(self, cfg: config.ModelConfig) -> bool:
+        """Whether the model reads images alone."""
+        return cfg.patches is not None
 
-    @nn.compact
-    def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
-        """[B, classes], float32. `batch`: see `ImageClassifier`; no learned row stands before the patches."""
-        first, *rest = of_levels = config.levels(self.cfg)
-        x_BTD, keys_BT = before_blocks(first, patched(self, first, batch["patches"]), batch, dropout_key)
-        x_BTD = Level(first, name="level_0")(x_BTD, keys_BT)
-        for number, cfg in enumerate(rest, 1):
-            if keys_BT is not None and dropout_key is not None:
-                places_BT = jnp.tile(jnp.arange(config.padded_rows(cfg.context, cfg.row_multiple)), (len(x_BTD), 1))
-                keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
-            x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
-        last = of_levels[-1]
-        return scored(self, last, mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
+    def module(self, cfg: config.ModelConfig) -> nn.Module:
+        """See `Family.module`."""
+        return ImageClassifier(cfg)
 
+    def objective(self, config: config.Config) -> Objective:
+        """The class of an image."""
+        return CLASSES
 
-class Level(Stack):
-    """Blocks of one width."""
+    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+        """See `ImageClassifier`."""
+        assert cfg.patches
+        patches = Input((shape.batch, shape.seq, cfg.patches.pixels), "float32", PATCHES)
+        return {"patches": patches, "row": Input((shape.batch,), "int32", ROW_SPEC)}
 
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array, keys_BT: jax.Array | None, merge: bool = False) -> jax.Array:
-        """The output of the last block, [B, T, D], after 2 x 2 patches became one each if they are to `merge`.
-
-        keys_BT: a dropout key for each of its tokens.
-        """
-        return self.blocks(_merged(self, self.cfg, x_BTD) if merge else x_BTD, {}, keys_BT)[0]
+    def smallest(self, cfg: config.ModelConfig) -> Shape:
+        """One image."""
+        return Shape(seq=cfg.context)
 
 
-def _merged(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The patches of a level, from those of the level before, of which two on a side make one."""
-    assert cfg.patches
-    side, rows = cfg.patches.side, config.padded_rows(cfg.context, cfg.row_multiple)
-    patches_BTD = like(x_BTD, BLOCK_INPUT)[:, : 4 * side**2]
-    merged_BTO = rearrange(patches_BTD, "B (h y w x) D -> B (h w) (x y D)", h=side, y=2, x=2)
-    merged_BTO = jnp.pad(merged_BTO, ((0, 0), (0, rows - side**2), (0, 0)))
-    merge = matrix(module, "merge", "stream_width embed", (merged_BTO.shape[-1], cfg.embed), cfg)
-    with gathered(Norm(cfg, "stream_width", name="merge_norm")(merged_BTO), MERGED, MERGED) as in_BTO:
-        return like(like(project(in_BTO, merge), BLOCK_INPUT), RESIDUAL)
+FAMILY = ImageClassifiers()

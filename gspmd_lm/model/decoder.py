@@ -1,0 +1,68 @@
+"""The decoder: token ids in, and hidden states with the table that turns them into logits out."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+
+from gspmd_lm.model.cache import Cache
+from gspmd_lm.model.ends import before_logits, embedded, table_axis
+from gspmd_lm.model.moe import RouterOutput
+from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.weights import matrix, weight
+from gspmd_lm.sharding.annotate import Weight
+
+
+class Decoded(NamedTuple):
+    """What a decoder returns."""
+
+    hidden_BTD: jax.Array  # or [B, T, W], if the table has a width of its own
+    table: Weight  # hidden states times this are the logits
+    bias: Weight | None  # of the logits
+    cache: Cache[jax.Array] | None
+    routed: RouterOutput | None  # [L, ...] for the layers with experts
+
+
+class Decoder(Stack):
+    """A stack of blocks from tokens to the hidden states that their logits are made of."""
+
+    @nn.compact
+    def __call__(
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> Decoded:
+        """Embeds the tokens and runs the blocks.
+
+        `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
+        dropout), token_types [B, T] if the model has any, where texts are packed or padded segment_ids [B, T] (0 for
+        padding), and places [B, T] if tokens do not stand in their order (see kernels/context.py). Without
+        `dropout_key` nothing is dropped.
+        With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
+        length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
+        """
+        x_BTD, table, keys_BT = embedded(self, self.cfg, batch, dropout_key)
+        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+
+    def decoded(
+        self,
+        x_BTD: jax.Array,
+        table: Weight,
+        keys_BT: jax.Array | None,
+        batch: dict[str, jax.Array],
+        cache: Cache[jax.Array] | None,
+    ) -> Decoded:
+        """Hidden states from embedded tokens and their table. keys_BT: a dropout key for each token."""
+        cfg = self.cfg
+        x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, self.layer_inputs(x_BTD, batch))
+        x_BTD = before_logits(self, cfg, x_BTD)
+        unembedding, unembedding_bias = table, None
+        if not cfg.tied_embeddings:
+            width, axis = table_axis(cfg)
+            unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
+        if cfg.unembedding_bias:
+            zeros = nn.initializers.zeros
+            unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
+        return Decoded(x_BTD, unembedding, unembedding_bias, cache, routed)
+
+    def layer_inputs(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> jax.Array | None:
+        """What each layer reads beside the residual stream; None for nothing."""
+        return None

@@ -1,0 +1,49 @@
+"""The families of models. `family` is the only place that asks what a model is; a family answers the rest."""
+
+from typing import Any
+
+import jax
+
+from gspmd_lm.config import ModelConfig
+from gspmd_lm.model.cache import Cache
+from gspmd_lm.model.families import bert, blip2, clip, gemma3n, sam, swin, t5, vit, whisper
+from gspmd_lm.model.families import family as decoder
+from gspmd_lm.model.families.family import Family as Family
+from gspmd_lm.sharding.annotate import Weight
+
+# The first one that fits.
+_FAMILIES: tuple[Family, ...] = tuple(
+    one.FAMILY for one in (sam, swin, vit, blip2, clip, whisper, t5, bert, gemma3n, decoder)
+)
+
+
+def family(cfg: ModelConfig) -> Family:
+    """The family of the model that a config describes."""
+    return next(one for one in _FAMILIES if one.fits(cfg))
+
+
+def init(cfg: ModelConfig, key: jax.Array) -> Any:
+    """The parameters, a nested dict of LogicallyPartitioned arrays, with the same values under every placement."""
+    chosen = family(cfg)
+    return chosen.module(cfg).init(key, chosen.dummy(cfg))["params"]
+
+
+def apply(
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, *more: Any
+) -> Any:
+    """What the module of the model returns for plain (unboxed) parameters."""
+    return family(cfg).module(cfg).apply({"params": params}, batch, dropout_key, *more)
+
+
+def decode(
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, Weight, Weight | None]:
+    """Hidden states, output table and its bias (see `decoder.Decoded`) for plain (unboxed) parameters."""
+    return apply(cfg, params, batch, dropout_key)[:3]
+
+
+def extend(
+    cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], cache: Cache[jax.Array]
+) -> tuple[jax.Array, Weight, Weight | None, Cache[jax.Array]]:
+    """`decode` for the first tokens of each row, or for one more, with the cache to which they were added."""
+    return apply(cfg, params, batch, None, cache)[:4]

@@ -1,0 +1,154 @@
+"""BLIP-2: learned rows read an image, and stand for it before the tokens of its text (arXiv 2301.12597)."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.cache import Cache
+from gspmd_lm.model.decoder import Decoded, Decoder
+from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
+from gspmd_lm.model.families import t5
+from gspmd_lm.model.families.clip import VisionTower, image_input
+from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.objectives import Input, Shape
+from gspmd_lm.model.parts.memory import MEMORY
+from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import like, shard, use
+from gspmd_lm.sharding.matmuls import gathered, project
+
+
+class ImageDecoder(Decoder):
+    """A decoder, or an encoder and a decoder, of texts behind images."""
+
+    @nn.compact
+    def __call__(
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> Decoded:
+        """`batch` is that of `Decoder` or of `t5.EncoderDecoder`, with patches [B, S, X] as `vit.ImageClassifier` sees
+        them. The rows that stand for an image take the places of the first tokens of a row, or of its source.
+        """
+        cfg, rows_BQD = self.cfg, None
+        if "patches" in batch:
+            rows_BQD = embed_images(self, cfg, batch, dropout_key)
+        batch = {name: x for name, x in batch.items() if name != "patches"}
+        prefix = t5.SOURCE if cfg.encoder else ""
+        # Prompts stand behind padding.
+        places_BT = batch.get(f"{prefix}positions") if "slot" in batch else batch.get(f"{prefix}places")
+        first = put_first(rows_BQD, places_BT)
+        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key, first=put_first(None) if cfg.encoder else first)
+        if cfg.of_encoder and f"{t5.SOURCE}positions" in batch:
+            batch = t5.Encoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key, first)
+        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+
+
+class Queries(Stack):
+    """A stack of blocks from learned rows to those that stand before a text."""
+
+    @nn.compact
+    def __call__(
+        self, memory_BSM: jax.Array, row_B: jax.Array, image_rows: int, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """The rows of each image, [B, Q, D].
+
+        memory_BSM: what the blocks attend to, of which the first `image_rows` are no padding. row_B: see
+        `decoder.Decoder`.
+        """
+        cfg, (B, S) = self.cfg, memory_BSM.shape[:2]
+        rows_QD = use(matrix(self, "query_rows", "positions embed", (cfg.context, cfg.embed), cfg))
+        x_BQD = Norm(cfg, name="embedding_norm")(shard(jnp.broadcast_to(rows_QD, (B, *rows_QD.shape)), RESIDUAL))
+        ones_BQ = jnp.ones((B, cfg.context), jnp.int32)
+        rows = {"row": row_B, "positions": ones_BQ, "segment_ids": ones_BQ, "memory": memory_BSM}
+        rows["memory_segment_ids"] = jnp.broadcast_to((jnp.arange(S) < image_rows).astype(jnp.int32), (B, S))
+        x_BQD, keys_BQ = before_blocks(cfg, x_BQD, rows, dropout_key)
+        return self.blocks(x_BQD, rows, keys_BQ)[0]
+
+
+def embed_images(
+    module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+) -> jax.Array:
+    """The rows [B, Q, D] that stand for the images of `batch`, whose patches are those of `vit.ImageClassifier`.
+
+    The weights are those of `module`, whose width is D, in its parts `vision` and `queries` but for a projection.
+    """
+    assert cfg.of_vision and cfg.of_queries
+    keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in (2, 3)]
+    images = {name: batch[name] for name in ("patches", "row")}
+    memory_BSM = shard(VisionTower(cfg.of_vision, name="vision")(images, keys[0]), MEMORY)
+    x_BQO = Queries(cfg.of_queries, name="queries")(memory_BSM, batch["row"], cfg.of_vision.context, keys[1])
+    sizes = cfg.of_queries.embed, cfg.embed
+    projection = matrix(module, "query_projection", "stream_width embed", sizes, cfg)
+    with gathered(shard(x_BQO, TRANSFORMED), TRANSFORMED, TRANSFORMED) as in_BQO:
+        x_BQD = like(project(in_BQO, projection), BLOCK_INPUT)
+    return x_BQD + bias(module, "query_projection_bias", "embed", sizes[1:], cfg)
+
+
+def put_first(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
+    """A function that puts rows, if there are any, at the first places of embedded tokens, [B, T, D].
+
+    places_BT: where each token stands, if they are not in their order, or behind padding.
+    """
+
+    def put(x_BTD: jax.Array) -> jax.Array:
+        if rows_BQD is None:
+            return x_BTD
+        T, Q = x_BTD.shape[1], rows_BQD.shape[1]
+        whole_BTD = like(jnp.pad(rows_BQD, ((0, 0), (0, T - Q), (0, 0))), BLOCK_INPUT)
+        if places_BT is None:
+            return jnp.where(jnp.arange(T)[:, None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
+        whole_BTD = jnp.take_along_axis(whole_BTD, places_BT[..., None], axis=1)
+        return jnp.where(places_BT[..., None] < Q, like(whole_BTD, RESIDUAL), x_BTD)
+
+    return put
+
+
+class Blip2(Family):
+    """Models with `vision.queries`, whose decoder may have an encoder."""
+
+    def fits(self, cfg: config.ModelConfig) -> bool:
+        """Whether learned rows read an image."""
+        return cfg.of_queries is not None
+
+    def module(self, cfg: config.ModelConfig) -> nn.Module:
+        """See `Family.module`."""
+        return ImageDecoder(cfg)
+
+    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+        """Those of the text model, and patches."""
+        patches = {"patches": image_input(cfg, shape.batch, shape.image_rows)}
+        return _text(cfg).inputs(cfg, shape._replace(segments=True)) | patches
+
+    def smallest(self, cfg: config.ModelConfig) -> Shape:
+        """An image and the token behind it."""
+        assert cfg.vision and cfg.vision.queries
+        rows = 1 + cfg.vision.queries.rows
+        return Shape(seq=rows, source_seq=rows, image_rows=cfg.vision.patches.rows)
+
+    def prompts(self, cfg: config.ModelConfig, rows: int, seq: int) -> Input:
+        """The patches of images."""
+        return image_input(cfg, rows, seq)
+
+    def prompt_batch(self, cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
+        """Prompts are images. Their rows, and the token behind them, are what a text goes on from, or its source."""
+        assert cfg.vision and cfg.vision.queries
+        queries = cfg.vision.queries
+        tokens_BT = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)
+        return _text(cfg).prompt_batch(cfg, tokens_BT, ahead_BT) | {"patches": prompts}
+
+    def start_token(self, cfg: config.ModelConfig) -> int | None:
+        """See `Family.start_token`."""
+        assert cfg.vision and cfg.vision.queries
+        return cfg.encoder.start_token if cfg.encoder else cfg.vision.queries.start_token
+
+
+def _text(cfg: config.ModelConfig) -> Family:
+    """The family of the text model behind the images."""
+    return t5.FAMILY if cfg.encoder else Family()
+
+
+FAMILY = Blip2()

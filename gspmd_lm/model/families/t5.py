@@ -1,0 +1,109 @@
+"""Encoder-decoders: the layers of a decoder attend to the output of an encoder (T5, arXiv 1910.10683; BART)."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm.config import ModelConfig
+from gspmd_lm.model.cache import Cache
+from gspmd_lm.model.decoder import Decoded, Decoder
+from gspmd_lm.model.ends import embedded
+from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.objectives import TOKEN_SPEC, Input, Shape
+from gspmd_lm.model.parts.memory import MEMORY
+from gspmd_lm.model.stack import Stack
+from gspmd_lm.sharding.annotate import Weight, shard
+
+SOURCE = "source_"  # the names of the arrays of a source begin with it, beside those of the text that is made from it
+
+
+class Encoder(Stack):
+    """A stack of blocks from the tokens of a source to what a decoder reads."""
+
+    @nn.compact
+    def __call__(
+        self,
+        batch: dict[str, jax.Array],
+        table: Weight,
+        dropout_key: jax.Array | None,
+        first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+    ) -> dict[str, jax.Array]:
+        """The batch of a decoder without the arrays of its source, with memory [B, S, D] and memory_segment_ids [B, S].
+
+        table: the token table. first: what is done to embedded tokens before positions are added. `batch`: see
+        `EncoderDecoder`.
+        """
+        source = {name.removeprefix(SOURCE): x for name, x in batch.items() if name.startswith(SOURCE)}
+        source |= {"row": batch["row"]}
+        key = dropout_key if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+        x_BTD, keys_BT = self.before_blocks(source, table, key, first)
+        memory_BSD = shard(self.blocks(x_BTD, source, keys_BT)[0], MEMORY)
+        memory = {"memory": memory_BSD, "memory_segment_ids": source["segment_ids"]}
+        return {name: x for name, x in batch.items() if not name.startswith(SOURCE)} | memory
+
+    def before_blocks(
+        self,
+        source: dict[str, jax.Array],
+        table: Weight,
+        dropout_key: jax.Array | None,
+        first: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """What the first block reads, [B, S, D], and a dropout key for each row."""
+        x_BSD, _, keys_BS = embedded(self, self.cfg, source, dropout_key, table, first)
+        return x_BSD, keys_BS
+
+
+class EncoderDecoder(Decoder):
+    """A decoder, and an encoder of its sources, which share the token table."""
+
+    @nn.compact
+    def __call__(
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> Decoded:
+        """`batch` is that of `Decoder`, with source_tokens, source_positions and source_segment_ids [B, S].
+
+        A token attends to the source whose segment has the number of its own. Once a cache has the keys of the source,
+        `batch` holds memory_segment_ids [B, S] in their place.
+        """
+        cfg = self.cfg
+        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key)
+        if f"{SOURCE}positions" in batch:
+            assert cfg.of_encoder
+            batch = Encoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key)
+        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+
+
+class EncoderDecoders(Family):
+    """Models with an `encoder`."""
+
+    def fits(self, cfg: ModelConfig) -> bool:
+        """Whether there is an encoder."""
+        return cfg.encoder is not None
+
+    def module(self, cfg: ModelConfig) -> nn.Module:
+        """See `Family.module`."""
+        return EncoderDecoder(cfg)
+
+    def inputs(self, cfg: ModelConfig, shape: Shape) -> dict[str, Input]:
+        """Those of a text that is kept apart from padding, and those of its source."""
+        source = Input((shape.batch, shape.source_seq), "int32", TOKEN_SPEC)
+        names = (f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids"))
+        return super().inputs(cfg, shape._replace(segments=True)) | dict.fromkeys(names, source)
+
+    def prompt_batch(self, cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
+        """Prompts are sources; a text begins with the start token."""
+        assert cfg.encoder
+        start_B1 = jnp.full((len(prompts), 1), cfg.encoder.start_token, jnp.int32)
+        text = {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
+        source = super().prompt_batch(cfg, prompts, ahead_BT)
+        return {f"{SOURCE}{name}": x for name, x in source.items()} | text
+
+    def start_token(self, cfg: ModelConfig) -> int | None:
+        """See `Family.start_token`."""
+        assert cfg.encoder
+        return cfg.encoder.start_token
+
+
+FAMILY = EncoderDecoders()

@@ -1,0 +1,119 @@
+"""Whisper: an encoder-decoder whose encoder reads sounds through two convolutions over frames (arXiv 2212.04356)."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gspmd_lm import config
+from gspmd_lm.config.media import WINDOW
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
+from gspmd_lm.model.cache import Cache
+from gspmd_lm.model.decoder import Decoded, Decoder
+from gspmd_lm.model.ends import before_blocks, embedded
+from gspmd_lm.model.families.t5 import SOURCE, Encoder, EncoderDecoders
+from gspmd_lm.model.mlp import ACTIVATIONS
+from gspmd_lm.model.objectives import Input, Shape
+from gspmd_lm.model.rope import sinusoids
+from gspmd_lm.model.weights import bias, matrix, weight
+from gspmd_lm.sharding.annotate import Weight, shard, use
+from gspmd_lm.sharding.axes import SINUSOIDS
+from gspmd_lm.sharding.matmuls import unreduced_matmul
+from gspmd_lm.sharding.partial_sums import reduced
+
+FRAMES = "frames: batch seq taps bands"
+HIDDEN = "frames_hidden: batch seq taps mlp"
+TAPS = 3  # frames that a convolution sees
+
+
+class SoundEncoder(Encoder):
+    """A stack of blocks from the frames of a sound to what a decoder reads."""
+
+    def before_blocks(
+        self,
+        source: dict[str, jax.Array],
+        table: Weight,
+        dropout_key: jax.Array | None,
+        first: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """See `embed_frames`."""
+        return embed_frames(self, self.cfg, source, dropout_key)
+
+
+class SoundDecoder(Decoder):
+    """A decoder of texts, and an encoder of the sounds that they are said in."""
+
+    @nn.compact
+    def __call__(
+        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
+    ) -> Decoded:
+        """`batch` is that of `t5.EncoderDecoder`, with source_frames as `embed_frames` reads them for source_tokens."""
+        cfg = self.cfg
+        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key)
+        if f"{SOURCE}positions" in batch:
+            assert cfg.of_encoder
+            batch = SoundEncoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key)
+        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+
+
+def embed_frames(
+    module: nn.Module, cfg: config.ModelConfig, source: dict[str, jax.Array], dropout_key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the first block of an encoder reads, [B, S, D], and a dropout key for each row.
+
+    `source` holds frames [B, S, WINDOW, bands], positions [B, S] and row [B]. A row has all frames that it hears, so
+    that a sequence may be split anywhere: those around frame 2 s, of which the second convolution makes row s.
+    """
+    assert cfg.frames
+    D, bands, gelu = cfg.embed, cfg.frames.bands, ACTIVATIONS["gelu"]
+    conv_in = matrix(module, "conv_in", "taps bands mlp", (TAPS, bands, D), cfg)
+    conv_out = matrix(module, "conv_out", "taps mlp embed", (TAPS, D, D), cfg)
+    frames_BSAM = shard(source["frames"].astype(jnp.dtype(cfg.compute_dtype)), FRAMES)
+    windows = [frames_BSAM[:, :, at : at + TAPS] for at in range(WINDOW - TAPS + 1)]
+    hidden_BSAF = reduced(unreduced_matmul(jnp.stack(windows, axis=2), conv_in), HIDDEN, HIDDEN)
+    hidden_BSAF = gelu(shard(hidden_BSAF + bias(module, "conv_in_bias", "mlp", (D,), cfg), HIDDEN))
+    # Before the first frame of a sound, the second convolution sees nothing.
+    begins_BS, first_A = source["positions"] == 0, jnp.arange(TAPS) == 0
+    hidden_BSAF = shard(jnp.where((begins_BS[..., None] & first_A)[..., None], 0, hidden_BSAF), HIDDEN)
+    x_BSD = reduced(unreduced_matmul(hidden_BSAF, conv_out), BLOCK_INPUT, RESIDUAL)
+    x_BSD = shard(gelu(x_BSD + bias(module, "conv_out_bias", "embed", (D,), cfg)), RESIDUAL)
+    table = weight(module, SINUSOIDS, "positions embed", (cfg.context, D), cfg, _sinusoids)
+    x_BSD += use(table, jnp.float32)[source["positions"]].astype(x_BSD.dtype)
+    return before_blocks(cfg, x_BSD, source, dropout_key)
+
+
+def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """The values of the table, which training leaves as they are."""
+    return sinusoids(jnp.arange(shape[0])[None], shape[1])[0].astype(dtype)
+
+
+class Whisper(EncoderDecoders):
+    """Encoder-decoders with `frames`."""
+
+    def fits(self, cfg: config.ModelConfig) -> bool:
+        """Whether sources are sounds."""
+        return cfg.frames is not None
+
+    def module(self, cfg: config.ModelConfig) -> nn.Module:
+        """See `Family.module`."""
+        return SoundDecoder(cfg)
+
+    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+        """Those of an encoder-decoder, with frames for the tokens of the source."""
+        inputs = super().inputs(cfg, shape)
+        del inputs[f"{SOURCE}tokens"]
+        return inputs | {f"{SOURCE}frames": self.prompts(cfg, shape.batch, shape.source_seq)}
+
+    def prompts(self, cfg: config.ModelConfig, rows: int, seq: int) -> Input:
+        """The frames of sounds."""
+        assert cfg.frames
+        return Input((rows, seq, WINDOW, cfg.frames.bands), "float32", FRAMES)
+
+    def prompt_batch(self, cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
+        """Prompts are sounds; a text begins with the start token."""
+        batch = super().prompt_batch(cfg, prompts, ahead_BT)
+        return {f"{SOURCE}frames" if name == f"{SOURCE}tokens" else name: x for name, x in batch.items()}
+
+
+FAMILY = Whisper()

@@ -1,0 +1,275 @@
+"""What is predicted, `config.objective`: what a step adds up and divides by, and what is logged of it.
+
+The objectives that one family alone has are in its file.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd_lm.config import Config
+from gspmd_lm.model.kernels.context import zigzag_sharded
+from gspmd_lm.model.loss import Sums, losses
+
+TOKEN_SPEC = "tokens: batch seq"
+ROW_SPEC = "tokens: batch"
+
+Batch = Mapping[str, jax.Array]
+
+
+class Input(NamedTuple):
+    """One array of a batch, over all devices."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str  # its name and logical axes, as in `shard`: "images: batch patch pixel"; the first axis is the rows
+
+
+class Shape(NamedTuple):
+    """The sizes of a batch."""
+
+    batch: int = 1
+    seq: int = 1  # tokens, or rows of an image that is read alone
+    source_seq: int = 1  # tokens or rows that an encoder reads
+    image_rows: int = 1  # rows of an image that stands beside a text
+    segments: bool = False  # whether texts are kept apart
+
+    @classmethod
+    def for_training(cls, config: Config) -> "Shape":
+        """The sizes of a batch of training."""
+        data = config.data
+        return cls(data.batch, data.seq, config.source_seq, config.image_rows, data.packing == "documents")
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The functions of a task that depend on what is predicted. `module` is that of a family, with its `cfg`."""
+
+    inputs: Callable[[Shape], dict[str, Input]]  # the arrays of a batch beside those that the module reads
+    sums: Callable[[Any, Any, Batch, jax.Array | None], Any]  # float32 scalars over the batch, one is the loss
+    count: Callable[[Batch], jax.Array]  # what the sums are divided by
+    evaluate: Callable[[Any, Any, Batch], dict[str, jax.Array]]  # what evaluation adds up over batches
+    means: Callable[[Any, jax.Array], dict[str, jax.Array]]  # what a step logs of its sums and its count
+    scores: Callable[[Mapping[str, Any]], dict[str, float]]  # what evaluation logs of what it has added up
+
+
+def output(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Any:
+    """What a module returns for plain (unboxed) parameters."""
+    return module.apply({"params": params}, dict(batch), key)
+
+
+def target_inputs(shape: Shape) -> dict[str, Input]:
+    """targets [B, T]: the token to predict at a place, or whether another token stands there; -1 for none."""
+    return {"targets": Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)}
+
+
+def label_inputs(shape: Shape, dtype: str = "int32") -> dict[str, Input]:
+    """labels [B]: the class of the row, or a bit for each of its classes, -1 for none; or a number."""
+    return {"labels": Input((shape.batch,), dtype, ROW_SPEC)}
+
+
+# Tokens: the next ones, or those that were hidden
+
+
+def _sums_of_tokens(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
+    cfg = module.cfg
+    batch = zigzag_sharded(dict(batch), cfg.mask)
+    x_BTD, table, bias, _, routed = output(module, params, batch, key)
+    sums = losses(x_BTD, table, bias, batch["targets"], cfg)
+    if routed is None:
+        return sums
+    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
+    penalty, rounds = ((of_LB.mean(0) * targets_B).sum() for of_LB in (routed.penalty_B, routed.rounds_B))
+    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C, expert_rounds=rounds)
+
+
+def count_targets(batch: Batch) -> jax.Array:
+    return (batch["targets"] >= 0).sum(dtype=jnp.float32)
+
+
+def _totals_of_tokens(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    sums = _sums_of_tokens(module, params, batch, None)
+    return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": count_targets(batch)}
+
+
+def _means_of_tokens(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
+    means = {
+        "loss": sums.loss / targets,
+        "cross_entropy": sums.cross_entropy / targets,
+        "accuracy": sums.correct / targets,
+        "target_tokens": targets,
+    }
+    if not isinstance(sums.load_LC, tuple):
+        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
+        means["expert_rounds"] = sums.expert_rounds / targets
+    return means
+
+
+def _scores_of_tokens(totals: Mapping[str, float]) -> dict[str, float]:
+    targets = totals["target_tokens"]
+    loss = totals["cross_entropy"] / targets
+    return {
+        "eval_loss": loss,
+        "eval_perplexity": float(np.exp(loss)),
+        "eval_accuracy": totals["correct"] / targets,
+        "eval_tokens": targets,
+    }
+
+
+# Classes of texts or images
+
+
+class ClassSums(NamedTuple):
+    """Sums over the rows whose label is not negative."""
+
+    loss: jax.Array  # the cross-entropy; of several classes, the mean of theirs
+    correct: jax.Array  # labels with the highest score; of several classes, the share that is right
+
+
+def _summed(scores_BX: jax.Array, labels_B: jax.Array) -> ClassSums:
+    has_label_B = labels_B >= 0
+    of_label_B = jnp.where(jnp.arange(scores_BX.shape[1]) == labels_B[:, None], scores_BX, 0).sum(-1)
+    loss_B = jnp.where(has_label_B, jax.nn.logsumexp(scores_BX, axis=-1) - of_label_B, 0)
+    correct_B = has_label_B & (scores_BX.argmax(-1) == labels_B)
+    return ClassSums(loss_B.sum(), correct_B.sum(dtype=jnp.float32))
+
+
+def _sums_of_classes(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> ClassSums:
+    return _summed(output(module, params, batch, key), batch["labels"])
+
+
+def _labels(batch: Batch) -> jax.Array:
+    return (batch["labels"] >= 0).sum(dtype=jnp.float32)
+
+
+def _totals_of_classes(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    scores_BX, labels_B = output(module, params, batch, None), batch["labels"]
+    return {"loss": _summed(scores_BX, labels_B).loss} | class_sums(scores_BX, labels_B)
+
+
+def class_sums(logits_BC: jax.Array, labels_B: jax.Array) -> dict[str, jax.Array]:
+    """How often each class was right, predicted and true, float32 [C]. Rows with the label -1 are not counted."""
+    classes_C = jnp.arange(logits_BC.shape[1])
+    true_BC = labels_B[:, None] == classes_C
+    predicted_BC = (logits_BC.argmax(1)[:, None] == classes_C) & (labels_B >= 0)[:, None]
+    each = {"right": true_BC & predicted_BC, "predicted": predicted_BC, "true": true_BC}
+    return {name: found_BC.sum(0, dtype=jnp.float32) for name, found_BC in each.items()}
+
+
+def class_scores(totals: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Accuracy, F1 and Matthews' correlation from the added `class_sums`.
+
+    F1 is that of class 1 of two. Of several classes it is the mean over those that were predicted or true, and
+    Matthews' correlation is that of Gorodkin (2004). Both are 0 where they are not defined, as in scikit-learn.
+    """
+    right_C, predicted_C, true_C = (np.asarray(totals[name]) for name in ("right", "predicted", "true"))
+    count, right = true_C.sum(), right_C.sum()
+    seen_C = predicted_C + true_C
+    f1_C = 2 * right_C / np.maximum(seen_C, 1)
+    covariance = right * count - predicted_C @ true_C
+    spread = np.sqrt((count**2 - predicted_C @ predicted_C) * (count**2 - true_C @ true_C))
+    return {
+        "eval_accuracy": float(right / max(count, 1)),
+        "eval_f1": float(f1_C[1] if len(f1_C) == 2 else f1_C[seen_C > 0].mean() if count else 0.0),
+        "eval_matthews": float(covariance / spread if spread else 0.0),
+    }
+
+
+def _means_of_classes(sums: ClassSums, count: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": sums.loss / count, "accuracy": sums.correct / count, "labels": count}
+
+
+def _scores_of_classes(totals: Mapping[str, Any]) -> dict[str, float]:
+    count = float(totals["true"].sum())
+    return {"eval_loss": totals["loss"] / max(count, 1)} | class_scores(totals) | {"eval_labels": count}
+
+
+def _sums_of_several(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> ClassSums:
+    totals = _totals_of_several(module, params, batch, key)
+    return ClassSums(totals["loss"], totals["correct"])
+
+
+def _totals_of_several(module: Any, params: Any, batch: Batch, key: Any = None) -> dict[str, jax.Array]:
+    scores_BX, labels_B1 = output(module, params, batch, key), batch["labels"][:, None]
+    true_BX, said_BX = (labels_B1 >> jnp.arange(scores_BX.shape[1])) % 2 == 1, scores_BX > 0
+    of_row = {"loss": jax.nn.softplus(scores_BX) - true_BX * scores_BX, "correct": said_BX == true_BX}
+    each = {name: x_BX / scores_BX.shape[1] for name, x_BX in of_row.items()} | {"right": true_BX & said_BX}
+    each["either"] = true_BX.astype(jnp.float32) + said_BX
+    sums = {name: jnp.where(labels_B1 >= 0, x_BX, 0).sum(dtype=jnp.float32) for name, x_BX in each.items()}
+    return sums | {"labels": _labels(batch)}
+
+
+def _scores_of_several(totals: Mapping[str, float]) -> dict[str, float]:
+    """The means of loss and accuracy over texts and classes, and the F1 of all classes of all texts together."""
+    loss, correct, count = totals["loss"], totals["correct"], max(totals["labels"], 1)
+    scores = {"eval_loss": loss / count, "eval_accuracy": correct / count}
+    return scores | {"eval_f1": 2 * totals["right"] / max(totals["either"], 1), "eval_labels": totals["labels"]}
+
+
+# Numbers that are said of texts
+
+
+class NumberSums(NamedTuple):
+    """The sum over the rows that hold a text."""
+
+    loss: jax.Array  # the squared difference of the label, float32 [B], from the only score of a text
+
+
+def _sums_of_numbers(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> NumberSums:
+    scores_B = output(module, params, batch, key)[:, 0]
+    return NumberSums(jnp.where(_holds_text(batch), (scores_B - batch["labels"]) ** 2, 0).sum())
+
+
+def _holds_text(batch: Batch) -> jax.Array:
+    return batch["segment_ids"][:, 0] > 0
+
+
+def _numbers(batch: Batch) -> jax.Array:
+    return _holds_text(batch).sum(dtype=jnp.float32)
+
+
+def _totals_of_numbers(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    return number_sums(output(module, params, batch, None)[:, 0], batch["labels"], _holds_text(batch))
+
+
+def number_sums(predicted_B: jax.Array, labels_B: jax.Array, counted_B: jax.Array) -> dict[str, jax.Array]:
+    """The sums that a correlation is made of, float32, over the rows of which `counted_B` is true."""
+    x_B, y_B = (jnp.where(counted_B, values_B, 0).astype(jnp.float32) for values_B in (predicted_B, labels_B))
+    products = {"x": x_B, "y": y_B, "xx": x_B * x_B, "yy": y_B * y_B, "xy": x_B * y_B}
+    return {name: product_B.sum() for name, product_B in products.items()} | {
+        "labels": counted_B.sum(dtype=jnp.float32)
+    }
+
+
+def number_scores(totals: Mapping[str, float]) -> dict[str, float]:
+    """Pearson's correlation from the added `number_sums`; 0 where all predictions or all labels are equal."""
+    count = max(totals["labels"], 1.0)
+    x, y, xx, yy, xy = (totals[name] / count for name in ("x", "y", "xx", "yy", "xy"))
+    spread = max((xx - x * x) * (yy - y * y), 0.0) ** 0.5
+    return {"eval_pearson": float((xy - x * y) / spread if spread else 0.0)}
+
+
+def _means_of_numbers(sums: NumberSums, count: jax.Array) -> dict[str, jax.Array]:
+    return {"loss": sums.loss / count, "labels": count}
+
+
+def _scores_of_numbers(totals: Mapping[str, float]) -> dict[str, float]:
+    count = totals["labels"]
+    squares = totals["xx"] - 2 * totals["xy"] + totals["yy"]
+    return {"eval_loss": squares / max(count, 1)} | number_scores(totals) | {"eval_labels": count}
+
+
+TOKENS = Objective(
+    target_inputs, _sums_of_tokens, count_targets, _totals_of_tokens, _means_of_tokens, _scores_of_tokens
+)
+CLASSES = Objective(label_inputs, _sums_of_classes, _labels, _totals_of_classes, _means_of_classes, _scores_of_classes)
+SEVERAL = Objective(label_inputs, _sums_of_several, _labels, _totals_of_several, _means_of_classes, _scores_of_several)
+NUMBERS = Objective(
+    functools.partial(label_inputs, dtype="float32"), _sums_of_numbers, _numbers, _totals_of_numbers, _means_of_numbers,
+    _scores_of_numbers,
+)  # fmt: skip
