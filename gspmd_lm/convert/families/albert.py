@@ -1,5 +1,7 @@
 """ALBERT: one layer that is computed several times, and a token table with a width of its own."""
 
+from typing import Any
+
 from gspmd_lm.convert.families.bert import (
     BERT_CONTEXT,
     BERT_SHARED,
