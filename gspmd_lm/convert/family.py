@@ -173,12 +173,10 @@ def llama_fields(
 
     kv_heads: as for `KeyHeads`. head_dim: 0 means the width divided by the heads. head_dim, eps: or other fields.
     """
-    if isinstance(head_dim, int):
-        head_dim = Renamed("head_dim", "head_dim", head_dim or divide_width)
-    if isinstance(eps, float):
-        eps = Renamed("rms_norm_eps", "norm_eps", eps)
     sizes = (Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"))
-    return (*SIZES, KeyHeads(kv_heads), *sizes, eps, head_dim, rope, activation, TIED if tied else UNTIED)
+    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float) else eps
+    head = Renamed("head_dim", "head_dim", head_dim or divide_width) if isinstance(head_dim, int) else head_dim
+    return (*SIZES, KeyHeads(kv_heads), *sizes, norms, head, rope, activation, TIED if tied else UNTIED)
 
 
 def mixture(names: str, experts: int, per_token: int, width: int = 0) -> tuple[FieldCodec, ...]:

@@ -1,5 +1,7 @@
 """ALBERT: one layer that is computed several times, and a token table with a width of its own."""
 
+from typing import Any
+
 from gspmd_lm.convert.families.bert import (
     BERT_CONTEXT,
     BERT_SHARED,
@@ -36,7 +38,9 @@ _TENSORS = (
     *norm(f"{_LAYER}.full_layer_layer_norm", "mlp_sum_norm", bias=True),
 )
 _HEAD = ("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias")
-_SHARED = BERT_SHARED | {"heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\.")}
+_SHARED: dict[str, Any] = BERT_SHARED | {
+    "heads": (r"^predictions\.", r"^sop_classifier\.", r"^(albert\.)?pooler\.", r"^classifier\.")
+}
 _MASKED = Family(
     "ALBERT",
     "albert",

@@ -33,7 +33,7 @@ _TENSORS = (
 _GENERATOR = ("generator_predictions.dense", "generator_predictions.LayerNorm")
 _HEAD = (*_GENERATOR, "generator_lm_head", "generator_lm_head.bias")
 _DISCRIMINATOR = ("discriminator_predictions.dense", "discriminator_predictions.dense_prediction")
-_SHARED = BERT_SHARED | {"heads": (r"^(generator|discriminator)_", r"^classifier\.")}
+_SHARED: dict[str, Any] = BERT_SHARED | {"heads": (r"^(generator|discriminator)_", r"^classifier\.")}
 _MASKED = Family(
     "ELECTRA",
     "electra",
