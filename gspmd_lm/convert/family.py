@@ -9,6 +9,7 @@ from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.fields import MOST_LAYERS, Activation, FieldCodec, Fixed, Flag, Given, KeyHeads, Renamed, Values
 from gspmd_lm.convert.layout import Tensor
+from gspmd_lm.convert.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Part:
         return {f"{self.name}.{name}": value for name, value in fields.items()}
 
 
-def head_dim(values):
+def divide_width(values):
     return values["embed"] // values["heads"]
 
 
@@ -132,12 +133,11 @@ def four_times(values):
     return 4 * values["embed"]
 
 
-ONE_WIDTH = Given(kv_heads=heads, head_dim=head_dim)  # heads share the width, each with keys
+ONE_WIDTH = Given(kv_heads=heads, head_dim=divide_width)  # heads share the width, each with keys
 BIASES = Given(qkv_bias=True, attention_out_bias=True, mlp_bias=True)
 PLAIN_LAYERNORM = Given(norm="layernorm", norm_bias=True, mlp_kind="plain")
 ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
 LAYERS = Renamed("num_hidden_layers", "layers", most=MOST_LAYERS)
-LLAMA_CONTEXT = Renamed("max_position_embeddings", "context")
 SIZES = (
     Renamed("vocab_size", "vocab"),
     Renamed("hidden_size", "embed"),
@@ -146,19 +146,8 @@ SIZES = (
 )
 
 
-def llama_sizes(kv_heads: int = 0) -> tuple[FieldCodec, ...]:
-    """The sizes of Llama and its kin. kv_heads: the number of key heads where no field says it, as for `KeyHeads`."""
-    width, context = Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context")
-    return (*SIZES, KeyHeads(kv_heads), width, context)
-
-
-LLAMA_SIZES = llama_sizes()
-EPS = Renamed("rms_norm_eps", "norm_eps", 1e-6)
-EPS_5 = Renamed("rms_norm_eps", "norm_eps", 1e-5)
 LAYERNORM_EPS = Renamed("layer_norm_eps", "norm_eps", 1e-5)
-HEAD_DIM = Renamed("head_dim", "head_dim", head_dim)
-HEAD_128 = Renamed("head_dim", "head_dim", 128)
-NO_HEAD_DIM = Given(head_dim=head_dim)
+NO_HEAD_DIM = Given(head_dim=divide_width)
 TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
 GELU_NEW = {"gelu_tanh": "gelu_new"}
 SILU = Activation("hidden_act", "silu", TANH)
@@ -170,6 +159,24 @@ MLP_BIAS = Flag("mlp_bias", ("mlp_bias",), False)
 NO_CLIP = Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported")
 ROTATED = (r"rotary_(pos_)?emb\.inv_freq$",)  # tensors that follow from the sizes
 CAUSAL_MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")
+
+
+def llama_fields(
+    kv_heads: int = 0,
+    head_dim: int | FieldCodec = 0,
+    eps: float | FieldCodec = 1e-6,
+    rope: FieldCodec = Rope(),  # noqa: B008
+    activation: FieldCodec = SILU,
+    tied: bool = False,
+) -> tuple[FieldCodec, ...]:
+    """The fields of Llama and its kin. Numbers are those of a config.json that leaves the field out.
+
+    kv_heads: as for `KeyHeads`. head_dim: 0 means the width divided by the heads. head_dim, eps: or other fields.
+    """
+    sizes = (Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"))
+    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float) else eps
+    head = Renamed("head_dim", "head_dim", head_dim or divide_width) if isinstance(head_dim, int) else head_dim
+    return (*SIZES, KeyHeads(kv_heads), *sizes, norms, head, rope, activation, TIED if tied else UNTIED)
 
 
 def mixture(names: str, experts: int, per_token: int, width: int = 0) -> tuple[FieldCodec, ...]:

@@ -137,7 +137,7 @@ _QKV_TENSORS = (
     *linear(f"{_SELF}.pos_proj", "(N H) D", "attention.wk_relative", bias=False),
 )
 _FIRST_TENSORS = (*_TABLES, *bert_blocks("deberta.", qkv=_QKV_TENSORS))
-_SHARED = BERT_SHARED | {
+_SHARED: dict[str, Any] = BERT_SHARED | {
     # Also of a model without such positions.
     "no_weights": (*BERT_SHARED["no_weights"], r"embeddings\.position_embeddings\."),
     "heads": (r"^(cls|lm_predictions|mask_predictions|pooler|classifier)\.",),

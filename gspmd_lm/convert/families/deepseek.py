@@ -6,7 +6,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors, routed_experts, shared_experts
-from gspmd_lm.convert.family import EPS, LLAMA_SIZES, SILU, UNTIED, mixture
+from gspmd_lm.convert.family import llama_fields, mixture
 from gspmd_lm.convert.fields import FieldCodec, Fixed, Flag, Given, Renamed, Values
 from gspmd_lm.convert.layout import Tensor, norm
 from gspmd_lm.convert.rope import Rope
@@ -92,11 +92,15 @@ class LaterTokens:
 NUMBERS = "n_routed_experts num_local_experts"
 # Settings of parallelism, and of a loss for equal loads: model.balance row is that loss.
 DEEPSEEK_TRAINING = (*ROUTER_TRAINING, "ep_size", "seq_aux", "aux_loss_alpha")
-LATENT = (
-    *(*LLAMA_SIZES, Rope(turned_name="qk_rope_head_dim"), SILU, UNTIED),
-    Fixed("attention_bias", False, "has biases in latent attention, which are not supported"),
-    Fixed("rope_interleave", True, "pairs the numbers that are rotated otherwise, which is not supported"),
-)
+
+
+def latent_fields(sizes: LatentSizes, eps: float) -> tuple[FieldCodec, ...]:
+    """The fields of a family with latent attention: Llama's, whose heads have other sizes."""
+    return (
+        *llama_fields(head_dim=sizes, eps=eps, rope=Rope(turned_name="qk_rope_head_dim")),
+        Fixed("attention_bias", False, "has biases in latent attention, which are not supported"),
+        Fixed("rope_interleave", True, "pairs the numbers that are rotated otherwise, which is not supported"),
+    )
 
 
 def deepseek_router(groups: int, used: int, scale: float) -> tuple[FieldCodec, ...]:
@@ -120,7 +124,7 @@ def _fixed(name: str, value: Any) -> Fixed:
 
 
 _DEEPSEEK = (
-    *(EPS, LatentSizes(), *LATENT),
+    *latent_fields(LatentSizes(), 1e-6),
     Fixed("moe_layer_freq", 1, "has layers without experts between those with experts, which is not supported"),
 )
 _V3 = (

@@ -8,8 +8,8 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, post_norms, qk_norm
-from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, TANH, TIED, llama_sizes
-from gspmd_lm.convert.fields import Activation, Fixed, Given, LayerTypes, QueryScale, Renamed, Values, every_second
+from gspmd_lm.convert.family import ATTENTION_BIAS, TANH, llama_fields
+from gspmd_lm.convert.fields import Activation, Fixed, Given, LayerTypes, QueryScale, Values, every_second
 from gspmd_lm.convert.rope import Rope
 
 
@@ -47,27 +47,21 @@ def patterned_layers(length: int, full: str = "full") -> LayerTypes:
 
 
 CAUSAL = Fixed("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
-EACH_GEMMA = (
-    *(EPS, Renamed("head_dim", "head_dim", 256), ATTENTION_BIAS, CAUSAL, TIED),
-    Given(embedding_scale=lambda values: math.sqrt(values["embed"])),
-)
-_SCORES = (
-    Given(norm_offset=1.0, post_norms=True),
-    QueryScale(),
-    Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH),
-)
-_GEMMA = (
-    *(*llama_sizes(16), *EACH_GEMMA, Rope(), Given(norm_offset=1.0)),
-    Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),)),
-)
+EACH_GEMMA = (ATTENTION_BIAS, CAUSAL, Given(embedding_scale=lambda values: math.sqrt(values["embed"])))
+_SCORES = (Given(norm_offset=1.0, post_norms=True), QueryScale())
+_OLD_GELU = Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),))
+_GELU = Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH)
+ROPE = Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq")
+_GEMMA = (*llama_fields(16, 256, activation=_OLD_GELU, tied=True), *EACH_GEMMA, Given(norm_offset=1.0))
 _GEMMA_2 = (
-    *(*llama_sizes(4), *EACH_GEMMA, *_SCORES, Rope(), LayerTypes(4096, every_second)),
+    *llama_fields(4, 256, activation=_GELU, tied=True),
+    *(*EACH_GEMMA, *_SCORES, LayerTypes(4096, every_second)),
     Cap("attn_logit_softcapping", "attention_softcap", 50.0),
     Cap("final_logit_softcapping", "logit_softcap", 30.0),
 )
 _GEMMA_3 = (
-    *(*llama_sizes(4), *EACH_GEMMA, *_SCORES, Given(qk_norm=True), patterned_layers(6)),
-    Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+    *llama_fields(4, 256, rope=ROPE, activation=_GELU, tied=True),
+    *(*EACH_GEMMA, *_SCORES, Given(qk_norm=True), patterned_layers(6)),
     Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
     Cap("final_logit_softcapping", "logit_softcap", None),
 )

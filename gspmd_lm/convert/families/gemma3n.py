@@ -5,12 +5,11 @@ from typing import Any
 
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
-from gspmd_lm.convert.families.gemma import EACH_GEMMA, POST_NORMS, Cap, all_but_every
+from gspmd_lm.convert.families.gemma import EACH_GEMMA, POST_NORMS, ROPE, Cap, all_but_every
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, qk_norm
-from gspmd_lm.convert.family import SIZES, TANH
+from gspmd_lm.convert.family import SIZES, TANH, TIED
 from gspmd_lm.convert.fields import Activation, Fixed, Given, KeyHeads, LayerTypes, Renamed, Values, number_of_layers
 from gspmd_lm.convert.layout import Tensor, norm
-from gspmd_lm.convert.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +56,12 @@ class SparseActivation:
 _SIZES = (
     *(*SIZES, KeyHeads(2), EachLayer("intermediate_size", "mlp", 16384)),
     Renamed("max_position_embeddings", "context", 32768),
+    Renamed("rms_norm_eps", "norm_eps", 1e-6),
+    Renamed("head_dim", "head_dim", 256),
+    TIED,
 )
 _ATTENTION = (
-    Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq"),
+    ROPE,
     LayerTypes(512, all_but_every(5)),
     Given(post_norms=True, qk_norm=True, value_norm=True, query_scale=1.0),
     Cap("final_logit_softcapping", "logit_softcap", 30.0),

@@ -8,18 +8,24 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.deepseek import (
     DEEPSEEK_EXPERTS,
     DEEPSEEK_V3,
-    LATENT,
     NUMBERS,
     LatentSizes,
     LaterTokens,
     SharedExperts,
     deepseek_router,
     first_layers,
+    latent_fields,
 )
 from gspmd_lm.convert.families.gpt2 import QKV
 from gspmd_lm.convert.families.gpt_neox import NORM_BEFORE
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors, post_norms, qk_norm
-from gspmd_lm.convert.family import EPS_5, HEAD_128, HEAD_DIM, ROTATED, SILU, UNTIED, Family, llama_sizes, mixture
+from gspmd_lm.convert.family import (
+    ROTATED,
+    UNTIED,
+    Family,
+    llama_fields,
+    mixture,
+)
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Renamed, Values, number_of_layers
 from gspmd_lm.convert.layout import Tensor, linear, norm
 from gspmd_lm.convert.rope import Rope
@@ -65,16 +71,15 @@ class ChatRope:
         return {"rope_ratio": model.rope_theta / 10000}
 
 
-_EPS = Renamed("rms_norm_eps", "norm_eps", 1.5625e-7)
-_GLM = (*llama_sizes(2), _EPS, HEAD_128, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), True), UNTIED)
+_GLM = (*llama_fields(2, 128, 1.5625e-7, Rope(part=0.5)), Flag("attention_bias", ("qkv_bias",), True))
 _GLM_4_5 = (
-    *(*llama_sizes(8), EPS_5, HEAD_DIM, Rope(part=0.5), SILU, Flag("attention_bias", ("qkv_bias",), False), UNTIED),
+    *(*llama_fields(8, eps=1e-5, rope=Rope(part=0.5)), Flag("attention_bias", ("qkv_bias",), False)),
     *(Flag("use_qk_norm", ("qk_norm",), False), *deepseek_router(1, 1, 1.0), *mixture(NUMBERS, 128, 8, width=1408)),
     *(first_layers(1), SharedExperts(), LaterTokens()),
 )
 _GLM_4_7 = (
-    *(EPS_5, LatentSizes(768, 192, 256), *LATENT, *deepseek_router(1, 1, 1.8), *mixture(NUMBERS, 64, 4, width=1536)),
-    *(MlpTypes(), SharedExperts(), LaterTokens()),
+    *(*latent_fields(LatentSizes(768, 192, 256), 1e-5), *deepseek_router(1, 1, 1.8)),
+    *(*mixture(NUMBERS, 64, 4, width=1536), MlpTypes(), SharedExperts(), LaterTokens()),
 )
 _OTHER_ORDER = "orders queries, keys and values otherwise, which is not supported"
 _CHATGLM = (

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors
-from gspmd_lm.convert.family import EPS_5, UNTIED, llama_sizes
+from gspmd_lm.convert.family import llama_fields
 from gspmd_lm.convert.fields import Flag, Given, LayerTypes, Renamed, every_second
 from gspmd_lm.convert.layout import Tensor, linear
 from gspmd_lm.convert.rope import Rope
@@ -12,8 +12,9 @@ _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_SILU = Given(activation="silu")  # hidden_act says silu, too, and is not read by transformers
 _ATTENTION = (
-    *(*llama_sizes(8), EPS_5, Renamed("head_dim", "head_dim", 64), Rope(150000.0, default=_YARN), UNTIED),
+    *llama_fields(8, 64, 1e-5, Rope(150000.0, default=_YARN), activation=_SILU),
     Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True),
     LayerTypes(128, every_second),
 )
@@ -41,7 +42,7 @@ FAMILIES = (
         "GptOssForCausalLM",
         (*_ATTENTION, *_EXPERTS),
         llama_tensors(more=_TENSORS),
-        # hidden_act says silu and is not read by transformers; initial_context_length is also in rope_scaling.
+        # initial_context_length is also in rope_scaling.
         irrelevant=(*ROUTER_TRAINING, "hidden_act", "initial_context_length"),
     ),
 )

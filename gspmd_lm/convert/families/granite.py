@@ -8,18 +8,13 @@ from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
-    EPS,
-    HEAD_DIM,
-    LLAMA_SIZES,
     MLP_BIAS,
     NO_HEAD_DIM,
-    SILU,
-    UNTIED,
+    llama_fields,
     mixture,
 )
 from gspmd_lm.convert.fields import QueryScale, Renamed, Values, find_root
 from gspmd_lm.convert.layout import Tensor
-from gspmd_lm.convert.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +39,9 @@ _SCALES = (
     Renamed("residual_multiplier", "residual_scale", 1.0),
     Divisor("logits_scaling", "logit_scale"),
 )
-_GRANITE = (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, MLP_BIAS, UNTIED, *_SCALES)
-_MOE = (
-    *(*LLAMA_SIZES, EPS, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, *_SCALES),
-    *mixture("num_local_experts num_experts", 8, 2),
-)
+_GRANITE = (*llama_fields(), ATTENTION_BIAS, MLP_BIAS, *_SCALES)
+_NUMBERS = mixture("num_local_experts num_experts", 8, 2)
+_MOE = (*llama_fields(head_dim=NO_HEAD_DIM), ATTENTION_BIAS, *_SCALES, *_NUMBERS)
 _GATE_AND_UP = ("mlp.shared.w_gate", "mlp.shared.w_up")
 _EXPERTS = (
     Tensor(f"{_SPARSE}.router.layer.weight", "C D", ("mlp.router",)),

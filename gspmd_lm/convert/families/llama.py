@@ -7,17 +7,13 @@ from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
-    EPS,
-    EPS_5,
-    HEAD_128,
-    HEAD_DIM,
-    LLAMA_SIZES,
     MLP_BIAS,
     ROTATED,
     SILU,
     SIZES,
     UNTIED,
     Family,
+    llama_fields,
     mixture,
 )
 from gspmd_lm.convert.fields import (
@@ -119,7 +115,7 @@ LLAMA = Family(
     "Llama",
     "llama",
     "LlamaForCausalLM",
-    (*LLAMA_SIZES, EPS, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, MLP_BIAS, UNTIED),
+    (*llama_fields(), ATTENTION_BIAS, MLP_BIAS),
     llama_tensors(),
     no_weights=ROTATED,
 )
@@ -191,8 +187,17 @@ class SparseLayers:
 
 
 _FEED = "model.layers.{}.feed_forward"
-_SIZES = (*SIZES, KeyHeads(8), Renamed("max_position_embeddings", "context", 131072), EPS_5, HEAD_128)
-_ATTENTION = (Rope(5e5), ATTENTION_BIAS, ChunkedLayers(), Temperature(), Flag("use_qk_norm", ("qk_norm",), True))
+_SIZES = (*SIZES, KeyHeads(8), Renamed("max_position_embeddings", "context", 131072))
+_EPS, _HEAD = Renamed("rms_norm_eps", "norm_eps", 1e-5), Renamed("head_dim", "head_dim", 128)
+_ATTENTION = (
+    _EPS,
+    _HEAD,
+    Rope(5e5),
+    ATTENTION_BIAS,
+    ChunkedLayers(),
+    Temperature(),
+    Flag("use_qk_norm", ("qk_norm",), True),
+)
 _EXPERTS = (
     *mixture("num_local_experts num_experts", 16, 1),
     Renamed("intermediate_size_mlp", "mlp", 16384),

@@ -4,30 +4,27 @@ from gspmd_lm.convert.families.gemma import POST_NORMS, all_but_every
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors, qk_norm, routed_experts
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
-    EPS_5,
-    HEAD_DIM,
-    LLAMA_SIZES,
     NO_CLIP,
     NO_HEAD_DIM,
-    SILU,
-    UNTIED,
+    llama_fields,
     mixture,
 )
 from gspmd_lm.convert.fields import Flag, Given, LayerTypes
 from gspmd_lm.convert.rope import Rope
 
 _OLMO = (
-    *(*LLAMA_SIZES, HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, NO_CLIP),
-    Given(norm="layernorm", norm_scale=False, norm_eps=1e-5),
+    *(*llama_fields(eps=Given(norm_eps=1e-5)), ATTENTION_BIAS, NO_CLIP),
+    Given(norm="layernorm", norm_scale=False),
 )
 # OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
 _OLMO_2 = (
-    *(*LLAMA_SIZES, EPS_5, HEAD_DIM, SILU, ATTENTION_BIAS, UNTIED),
+    ATTENTION_BIAS,
     Given(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="joint"),
 )
-_OLMO_3 = (*_OLMO_2, Rope(5e5, sliding_theta=5e5), LayerTypes(4096, all_but_every(4)))
+_ROPE = Rope(5e5, sliding_theta=5e5)
+_OLMO_3 = (*llama_fields(eps=1e-5, rope=_ROPE), *_OLMO_2, LayerTypes(4096, all_but_every(4)))
 _OLMOE = (
-    *(*LLAMA_SIZES, EPS_5, NO_HEAD_DIM, Rope(), SILU, ATTENTION_BIAS, UNTIED, NO_CLIP),
+    *(*llama_fields(head_dim=NO_HEAD_DIM, eps=1e-5), ATTENTION_BIAS, NO_CLIP),
     Given(qk_norm=True, qk_norm_kind="joint"),
     *mixture("num_experts num_local_experts", 64, 8),
     Flag("norm_topk_prob", ("normalized_weights",), False),
@@ -36,7 +33,7 @@ _JOINT = qk_norm("(N H)", "(K H)")
 _TENSORS = llama_tensors(mlp_norm="pre_feedforward_layernorm", more=(*POST_NORMS, *_JOINT))
 FAMILIES = (
     LLAMA.relative("OLMo", "olmo", "OlmoForCausalLM", _OLMO),
-    LLAMA.relative("OLMo 2", "olmo2", "Olmo2ForCausalLM", (*_OLMO_2, Rope()), _TENSORS),
+    LLAMA.relative("OLMo 2", "olmo2", "Olmo2ForCausalLM", (*llama_fields(eps=1e-5), *_OLMO_2), _TENSORS),
     LLAMA.relative("OLMo 3", "olmo3", "Olmo3ForCausalLM", _OLMO_3, _TENSORS),
     LLAMA.relative(
         "OLMoE",

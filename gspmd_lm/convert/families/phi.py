@@ -5,33 +5,30 @@ from gspmd_lm.convert.families.mistral import MIXTRAL
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
     BIASES,
-    EPS_5,
     GELU_NEW,
-    HEAD_DIM,
     LAYERNORM_EPS,
-    LLAMA_SIZES,
     PLAIN_LAYERNORM,
-    SILU,
-    UNTIED,
-    llama_sizes,
+    llama_fields,
 )
 from gspmd_lm.convert.fields import Activation, Fixed, Flag, Given, Renamed, Window
 from gspmd_lm.convert.rope import Rope
 
 _PHI = (
-    *(*LLAMA_SIZES, PLAIN_LAYERNORM, LAYERNORM_EPS, HEAD_DIM, Rope(part=0.5), BIASES, UNTIED),
-    Activation("hidden_act", "gelu_new", GELU_NEW),
+    *llama_fields(eps=LAYERNORM_EPS, rope=Rope(part=0.5), activation=Activation("hidden_act", "gelu_new", GELU_NEW)),
+    *(PLAIN_LAYERNORM, BIASES),
     Given(block="parallel", unembedding_bias=True),
     Flag("qk_layernorm", ("qk_norm",), False),
 )
+_ROPE = Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope")))
 _PHI_3 = (
-    *(*LLAMA_SIZES, EPS_5, HEAD_DIM, SILU, Window(None), UNTIED),
-    Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope"))),
+    *llama_fields(eps=1e-5, rope=_ROPE),
+    Window(None),
     Fixed("full_attn_mod", 1, "has sparse attention in some layers, which is not supported"),
     Fixed("interpolate_factor", 1, "stretches positions, which is not supported"),
 )
 _PHI_MOE = (
-    *(*llama_sizes(8), EPS_5, HEAD_DIM, SILU, Window(None), Rope(1e6, mscales=True), ATTENTION_BIAS, UNTIED),
+    *llama_fields(8, eps=1e-5, rope=Rope(1e6, mscales=True)),
+    *(Window(None), ATTENTION_BIAS),
     Given(norm="layernorm", norm_bias=True),
     Flag("lm_head_bias", ("unembedding_bias",), False),
     Renamed("num_local_experts num_experts", "experts", 16),

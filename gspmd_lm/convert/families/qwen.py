@@ -16,14 +16,9 @@ from gspmd_lm.convert.families.llama import (
 )
 from gspmd_lm.convert.family import (
     ATTENTION_BIAS,
-    EPS,
-    HEAD_128,
-    HEAD_DIM,
     NO_HEAD_DIM,
     ROTATED,
-    SILU,
-    UNTIED,
-    llama_sizes,
+    llama_fields,
     mixture,
 )
 from gspmd_lm.convert.fields import (
@@ -143,11 +138,10 @@ _MLP, _LINEAR = "model.layers.{}.mlp", "model.layers.{}.linear_attn"
 _LAYERS = LayerTypes(4096, last_layers, "use_sliding_window", _first_window_layer)
 _NUMBERS = "num_experts num_local_experts"
 _SUM_TO_ONE = Flag("norm_topk_prob", ("normalized_weights",), False)
-_QWEN_2 = (*llama_sizes(32), EPS, HEAD_DIM, Rope(), SILU, Given(qkv_bias=True), _LAYERS, UNTIED)
-_QWEN_3 = (*llama_sizes(32), EPS, HEAD_128, Rope(), SILU, Given(qk_norm=True), ATTENTION_BIAS, _LAYERS, UNTIED)
+_QWEN_2 = (*llama_fields(32), Given(qkv_bias=True), _LAYERS)
+_QWEN_3 = (*llama_fields(32, 128), Given(qk_norm=True), ATTENTION_BIAS, _LAYERS)
 _QWEN_2_MOE = (
-    *llama_sizes(16),
-    *(EPS, NO_HEAD_DIM, Rope(), SILU, UNTIED),
+    *llama_fields(16, NO_HEAD_DIM),
     Flag("qkv_bias", ("qkv_bias",), True),
     LayerTypes(4096, _first_every_second, "use_sliding_window"),
     *mixture(_NUMBERS, 60, 4, width=1408),
@@ -157,8 +151,8 @@ _QWEN_2_MOE = (
     DenseLayers(),
 )
 _QWEN_3_MOE = (
-    *llama_sizes(4),
-    *(EPS, HEAD_DIM, Rope(), SILU, UNTIED, ATTENTION_BIAS),
+    *llama_fields(4),
+    ATTENTION_BIAS,
     Given(qk_norm=True),
     Window(4096, "use_sliding_window"),
     *mixture(_NUMBERS, 128, 8, width=768),
@@ -166,8 +160,8 @@ _QWEN_3_MOE = (
     DenseLayers(),
 )
 _QWEN_3_NEXT = (
-    *llama_sizes(2),
-    *(EPS, Renamed("head_dim", "head_dim", 256), Rope(part=0.25), SILU, UNTIED, LinearLayers()),
+    *llama_fields(2, 256, rope=Rope(part=0.25)),
+    LinearLayers(),
     Fixed("attention_bias", False, "has biases in attention with a gate, which are not supported"),
     Given(norm_offset=1.0, qk_norm=True, attention_gate=True, shared_gate=True),
     *mixture(_NUMBERS, 512, 10, width=512),

@@ -1,12 +1,11 @@
 """Seed-OSS."""
 
 from gspmd_lm.convert.families.llama import LLAMA
-from gspmd_lm.convert.family import EPS, HEAD_128, MLP_BIAS, SILU, UNTIED, llama_sizes
+from gspmd_lm.convert.family import MLP_BIAS, llama_fields
 from gspmd_lm.convert.fields import Flag
-from gspmd_lm.convert.rope import Rope
 
 _SEED_OSS = (
-    *(*llama_sizes(8), EPS, HEAD_128, Rope(), SILU, MLP_BIAS, UNTIED),
+    *(*llama_fields(8, 128), MLP_BIAS),
     Flag("attention_bias", ("qkv_bias",), True),
     Flag("attention_out_bias", ("attention_out_bias",), False),
 )

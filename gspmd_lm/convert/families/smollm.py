@@ -6,7 +6,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA
-from gspmd_lm.convert.family import ATTENTION_BIAS, EPS, HEAD_DIM, MLP_BIAS, SILU, TIED, llama_sizes
+from gspmd_lm.convert.family import ATTENTION_BIAS, MLP_BIAS, llama_fields
 from gspmd_lm.convert.fields import Values, check_each_layer, shortest_pattern, usually_rotated
 from gspmd_lm.convert.rope import Rope
 
@@ -31,5 +31,5 @@ class NoRopeLayers:
         return {"no_rope_layers": rotated, "use_sliding_window": False}
 
 
-_SMOLLM_3 = (*llama_sizes(4), EPS, HEAD_DIM, Rope(2e6), SILU, ATTENTION_BIAS, MLP_BIAS, NoRopeLayers(), TIED)
+_SMOLLM_3 = (*llama_fields(4, rope=Rope(2e6), tied=True), ATTENTION_BIAS, MLP_BIAS, NoRopeLayers())
 FAMILIES = (LLAMA.relative("SmolLM3", "smollm3", "SmolLM3ForCausalLM", _SMOLLM_3, irrelevant=("max_window_layers",)),)

@@ -1,12 +1,12 @@
 """StableLM."""
 
 from gspmd_lm.convert.families.llama import LLAMA
-from gspmd_lm.convert.family import LAYERNORM_EPS, NO_HEAD_DIM, SILU, UNTIED, llama_sizes
+from gspmd_lm.convert.family import LAYERNORM_EPS, NO_HEAD_DIM, llama_fields
 from gspmd_lm.convert.fields import Fixed, Flag, Given
 from gspmd_lm.convert.rope import Rope
 
 _STABLELM = (
-    *(*llama_sizes(32), NO_HEAD_DIM, SILU, LAYERNORM_EPS, Rope(part=0.25), UNTIED),
+    *llama_fields(32, NO_HEAD_DIM, LAYERNORM_EPS, Rope(part=0.25)),
     Given(norm="layernorm", norm_bias=True),
     Flag("use_qkv_bias", ("qkv_bias",), False),
     Flag("use_parallel_residual", ("block",), False, "parallel", "sequential"),

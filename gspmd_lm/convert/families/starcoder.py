@@ -2,15 +2,14 @@
 
 from gspmd_lm.convert.families.gpt2 import GPT2, GPT2_FIELDS, GPT2_SIZES, HEAD_SUMMARY, QKV, gpt2_tensors
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors
-from gspmd_lm.convert.family import ALL_BIASES, HEAD_DIM, PLAIN_LAYERNORM, TANH, TIED, heads, llama_sizes
+from gspmd_lm.convert.family import ALL_BIASES, PLAIN_LAYERNORM, TANH, heads, llama_fields
 from gspmd_lm.convert.fields import Activation, Flag, Renamed, Window
 from gspmd_lm.convert.layout import linear
-from gspmd_lm.convert.rope import Rope
 
+_EPS = Renamed("norm_epsilon", "norm_eps", 1e-5)
 _STARCODER_2 = (
-    *(*llama_sizes(2), PLAIN_LAYERNORM, HEAD_DIM, Rope(), Window(None), Flag("use_bias", ALL_BIASES, True), TIED),
-    Renamed("norm_epsilon", "norm_eps", 1e-5),
-    Activation("hidden_act", "gelu_pytorch_tanh", TANH),
+    *llama_fields(2, eps=_EPS, activation=Activation("hidden_act", "gelu_pytorch_tanh", TANH), tied=True),
+    *(PLAIN_LAYERNORM, Window(None), Flag("use_bias", ALL_BIASES, True)),
 )
 _STARCODER = (
     *(*GPT2_SIZES, *GPT2_FIELDS),
