@@ -250,11 +250,11 @@ def test_no_model_knows_rules_or_a_mesh():
     assert [(module, name) for module, name in found if name.startswith(apart)] == []
 
 
-def test_models_see_four_words_of_attention_over_a_split_sequence():
+def test_models_see_five_words_of_attention_over_a_split_sequence():
     modules = [module for module in MODULES if room(module) == "model" and module not in ON_DEVICES]
     layers = [module for module in modules if not module.startswith("gspmd_lm.model.kernels.")]
     seen = {name for module in layers for name in imports(ast.walk(tree(module))) if name.startswith(APART)}
-    words = ("attend", "gathered_early", "keys_spec", "zigzag_sharded")
+    words = ("attend", "attend_to_memory", "gathered_early", "keys_spec", "zigzag_sharded")
     assert seen <= {f"gspmd_lm.model.kernels.context.{word}" for word in words}
 
 

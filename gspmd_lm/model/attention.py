@@ -11,9 +11,8 @@ from gspmd_lm import config
 from gspmd_lm.model.kernels.attention import Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.norm import same
-from gspmd_lm.model.rope import rope
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import adapted, bias, matrix
+from gspmd_lm.model.weights import bias, matrix, with_adapter
 from gspmd_lm.sharding.annotate import platform, shard, split
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
@@ -64,7 +63,7 @@ class Attention(nn.Module):
         self.numbers, self.attend = parts.numbers(self), parts.attend(self)
         self.out_bias = parts.out_bias(self)
         self.q_norm, self.k_norm, self.value_norm = (make() for make in parts.norms)
-        self.adapted = {name: adapted(self, weights[name], cfg) for name in ("q", "o", *self.made)}
+        self.matrices = {name: with_adapter(self, weights[name], cfg) for name in ("q", "o", *self.made)}
 
     @property
     def keys_width(self) -> int:
@@ -77,19 +76,19 @@ class Attention(nn.Module):
         With a cache, keys and values are written to it. A single token per row is the next one: it attends to the
         tokens in the cache. Several tokens are the first ones: they attend to each other.
         """
-        q_BTNH = self.q_norm(shard(self.projected("q", in_BTD), Q))
+        q_BTNH = self.q_norm(shard(self.project_heads("q", in_BTD), Q))
         for turn in (*self.parts.query_turns, *self.parts.turns):
             q_BTNH = shard(turn(q_BTNH, tokens), Q)  # named again: a remat policy then saves the input of attention
         k_BSKH, v_BSKH, tokens = self.keys(in_BTD, tokens)
         out_BTNH = self.attend(q_BTNH, k_BSKH, v_BSKH, self.parts.seen(tokens), self.cfg, self.numbers(tokens))
         out_BTNH = self.parts.result(self.gate(in_BTD, out_BTNH))
-        return self.out_bias(unreduced_matmul(out_BTNH, self.adapted["o"])), tokens
+        return self.out_bias(unreduced_matmul(out_BTNH, self.matrices["o"])), tokens
 
     @nn.nowrap
     def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
         """The keys and values to attend to, and the tokens with those that were written to the cache."""
         k_spec, v_spec = keys_spec("k"), keys_spec("v")
-        k_BSKH, v_BSKH = shard(self.projected("k", in_BTD), k_spec), shard(self.projected("v", in_BTD), v_spec)
+        k_BSKH, v_BSKH = shard(self.project_heads("k", in_BTD), k_spec), shard(self.project_heads("v", in_BTD), v_spec)
         k_BSKH, v_BSKH = self.k_norm(k_BSKH), self.value_norm(v_BSKH)
         for turn in self.parts.turns:
             k_BSKH = shard(turn(k_BSKH, tokens), k_spec)
@@ -100,30 +99,25 @@ class Attention(nn.Module):
         """The keys and values to attend to: those of all tokens so far, where a cache has them."""
         if tokens.cache is None:
             return k_BSKH, v_BSKH, tokens
-        cache = tokens.cache.written(k_BSKH, v_BSKH, tokens.slot, tokens.place_in_cache)
+        cache = tokens.cache.write(k_BSKH, v_BSKH, tokens.slot, tokens.place_in_cache)
         if k_BSKH.shape[1] == 1:
-            k_BSKH, v_BSKH = cache.of(tokens.place_in_cache)
+            k_BSKH, v_BSKH = cache.read(tokens.place_in_cache)
         return k_BSKH, v_BSKH, tokens._replace(cache=cache)
 
     @nn.nowrap
-    def projected(self, name: str, in_BTD: jax.Array) -> jax.Array:
+    def project_heads(self, name: str, in_BTD: jax.Array) -> jax.Array:
         """Queries, keys or values, with their bias if they have one."""
-        y = project(in_BTD, self.adapted[name])
-        return _plus(y, self.biases[name]) if name in self.biases else y
+        y = project(in_BTD, self.matrices[name])
+        return _add_bias(y, self.biases[name]) if name in self.biases else y
 
 
-def _plus(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
+def _add_bias(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
     """The sum. On GPUs, heads are one dimension: cuBLAS adds a bias of one dimension while it multiplies."""
     if platform() != "gpu" or split("q", "head_dim").num_shards > 1:
         return x_BTNH + b_NH
     return (x_BTNH.reshape(*x_BTNH.shape[:2], -1) + b_NH.reshape(-1)).reshape(x_BTNH.shape)
 
 
-def rotated(cfg: config.ModelConfig, x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
-    """Queries or keys with rotary positions."""
-    return rope(x_BTNH, tokens.positions_BT, cfg, tokens.lengths(x_BTNH.shape[1]))
-
-
-def without_padding(cfg: config.ModelConfig, out_BTNH: jax.Array) -> jax.Array:
+def mask_padded_heads(cfg: config.ModelConfig, out_BTNH: jax.Array) -> jax.Array:
     """The result of attention with zeros in heads of padding, which add nothing."""
     return jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)

@@ -47,27 +47,6 @@ class Branch(NamedTuple):
         return shard(self.after_sum(x_BTD), RESIDUAL), tokens
 
 
-def side_by_side(branch: Branch, part: Part, before: Change | None = None) -> Callable[[jax.Array, Tokens], Stream]:
-    """A branch whose part and another one are added before their sum over devices is made.
-
-    before: what the other part reads the residual stream through; None: what the branch does.
-    """
-
-    def computed(x_BTD: jax.Array, tokens: Tokens) -> Stream:
-        in_BTD = branch.before(x_BTD)
-        other_BTD = before(x_BTD) if before else in_BTD
-
-        def both(in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
-            y, tokens = branch.part(in_BTD, tokens)
-            with gathered(other_BTD, BLOCK_INPUT, RESIDUAL) as gathered_BTD:
-                more, tokens = part(gathered_BTD, tokens)
-            return y + more, tokens
-
-        return (yield from branch._replace(before=lambda _: in_BTD, part=both)(x_BTD, tokens))
-
-    return computed
-
-
 class Carried(NamedTuple):
     """What goes from layer to layer.
 
@@ -94,27 +73,27 @@ class Block(nn.Module):
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
         branches = self.branches(self)
 
-        def computed(x_BTD: jax.Array, tokens: Tokens) -> Stream:
+        def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
             for branch in branches:
                 x_BTD, tokens = yield from branch(x_BTD, tokens)
             return x_BTD, tokens
 
-        x_BTD, tokens = in_parts(computed, x_BTD, tokens.for_layer(layer, cache, kept, input_BTY))
+        x_BTD, tokens = in_parts(compute, x_BTD, tokens.for_layer(layer, cache, kept, input_BTY))
         return Carried(layer + 1, x_BTD, tokens.cache, tokens.kept), tokens.routed
 
 
 def in_parts(
-    computed: Callable[[jax.Array, Tokens], Stream], x_BTD: jax.Array, tokens: Tokens
+    compute: Callable[[jax.Array, Tokens], Stream], x_BTD: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, Tokens]:
-    """What is `computed` of all rows, in as many parts of the rows, side by side, as the rules say."""
+    """What `compute` gives for all rows, in as many parts of the rows, side by side, as the rules say."""
     parts = interleave() if tokens.cache is None and x_BTD.shape[0] > 1 else 1
     if parts == 1:
-        return in_turns([computed(x_BTD, tokens)])[0]
+        return in_turns([compute(x_BTD, tokens)])[0]
     # No row moves: each device has rows of every part.
     rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, tokens.rows))
     with sharing_weights():
         each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(parts)]
-        ends = in_turns([computed(shard(x_bTD, RESIDUAL), of_part) for x_bTD, of_part in each])
+        ends = in_turns([compute(shard(x_bTD, RESIDUAL), of_part) for x_bTD, of_part in each])
     x_pbTD = jnp.stack([x_bTD for x_bTD, _ in ends])
     return shard(rearrange(x_pbTD, "p b ... -> (b p) ..."), RESIDUAL), tokens
 

@@ -22,7 +22,7 @@ class LinearState(NamedTuple, Generic[Leaf]):
     v_LBANH: Leaf
     s_LBNIH: Leaf  # float32
 
-    def written(
+    def write(
         self: "LinearState[jax.Array]", new: "LinearState[jax.Array]", layer: jax.Array | int
     ) -> "LinearState[jax.Array]":
         """The states with those of one layer, [B, ...], changed."""
@@ -32,7 +32,7 @@ class LinearState(NamedTuple, Generic[Leaf]):
 
         return LinearState._make(map(one, self, new, STATES))
 
-    def of(self: "LinearState[jax.Array]", layer: jax.Array | int) -> "LinearState[jax.Array]":
+    def read(self: "LinearState[jax.Array]", layer: jax.Array | int) -> "LinearState[jax.Array]":
         """The states of one layer, [B, ...]."""
         states = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
         return LinearState(*(like(x, spec.replace("layers ", "")) for x, spec in zip(states, STATES, strict=True)))
@@ -63,7 +63,7 @@ class Cache(NamedTuple, Generic[Leaf]):
     linear: LinearState[Leaf] | None = None
     memory: "Cache[Leaf] | None" = None
 
-    def written(
+    def write(
         self: "Cache[jax.Array]",
         k_BTKH: jax.Array,
         v_BTKH: jax.Array | None,
@@ -79,7 +79,7 @@ class Cache(NamedTuple, Generic[Leaf]):
         k, v = jax.tree.map(one, self[:2], (k_BTKH, v_BTKH))
         return self._replace(k_LBSKH=k, v_LBSKH=v)
 
-    def of(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
+    def read(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
         """Keys and values of one layer, [B, S, K, H]; of latent attention, what stands for both."""
 
         def one(x_LBSKH: jax.Array) -> jax.Array:

@@ -13,24 +13,25 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.attention import Attention, AttentionParts, rotated, without_padding
-from gspmd_lm.model.block import RESIDUAL, Branch, Part, side_by_side
+from gspmd_lm.model.attention import Attention, AttentionParts, mask_padded_heads
+from gspmd_lm.model.block import RESIDUAL, Branch, Part
 from gspmd_lm.model.cache import Kept, in_cache
 from gspmd_lm.model.kernels.attention import OUT, Q
 from gspmd_lm.model.kernels.context import attend_to_memory
-from gspmd_lm.model.mlp import Mlp, changed
+from gspmd_lm.model.mlp import Mlp, apply_changes
 from gspmd_lm.model.moe import Experts
 from gspmd_lm.model.norm import Change, JointNorm, Norm, same
 from gspmd_lm.model.parts import relative
-from gspmd_lm.model.parts.altup import Streams, streamed, with_laurel
+from gspmd_lm.model.parts.altup import Streams, around_streams, with_laurel
 from gspmd_lm.model.parts.chunks import in_chunks
 from gspmd_lm.model.parts.convolution import beside_first_layer
 from gspmd_lm.model.parts.latent import LatentAttention
 from gspmd_lm.model.parts.linear import GatedDeltaNet
 from gspmd_lm.model.parts.memory import CrossAttention
+from gspmd_lm.model.parts.parallel import side_by_side
 from gspmd_lm.model.parts.shared_keys import KeepingAttention, SharingAttention, no_keys
-from gspmd_lm.model.parts.windows import windowed
-from gspmd_lm.model.rope import temperature
+from gspmd_lm.model.parts.windows import window_attention
+from gspmd_lm.model.rope import rotate, scale_by_position
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -46,12 +47,12 @@ Named = Callable[[nn.Module, str], Change]  # what the module of a layer does in
 @functools.cache
 def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Module], Sequence[Any]]:
     """A function that gives the branches of a layer to its module. keeps: later layers share its keys and values."""
-    attention, mlp, cross = attention_part(cfg, keeps), feed_forward(cfg), cross_attention(cfg)
-    norm, branch = normed(cfg, "norm", cfg.pre_norms), branch_of(cfg)
+    attention, mlp, cross = attention_part(cfg, keeps), mlp_part(cfg), cross_attention(cfg)
+    norm, branch = branch_norm(cfg, "norm", cfg.pre_norms), branch_of(cfg)
     laurel = functools.partial(with_laurel, cfg) if cfg.laurel_rank else lambda branch: branch
 
     def crossing(module: nn.Module) -> list[Any]:
-        return [branch(module, "cross", "cross", make(), site=2) for make in cross]
+        return [branch(module, "cross", "cross", part(), site=2) for part in cross]
 
     def sequential(module: nn.Module) -> list[Any]:
         first = laurel(branch(module, "attention", "attention", attention(), site=0))
@@ -61,45 +62,45 @@ def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Modul
         first = branch(module, "attention", "attention_mlp", attention(), site=0)
         return [side_by_side(first, mlp(), None if cfg.shared_norm else norm(module, "mlp")), *crossing(module)]
 
-    made = {"sequential": sequential, "parallel": parallel}[cfg.block]
-    return (lambda module: [streamed(cfg, made(module))]) if cfg.residual_streams > 1 else made
+    make = {"sequential": sequential, "parallel": parallel}[cfg.block]
+    return (lambda module: [around_streams(cfg, make(module))]) if cfg.residual_streams > 1 else make
 
 
 def branch_of(cfg: config.ModelConfig) -> Callable[..., Branch]:
     """A function that gives a branch of a layer: of a module, the name of what it reads, the name of what it adds, its
     part and the number of its dropout."""
-    before, after_sum = normed(cfg, "norm", cfg.pre_norms), normed(cfg, "sum_norm", cfg.sum_norms)
-    after: list[Named] = [normed(cfg, "post_norm", True)] * cfg.post_norms
+    before, after_sum = branch_norm(cfg, "norm", cfg.pre_norms), branch_norm(cfg, "sum_norm", cfg.sum_norms)
+    after: list[Named] = [branch_norm(cfg, "post_norm", True)] * cfg.post_norms
     if cfg.layer_scale:
-        after.append(functools.partial(layer_scale, cfg))
+        after.append(functools.partial(make_layer_scale, cfg))
     if cfg.residual_scale != 1:
         after.append(lambda module, name: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual_scale, y_BTD.dtype))
 
     def branch(module: nn.Module, name: str, result: str, part: Part, site: int) -> Branch:
         changes = [make(module, result) for make in after]
-        of_result = functools.partial(changed, changes=changes)
+        of_result = functools.partial(apply_changes, changes=changes)
         return Branch(part, before(module, name), of_result, after_sum(module, result), cfg.dropout, site)
 
     return branch
 
 
-def normed(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
+def branch_norm(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
     """The norm of a branch, whose name ends with `end`."""
     return (lambda module, name: Norm(cfg, name=f"{name}_{end}")) if is_normed else lambda module, name: same
 
 
-def layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
+def make_layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
     """Learned numbers that multiply what a branch adds (BEiT)."""
     start = nn.initializers.constant(cfg.layer_scale)
     scale_D = use(weight(module, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
     return lambda y_BTD: y_BTD * scale_D
 
 
-def feed_forward(cfg: config.ModelConfig) -> Callable[[], Part]:
+def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
     """What makes the feed-forward network of a layer, or its experts."""
     kind = Experts if cfg.experts else Mlp
 
-    def made() -> Part:
+    def make() -> Part:
         module = kind(cfg, name="mlp")
 
         def part(in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
@@ -108,7 +109,7 @@ def feed_forward(cfg: config.ModelConfig) -> Callable[[], Part]:
 
         return part
 
-    return made
+    return make
 
 
 # Attention
@@ -147,19 +148,19 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
         if cfg.shared_kv_layers:
             parts["biased"] = "q"
     if cfg.positions == "rope":
-        parts["turns"] = (functools.partial(rotated, cfg),)
+        parts["turns"] = (functools.partial(rotate, cfg),)
     if cfg.attention_temperature:
-        parts["query_turns"] = (functools.partial(tempered, cfg.attention_temperature),)
+        parts["query_turns"] = (functools.partial(scale_by_position, cfg.attention_temperature),)
     if cfg.attention_chunk:
         parts["seen"] = functools.partial(in_chunks, cfg.attention_chunk)
     if cfg.windows:
-        parts["attend"] = functools.partial(windowed, cfg)
+        parts["attend"] = functools.partial(window_attention, cfg)
     if cfg.attention_gate:
-        parts["gate"] = functools.partial(gated, cfg)
+        parts["gate"] = functools.partial(make_gate, cfg)
     if cfg.head_rows > cfg.heads:
-        parts["result"] = functools.partial(without_padding, cfg)
+        parts["result"] = functools.partial(mask_padded_heads, cfg)
     if cfg.attention_out_bias:
-        parts["out_bias"] = functools.partial(out_bias, cfg)
+        parts["out_bias"] = functools.partial(make_out_bias, cfg)
     return AttentionParts(**parts, **numbers_of_heads(cfg))
 
 
@@ -171,7 +172,7 @@ def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
     if cfg.relative_positions:
         shared = cfg.relative_positions.shared
         return {"numbers": relative.shared_biases if shared else functools.partial(relative.own_biases, cfg)}
-    return {"numbers": functools.partial(sinks, cfg)} if cfg.attention_sinks else {}
+    return {"numbers": functools.partial(make_sinks, cfg)} if cfg.attention_sinks else {}
 
 
 def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
@@ -192,28 +193,23 @@ def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
     return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.value_norm else none))
 
 
-def tempered(tuned: config.AttentionTemperature, q_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
-    """Queries that grow with their position."""
-    return q_BTNH * temperature(tokens.positions_BT, tuned).astype(q_BTNH.dtype)
-
-
-def gated(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def make_gate(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """What multiplies the result of attention by sigmoid(x w) (Qwen3-Next)."""
     gate = matrix(module, "wg", "embed heads head_dim", (cfg.embed, cfg.head_rows, cfg.head_dim), cfg)
 
-    def multiplied(in_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
+    def multiply(in_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
         return shard(out_BTNH * jax.nn.sigmoid(like(project(in_BTD, gate), Q)), OUT)
 
-    return multiplied
+    return multiply
 
 
-def sinks(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Tokens], jax.Array]:
+def make_sinks(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Tokens], jax.Array]:
     """The learned logit of nothing of each head (gpt-oss)."""
     sinks_N = bias(module, "sinks", "heads", (cfg.head_rows,), cfg)
     return lambda tokens: sinks_N
 
 
-def out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unreduced], Unreduced]:
+def make_out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unreduced], Unreduced]:
     """What adds a bias to what attention adds to the residual stream."""
     bias_D = bias(module, "bo", "embed", (cfg.embed,), cfg)
     return lambda y: y + bias_D
@@ -252,11 +248,11 @@ def stack_parts(cfg: config.ModelConfig) -> StackParts:
     shared: list[Callable[[nn.Module, Tokens], Tokens]] = []
     keeps = cfg.shared_kv_layers > 0
     if keeps or any(layer.linear_attention for layer in cfg.each_layer):
-        shared.append(functools.partial(with_places_in_cache, in_cache(cfg)))
+        shared.append(functools.partial(add_places_in_cache, in_cache(cfg)))
     if cfg.relative_positions and cfg.relative_positions.shared:
-        shared.append(functools.partial(relative.with_shared_biases, cfg))
+        shared.append(functools.partial(relative.add_shared_biases, cfg))
     if cfg.relative_vectors:
-        shared.append(functools.partial(relative.with_vectors, cfg))
+        shared.append(functools.partial(relative.add_vectors, cfg))
     loops = []
     for stack in cfg.stacks:
         shares = stack.kinds[0].shared_kv_layers > 0
@@ -283,6 +279,6 @@ def stream_ends(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, C
     return streams.apart(x_BTD), streams.together
 
 
-def with_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
+def add_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
     """The tokens with the place of each layer in the cache, if there is one."""
     return tokens._replace(places_in_cache_L=jnp.array(places)) if tokens.cache else tokens

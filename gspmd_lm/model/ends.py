@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, dropout
-from gspmd_lm.model.mlp import ACTIVATIONS, hidden
+from gspmd_lm.model.mlp import ACTIVATIONS, hidden_layer
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.rope import sinusoids
 from gspmd_lm.model.weights import bias, matrix
@@ -71,7 +71,7 @@ def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], li
     last: list[Step] = []
     wide, along = table_axis(cfg)  # of what positions and types are added to
     if cfg.embedding_width and cfg.embedding_in == "tokens":
-        from_table.append(lambda module, x_BTW, batch: _widened(module, cfg, x_BTW))
+        from_table.append(lambda module, x_BTW, batch: _widen(module, cfg, x_BTW))
         wide, along = cfg.embed, "embed"
     if cfg.embedding_scale != 1:
         from_table.append(lambda module, x_BTD, batch: x_BTD * jnp.asarray(cfg.embedding_scale, dtype))
@@ -79,34 +79,32 @@ def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], li
     if cfg.positions == "learned":
         rows = cfg.position_offset + cfg.context
 
-        def with_positions(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        def add_positions(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
             table = matrix(module, "position_embedding", f"positions {along}", (rows, wide), cfg)
             return x_BTD + use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
 
-        additions.append(with_positions)
+        additions.append(add_positions)
     if cfg.positions == "sinusoidal":
         additions.append(lambda module, x_BTD, batch: x_BTD + sinusoids(batch["positions"], wide).astype(dtype))
     if cfg.token_types:
 
-        def with_types(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        def add_types(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
             types = matrix(module, "type_embedding", f"types {along}", (cfg.token_types, wide), cfg)
             return x_BTD + use(types, jnp.float32)[batch["token_types"]].astype(dtype)
 
-        additions.append(with_types)
+        additions.append(add_types)
     if cfg.embedding_norm:
         additions.append(lambda module, x_BTD, batch: Norm(cfg, along, name="embedding_norm")(x_BTD))
     if cfg.embedding_in == "sum":
 
-        def widened(module: nn.Module, x_BTW: jax.Array, batch: Batch) -> jax.Array:
-            return _widened(module, cfg, x_BTW, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
+        def widen(module: nn.Module, x_BTW: jax.Array, batch: Batch) -> jax.Array:
+            return _widen(module, cfg, x_BTW, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
 
-        last.append(widened)
+        last.append(widen)
     return from_table, additions, last
 
 
-def _widened(
-    module: nn.Module, cfg: config.ModelConfig, x_BTW: jax.Array, bias_D: jax.Array | None = None
-) -> jax.Array:
+def _widen(module: nn.Module, cfg: config.ModelConfig, x_BTW: jax.Array, bias_D: jax.Array | None = None) -> jax.Array:
     """Rows of the token table's width as the residual stream, [B, T, D]."""
     inward = matrix(module, "embedding_in", "embedding_width embed", (cfg.embedding_width, cfg.embed), cfg)
     with gathered(x_BTW, EMBEDDED, EMBEDDED) as in_BTW:
@@ -140,19 +138,19 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 def head(cfg: config.ModelConfig) -> Callable[[nn.Module, config.ModelConfig, jax.Array], jax.Array]:
     """What makes of the output of the last block what the token table multiplies."""
     if cfg.head_transform:
-        return _transformed
-    return _narrowed if cfg.embedding_width else lambda module, cfg, x_BTD: x_BTD
+        return _transform_hidden
+    return _narrow if cfg.embedding_width else lambda module, cfg, x_BTD: x_BTD
 
 
-def _transformed(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+def _transform_hidden(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """A matrix, the activation and a norm (BERT)."""
     (width, axis), (reduced_spec, _) = table_axis(cfg), table_specs(cfg)
     spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
-    y_BTD = hidden(cfg)(_dense(module, cfg, x_BTD, "head_transform", width, spec))
+    y_BTD = hidden_layer(cfg)(_dense(module, cfg, x_BTD, "head_transform", width, spec))
     return Norm(cfg, axis, name="head_norm")(like(y_BTD, reduced_spec))
 
 
-def _narrowed(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+def _narrow(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """The residual stream as rows of the token table's width (OPT-350m)."""
     (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)
     outward = matrix(module, "embedding_out", f"embed {axis}", (cfg.embed, width), cfg)

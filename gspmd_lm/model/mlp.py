@@ -11,7 +11,7 @@ from jax.scipy.special import erf
 
 from gspmd_lm import config
 from gspmd_lm.model.norm import Change, root
-from gspmd_lm.model.weights import adapted, bias, matrix
+from gspmd_lm.model.weights import bias, matrix, with_adapter
 from gspmd_lm.sharding.annotate import recomputed, shard
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
@@ -33,13 +33,13 @@ class Mlp(nn.Module):
         sizes = {"mlp": shape[1:], "embed": shape[:1]}
         biased = [*names, "down"] * cfg.mlp_bias
         self.biases = {name: bias(self, f"b_{name}", axes[name], sizes[axes[name]], cfg) for name in biased}
-        self.weights = {name: adapted(self, w, cfg) for name, w in weights.items()}
+        self.weights = {name: with_adapter(self, w, cfg) for name, w in weights.items()}
 
     def __call__(self, in_BTD: jax.Array) -> tuple[Unreduced, None]:
         """What is added to the residual stream. An MLP has no router. `in_BTD` is gathered."""
         inward = [(name, project(in_BTD, self.weights[name])) for name in INWARD[self.cfg.mlp_kind]]
         in_BTF = [shard(y + self.biases[name] if name in self.biases else y, HIDDEN) for name, y in inward]
-        hidden_BTF = shard(recomputed(hidden(self.cfg))(*in_BTF), HIDDEN)
+        hidden_BTF = shard(recomputed(hidden_layer(self.cfg))(*in_BTF), HIDDEN)
         y = unreduced_matmul(hidden_BTF, self.weights["down"])
         return (y + self.biases["down"] if self.biases else y), None
 
@@ -48,7 +48,7 @@ INWARD = {"gated": ("gate", "up"), "plain": ("up",)}  # the matrices from the re
 
 
 @functools.cache
-def hidden(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
+def hidden_layer(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
     """A function that gives the hidden layer of an MLP from x w_gate and x w_up, or from x w_up alone."""
     limit, offset, share, slope = cfg.mlp_limit, cfg.mlp_up_offset, cfg.activation_sparsity, cfg.activation_slope
     of_gate: list[Change] = []
@@ -62,13 +62,13 @@ def hidden(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
         of_gate.append(lambda x: _sparse(x, share))
     of_gate.append(ACTIVATIONS[cfg.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
 
-    def activated(first: jax.Array, *rest: jax.Array) -> jax.Array:
-        return math.prod((changed(x, of_up) for x in rest), start=changed(first, of_gate))
+    def activate(first: jax.Array, *rest: jax.Array) -> jax.Array:
+        return math.prod((apply_changes(x, of_up) for x in rest), start=apply_changes(first, of_gate))
 
-    return activated
+    return activate
 
 
-def changed(x: jax.Array, changes: list[Change]) -> jax.Array:
+def apply_changes(x: jax.Array, changes: list[Change]) -> jax.Array:
     """`x` after all changes, the first one first."""
     return functools.reduce(lambda x, change: change(x), changes, x)
 

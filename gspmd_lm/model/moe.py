@@ -10,10 +10,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.model.addresses import held_layers
-from gspmd_lm.model.mlp import Mlp, hidden
+from gspmd_lm.model.mlp import Mlp, hidden_layer
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.moe_routing import capacity
-from gspmd_lm.model.weights import adapted, bias, matrix, weight
+from gspmd_lm.model.weights import bias, matrix, weight, with_adapter
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
 from gspmd_lm.sharding.matmuls import project
@@ -53,7 +53,7 @@ class Experts(nn.Module):
             zeros = nn.initializers.zeros
             b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
-        matrices = [adapted(self, w, cfg) for w in (*inward, down)]
+        matrices = [with_adapter(self, w, cfg) for w in (*inward, down)]
         self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
         if cfg.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
@@ -83,7 +83,7 @@ class Experts(nn.Module):
 
         weights_BTk *= cfg.expert_scale
         y, rounds_B = mixture_of_experts(
-            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden(cfg), most, cfg.weighted_input
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden_layer(cfg), most, cfg.weighted_input
         )
         if cfg.shared_mlp:
             shared, _ = self.shared(x_BTD)

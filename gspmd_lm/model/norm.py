@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,8 +41,8 @@ class NormParts(NamedTuple):
 @functools.cache
 def norm_parts(cfg: config.ModelConfig) -> NormParts:
     """The parts of all norms of a model."""
-    scale = Learned("scale", 1 - cfg.norm_offset, lambda x: x + cfg.norm_offset, operator.mul)
-    learned = [scale] * cfg.norm_scale + [Learned("bias", 0.0, same, operator.add)] * cfg.norm_bias
+    scale = Learned("scale", 1 - cfg.norm_offset, lambda x: x + cfg.norm_offset, jnp.multiply)
+    learned = [scale] * cfg.norm_scale + [Learned("bias", 0.0, same, jnp.add)] * cfg.norm_bias
     center = {"layernorm": lambda y: y - y.mean(-1, keepdims=True), "rmsnorm": same}[cfg.norm]
     return NormParts(dataclasses.replace(cfg, compute_dtype="float32"), center, tuple(learned))
 
@@ -64,24 +63,24 @@ class Norm(nn.Module):
         ]
 
         @recomputed
-        def normalized(x: jax.Array, *vectors: jax.Array) -> jax.Array:
-            y = center(self.counted(x.astype(jnp.float32)))
+        def normalize(x: jax.Array, *vectors: jax.Array) -> jax.Array:
+            y = center(self.mask_padding(x.astype(jnp.float32)))
             y *= jax.lax.rsqrt(self.mean(jnp.square(y)) + cfg.norm_eps)
             for one, vector in zip(learned, vectors, strict=True):
                 y = one.apply(y, vector)
             return y.astype(x.dtype)
 
-        return normalized(x, *vectors)
+        return normalize(x, *vectors)
 
     @nn.nowrap
-    def counted(self, x: jax.Array) -> jax.Array:
+    def mask_padding(self, x: jax.Array) -> jax.Array:
         """`x` without what does not count."""
         return x
 
     @nn.nowrap
     def mean(self, squares: jax.Array) -> jax.Array:
         """The mean of the squares that are normed together."""
-        return 1.0 * squares.mean(-1, keepdims=True)
+        return squares.mean(-1, keepdims=True)
 
 
 class JointNorm(Norm):
@@ -90,7 +89,7 @@ class JointNorm(Norm):
     heads: int = 0  # how many heads are no padding
 
     @nn.nowrap
-    def counted(self, x: jax.Array) -> jax.Array:
+    def mask_padding(self, x: jax.Array) -> jax.Array:
         """`x` with zeros in heads of padding."""
         if x.shape[-2] == self.heads:
             return x

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.model.tokens import Tokens
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, length: int | jax.Array) -> jax.Array:
@@ -62,7 +63,13 @@ def sinusoids(positions_BT: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angle_BTD), jnp.cos(angle_BTD)], -1)[..., :width]
 
 
-def temperature(positions_BT: jax.Array, tuned: config.AttentionTemperature) -> jax.Array:
-    """What queries are multiplied with, [B, T, 1, 1], float32."""
-    steps_BT = (positions_BT + tuned.offset) // tuned.every
-    return (1 + tuned.scale * jnp.log1p(steps_BT.astype(jnp.float32)))[:, :, None, None]
+def rotate(cfg: config.ModelConfig, x_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+    """Queries or keys with rotary positions."""
+    return rope(x_BTNH, tokens.positions_BT, cfg, tokens.lengths(x_BTNH.shape[1]))
+
+
+def scale_by_position(tuned: config.AttentionTemperature, q_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
+    """Queries that grow with their position (Llama 4)."""
+    steps_BT = (tokens.positions_BT + tuned.offset) // tuned.every
+    factor_BT = 1 + tuned.scale * jnp.log1p(steps_BT.astype(jnp.float32))
+    return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)

@@ -58,8 +58,8 @@ class Stack(nn.Module):
         made, and memory_segment_ids [B, S]. keys_BT: a dropout key for each token. inputs: see `altup.LayerInputs`.
         """
         parts, tokens = stack_parts(self.cfg), Tokens.from_batch(batch, keys_BT)._replace(cache=cache)
-        for added in parts.shared:
-            tokens = added(self, tokens)
+        for add in parts.shared:
+            tokens = add(self, tokens)
         tokens, kept = tokens._replace(cache=None), parts.kept(*x_BTD.shape[:2])
         x_BTD, joined = parts.ends(x_BTD)
         beside = parts.beside(self, x_BTD, tokens)
@@ -92,7 +92,7 @@ class Stack(nn.Module):
             carried, routed = carried._replace(x_BTD=applied[0]), None
         else:
             of_loop = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
-            carried, routed = _looped(loop, stack.scanned, carried, of_loop, tokens)
+            carried, routed = _scan_layers(loop, stack.scanned, carried, of_loop, tokens)
         of_layers = [routed]
         for i, branches in enumerate(loop.branches[: stack.layers - stack.scanned]):
             layer = stack.first + stack.scanned + i
@@ -128,11 +128,11 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, first: jax.Array, x_BTD: jax.Array, tokens: Tokens):
-        carried, routed = _looped(self.loop, self.layers, Carried(first, x_BTD), None, tokens)
+        carried, routed = _scan_layers(self.loop, self.layers, Carried(first, x_BTD), None, tokens)
         return carried.x_BTD, routed
 
 
-def _looped(
+def _scan_layers(
     loop: Loop, layers: int, carried: Carried, inputs_LBTY: jax.Array | None, tokens: Tokens
 ) -> tuple[Carried, RouterOutput | None]:
     """What `layers` layers of a loop carry on, and the output of their routers, [layers, ...]."""

@@ -70,7 +70,7 @@ def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg:
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
 
 
-def adapted(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adapted:
+def with_adapter(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adapted:
     """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
 
     Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.

@@ -123,7 +123,7 @@ def distances(rows: int, columns: int) -> jax.Array:
     """How far rows are ahead of columns, int32 [P blocks of rows, columns + rows of a block].
 
     [p, d] is the distance of the last row of block p from column d. Row r of the block has its distances from
-    d = size - 1 - r on: see `skewed`.
+    d = size - 1 - r on: see `skew`.
     """
     size = BLOCK if rows % BLOCK == 0 else rows
     return jnp.arange(size - 1, rows, size)[:, None] - jnp.arange(columns + size)
@@ -139,28 +139,28 @@ def with_vectors(x_BTNH: jax.Array, vectors_RNH: jax.Array, range_APD: jax.Array
     v3 large on one H100.
     """
     A, P, _ = range_APD.shape
-    vectors_APDNH: jax.Array = taken(len(vectors_RNH), vectors_RNH, range_APD)
+    vectors_APDNH: jax.Array = take_vectors(len(vectors_RNH), vectors_RNH, range_APD)
     x_ABPtNH = rearrange(x_BTNH, "(A B) (P t) N H -> A B P t N H", A=A, P=P)
     # In this order the distances of a row lie side by side in memory, and so are read in pieces.
     products = jnp.einsum("ABPtNH,APDNH->APNBtD", x_ABPtNH, vectors_APDNH)
-    return rearrange(skewed(products), "A P N B t S -> (A B) N (P t) S")
+    return rearrange(skew(products), "A P N B t S -> (A B) N (P t) S")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def taken(ranges: int, vectors_RNH: jax.Array, range_APD: jax.Array) -> jax.Array:
+def take_vectors(ranges: int, vectors_RNH: jax.Array, range_APD: jax.Array) -> jax.Array:
     """The vectors of some ranges, [A, P, D, N, H]. Their gradients are added up by a product with ones and zeros."""
     return vectors_RNH[range_APD]
 
 
-def _taken_backward(ranges, range_APD, d_APDNH):
+def _take_vectors_backward(ranges, range_APD, d_APDNH):
     ones_APDR = jax.nn.one_hot(range_APD, ranges, dtype=d_APDNH.dtype)
     return jnp.einsum("APDR,APDNH->RNH", ones_APDR, d_APDNH, precision="highest"), None
 
 
-taken.defvjp(lambda ranges, vectors_RNH, range_APD: (vectors_RNH[range_APD], range_APD), _taken_backward)
+take_vectors.defvjp(lambda ranges, vectors_RNH, range_APD: (vectors_RNH[range_APD], range_APD), _take_vectors_backward)
 
 
-def skewed(x_TD: jax.Array) -> jax.Array:
+def skew(x_TD: jax.Array) -> jax.Array:
     """The last row from 0 on, the one before it from 1 on, and so forth, of the last two axes [T, D]: [T, D - T].
 
     As one long row, after the first T - 1 numbers, they are cut into rows that are one number shorter.

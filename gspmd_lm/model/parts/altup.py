@@ -95,32 +95,32 @@ class Laurel(nn.Module):
         return x_BTD + Norm(cfg, name="norm")(like(jnp.einsum("BTR,RD->BTD", low_BTR, use(outward)), RESIDUAL))
 
 
-def streamed(
+def around_streams(
     cfg: config.ModelConfig, branches: Sequence[Callable[[jax.Array, Tokens], Stream]]
 ) -> Callable[[jax.Array, Tokens], Stream]:
     """The branches of a layer, around the first of several residual streams, as one branch around all of them."""
     altup = AltUp(cfg, name="altup")
 
-    def computed(x_MBTD: jax.Array, tokens: Tokens) -> Stream:
+    def compute(x_MBTD: jax.Array, tokens: Tokens) -> Stream:
         streams_MBTD = altup.before(x_MBTD)
         x_BTD = streams_MBTD[0]
         for branch in branches:
             x_BTD, tokens = yield from branch(x_BTD, tokens)
         return altup.after(streams_MBTD, x_BTD, tokens.input_BTY), tokens
 
-    return computed
+    return compute
 
 
 def with_laurel(cfg: config.ModelConfig, branch: Branch) -> Callable[[jax.Array, Tokens], Stream]:
     """A branch with a low-rank product beside it, which reads the same input."""
     laurel = Laurel(cfg, name="laurel")
 
-    def computed(x_BTD: jax.Array, tokens: Tokens) -> Stream:
+    def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
         normed_BTD = branch.before(x_BTD)
         x_BTD, tokens = yield from branch._replace(before=lambda _: normed_BTD)(x_BTD, tokens)
         return (x_BTD + laurel(normed_BTD)) * jnp.asarray(0.5**0.5, x_BTD.dtype), tokens
 
-    return computed
+    return compute
 
 
 class LayerInputs(nn.Module):

@@ -19,15 +19,15 @@ def beside_first_layer(
     cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens
 ) -> dict[str, Change]:
     """What is done to the output of the first layer: the convolution of its input is added, and the sum is normed."""
-    convolved_BTD = convolved(cfg, module, x_BTD, tokens)
+    convolved_BTD = convolve(cfg, module, x_BTD, tokens)
 
-    def added(x_BTD: jax.Array) -> jax.Array:
+    def add(x_BTD: jax.Array) -> jax.Array:
         return shard(Norm(cfg, name="convolution_norm")(x_BTD + convolved_BTD), RESIDUAL)
 
-    return {"convolved_layers": added}
+    return {"convolved_layers": add}
 
 
-def convolved(cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens) -> jax.Array:
+def convolve(cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens) -> jax.Array:
     """[B, T, D]: a convolution of tokens with those around them in their text, after its activation.
 
     The parameters are those of `module`.

@@ -12,7 +12,7 @@ from gspmd_lm.model.kernels.attention import Q, attend_to_cache
 from gspmd_lm.model.kernels.context import gathered_early, keys_spec
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import adapted, matrix
+from gspmd_lm.model.weights import matrix, with_adapter
 from gspmd_lm.sharding.annotate import shard
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
@@ -45,13 +45,13 @@ class LatentAttention(nn.Module):
             self.q_norm = Norm(norm, "q_rank")
             self.wq_up = matrix(self, "wq_up", "q_rank heads head_dim", (R, N, H), cfg)
         else:
-            self.wq = adapted(self, matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg), cfg)
+            self.wq = with_adapter(self, matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg), cfg)
         self.wkv_down = matrix(self, "wkv_down", "embed kv_rank", (D, Z), cfg)
         self.wk_rope = matrix(self, "wk_rope", "embed rope_dim", (D, P), cfg)
         self.kv_norm = Norm(norm, "kv_rank")
         self.wk_up = matrix(self, "wk_up", "kv_rank heads head_dim", (Z, N, H - P), cfg)
         self.wv_up = matrix(self, "wv_up", "kv_rank heads head_dim", (Z, N, sizes.v_head_dim), cfg)
-        self.wo = adapted(self, matrix(self, "wo", "heads head_dim embed", (N, sizes.v_head_dim, D), cfg), cfg)
+        self.wo = with_adapter(self, matrix(self, "wo", "heads head_dim embed", (N, sizes.v_head_dim, D), cfg), cfg)
         self.out_bias, self.numbers = self.parts.out_bias(self), self.parts.numbers(self)
         self.attend = self.parts.attend(self)
 
@@ -69,15 +69,15 @@ class LatentAttention(nn.Module):
             shared_BTP = shard(turn(shared_BTP[:, :, None], tokens)[:, :, 0], K_ROPE)
         if tokens.cache:
             new_BTG = jnp.concatenate([latent_BTZ, shared_BTP], -1)
-            cache = tokens.cache.written(new_BTG[:, :, None], None, tokens.slot, tokens.place_in_cache)
+            cache = tokens.cache.write(new_BTG[:, :, None], None, tokens.slot, tokens.place_in_cache)
             tokens = tokens._replace(cache=cache)
         if tokens.cache and in_BTD.shape[1] == 1:
             out_BTNH = self._absorbed(q_BTNH, tokens)
         else:
-            out_BTNH = self._attended(q_BTNH, latent_BTZ, shared_BTP, tokens)
+            out_BTNH = self._attend(q_BTNH, latent_BTZ, shared_BTP, tokens)
         return self.out_bias(unreduced_matmul(self.parts.result(out_BTNH), self.wo)), tokens
 
-    def _attended(self, q_BTNH: jax.Array, latent_BTZ: jax.Array, shared_BTP: jax.Array, tokens: Tokens) -> jax.Array:
+    def _attend(self, q_BTNH: jax.Array, latent_BTZ: jax.Array, shared_BTP: jax.Array, tokens: Tokens) -> jax.Array:
         """The result of attention to the tokens themselves, [B, T, N, H]."""
         cfg, specs, vectors = self.cfg, (KV_LATENT, K_ROPE), (latent_BTZ, shared_BTP)
         if not cfg.matmul_dtype:  # gradients of keys are then sums of parts, which 8 bits would round otherwise
@@ -102,7 +102,7 @@ class LatentAttention(nn.Module):
         """The result of attention of one new token per row, [B, 1, N, H], from what the cache keeps."""
         cfg, rank, seen = self.cfg, self.wk_up.array.shape[0], self.parts.seen(tokens)
         assert tokens.cache
-        (stored_BS1G,) = tokens.cache.of(tokens.place_in_cache)
+        (stored_BS1G,) = tokens.cache.read(tokens.place_in_cache)
         shared_B1NP, own_B1NH = jnp.split(q_B1NH, [cfg.rope_dim], axis=-1)
         q_B1NZ = jnp.einsum("BTNH,ZNH->BTNZ", own_B1NH, whole(self.wk_up))
         q_B1NG = jnp.concatenate([q_B1NZ, shared_B1NP], -1)

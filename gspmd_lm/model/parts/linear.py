@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         self.conv_q = weight(self, "conv_q", "taps kv_heads head_dim", (A, K, H), cfg, tap)
         self.conv_k = weight(self, "conv_k", "taps kv_heads head_dim", (A, K, H), cfg, tap)
         self.conv_v = weight(self, "conv_v", "taps heads head_dim", (A, N, H), cfg, tap)
-        self.decay = weight(self, "decay", "heads", (N,), exact, _drawn_decay)
+        self.decay = weight(self, "decay", "heads", (N,), exact, _draw_decay)
         self.decay_bias = weight(self, "decay_bias", "heads", (N,), exact, nn.initializers.ones)
         self.norm = Norm(plain, "head_dim")
 
@@ -70,24 +70,24 @@ class GatedDeltaNet(nn.Module):
         taps = [use(w) for w in (self.conv_q, self.conv_k, self.conv_v)]
         segments_BT = jnp.zeros(v.shape[:2], jnp.int32) if tokens.segments_BT is None else tokens.segments_BT
         states = tokens.cache and tokens.cache.linear
-        before = states.of(tokens.place_in_cache) if states and v.shape[1] == 1 else None
+        before = states.read(tokens.place_in_cache) if states and v.shape[1] == 1 else None
         if before:
             windows = [jnp.concatenate([old, x], 1) for old, x in zip(before, qkv, strict=False)]
             convolved = [(x_BANH * w).sum(1, keepdims=True) for x_BANH, w in zip(windows, taps, strict=True)]
             last = [x_BANH[:, 1:] for x_BANH in windows]
         else:
-            convolved = [_convolved(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
+            convolved = [_convolve(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
             last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(qkv, taps, strict=True)]
         q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in convolved)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))
         q *= q.shape[-1] ** -0.5
         if before:
-            out_BTNH, state = _stepped(q, k, v, log_decay_BTN, rate_BTN, before.s_LBNIH)
+            out_BTNH, state = _step(q, k, v, log_decay_BTN, rate_BTN, before.s_LBNIH)
         else:
             out_BTNH, state = _in_chunks(q, k, v, log_decay_BTN, rate_BTN, segments_BT)
         if tokens.cache and states:
-            states = states.written(LinearState(*[*last, state]), tokens.place_in_cache)
+            states = states.write(LinearState(*[*last, state]), tokens.place_in_cache)
             tokens = tokens._replace(cache=tokens.cache._replace(linear=states))
         normed_BTNH = self.norm(out_BTNH.astype(z.dtype))
         gated_BTNH = (normed_BTNH * jax.nn.silu(z_BTNH.astype(jnp.float32))).astype(z.dtype)
@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         return unreduced_matmul(out_BTNH, self.linear_out), tokens
 
 
-def _drawn_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _draw_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The logarithm of how fast heads forget at first, as in Mamba 2."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
@@ -105,7 +105,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
 
 
-def _convolved(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def _convolve(x_BTNH: jax.Array, taps_ANH: jax.Array, segments_BT: jax.Array) -> jax.Array:
     """A causal convolution of each channel within its segment. The last tap is that of the token itself."""
     length, most = x_BTNH.shape[1], len(taps_ANH)
     total = x_BTNH * taps_ANH[-1]
@@ -123,7 +123,7 @@ def _last(x_BTNH: jax.Array, count: int, segments_BT: jax.Array) -> jax.Array:
     return jnp.pad(own_BTNH, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, x_BTNH.shape[1] :]
 
 
-def _stepped(q_B1NH, k_B1NH, v_B1NH, log_decay_B1N, rate_B1N, state_BNIH) -> tuple[jax.Array, jax.Array]:
+def _step(q_B1NH, k_B1NH, v_B1NH, log_decay_B1N, rate_B1N, state_BNIH) -> tuple[jax.Array, jax.Array]:
     """What one more token of each row reads, [B, 1, N, H], and the state after it."""
     q_BNI, k_BNI, v_BNH = (x[:, 0] for x in (q_B1NH, k_B1NH, v_B1NH))
     state_BNIH = state_BNIH * jnp.exp(log_decay_B1N[:, 0, :, None, None])

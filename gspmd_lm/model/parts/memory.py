@@ -31,12 +31,12 @@ class CrossAttention(Attention):
         memory = tokens.cache and tokens.cache.memory
         if tokens.memory_BSM is None:
             assert memory
-            k_BSKH, v_BSKH = memory.of(tokens.layer)
+            k_BSKH, v_BSKH = memory.read(tokens.layer)
             return shard(k_BSKH, k_spec), shard(v_BSKH, v_spec), tokens
         with gathered(tokens.memory_BSM, WHOLE_MEMORY, MEMORY) as in_BSM:
-            k, v = self.projected("k", in_BSM), self.projected("v", in_BSM)
+            k, v = self.project_heads("k", in_BSM), self.project_heads("v", in_BSM)
         k_BSKH, v_BSKH = self.k_norm(shard(k, k_spec)), self.value_norm(shard(v, v_spec))
         if tokens.cache and memory:
-            memory = memory.written(k_BSKH, v_BSKH, 0, tokens.layer)
+            memory = memory.write(k_BSKH, v_BSKH, 0, tokens.layer)
             tokens = tokens._replace(cache=tokens.cache._replace(memory=memory))
         return k_BSKH, v_BSKH, tokens

@@ -26,7 +26,7 @@ def table_of_biases(module: nn.Module, cfg: config.ModelConfig) -> jax.Array:
     return use(matrix(module, "relative_bias", "ranges heads", sizes, cfg))
 
 
-def with_shared_biases(cfg: config.ModelConfig, module: nn.Module, tokens: Tokens) -> Tokens:
+def add_shared_biases(cfg: config.ModelConfig, module: nn.Module, tokens: Tokens) -> Tokens:
     """The tokens with the biases that all layers of a stack share."""
     return tokens._replace(biases_RN=table_of_biases(module, cfg))
 
@@ -42,7 +42,7 @@ def own_biases(cfg: config.ModelConfig, module: nn.Module) -> Numbers:
     return lambda tokens: biases_RN
 
 
-def with_vectors(cfg: config.ModelConfig, module: nn.Module, tokens: Tokens) -> Tokens:
+def add_vectors(cfg: config.ModelConfig, module: nn.Module, tokens: Tokens) -> Tokens:
     """The tokens with a vector for each range of distances, which all layers of a stack share."""
     assert cfg.relative_vectors
     sizes = cfg.relative_vectors.ranges, cfg.embed

@@ -43,6 +43,6 @@ class SharingAttention(Attention):
         assert tokens.shared is not None
         k, v = tokens.shared[kind_of_layer(self.cfg)]
         if tokens.cache and in_BTD.shape[1] == 1:
-            k, v = tokens.cache.of(tokens.place_in_cache)
+            k, v = tokens.cache.read(tokens.place_in_cache)
             return k, v, tokens
         return shard(k, keys_spec("k")), shard(v, keys_spec("v")), tokens

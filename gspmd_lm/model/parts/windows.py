@@ -27,7 +27,7 @@ from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding.annotate import like, shard, split, use
 
 
-def windowed(cfg: config.ModelConfig, module: nn.Module) -> Callable[..., jax.Array]:
+def window_attention(cfg: config.ModelConfig, module: nn.Module) -> Callable[..., jax.Array]:
     """Attention of a layer to the patches of a window. Its learned vectors of distances, if any, are the module's."""
     assert cfg.windows and isinstance(module, Attention)
     vectors_RH: list[jax.Array] = []

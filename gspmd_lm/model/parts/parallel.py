@@ -1,0 +1,32 @@
+"""Attention and MLP side by side: both read the residual stream before either adds to it (GPT-J, Falcon, Cohere)."""
+
+from collections.abc import Callable
+
+import jax
+
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, Branch, Part, Stream
+from gspmd_lm.model.norm import Change
+from gspmd_lm.model.tokens import Tokens
+from gspmd_lm.sharding.matmuls import gathered
+from gspmd_lm.sharding.partial_sums import Unreduced
+
+
+def side_by_side(branch: Branch, part: Part, before: Change | None = None) -> Callable[[jax.Array, Tokens], Stream]:
+    """A branch whose part and another one are added before their sum over devices is made.
+
+    before: what the other part reads the residual stream through; None: what the branch does.
+    """
+
+    def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
+        in_BTD = branch.before(x_BTD)
+        other_BTD = before(x_BTD) if before else in_BTD
+
+        def both(in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
+            y, tokens = branch.part(in_BTD, tokens)
+            with gathered(other_BTD, BLOCK_INPUT, RESIDUAL) as gathered_BTD:
+                more, tokens = part(gathered_BTD, tokens)
+            return y + more, tokens
+
+        return (yield from branch._replace(before=lambda _: in_BTD, part=both)(x_BTD, tokens))
+
+    return compute
