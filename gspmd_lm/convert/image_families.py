@@ -105,6 +105,26 @@ class ImagePatches:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dinov2Sizes:
+    """The hidden width as a multiple of the width, and that both the first row and the mean of patches are read.
+
+    A token that stands for hidden patches is not read, and what is written has none.
+    """
+
+    def read(self, reader: ConfigReader, values: Values) -> None:
+        reader.flag(["use_mask_token"], True)
+        mlp = reader.number(["mlp_ratio"], 4) * values["embed"]
+        if mlp != int(mlp):
+            reader.refuse("mlp_ratio", mlp / values["embed"], f"times hidden_size: {values['embed']} is not whole")
+        values["mlp"] = int(mlp)
+        values["patches"]["pool"] = "both"
+
+    def write(self, model: config.ModelConfig) -> dict[str, Any]:
+        ratio = model.mlp / model.embed
+        return {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "use_mask_token": False}
+
+
+@dataclasses.dataclass(frozen=True)
 class SwinLevels:
     """Swin's windows, and the sizes of its levels, each of which is twice as wide as the level before."""
 
@@ -293,6 +313,34 @@ _SWIN = (
 )  # fmt: skip
 
 
+_DINOV2 = (
+    *(codec for codec in _codecs("none") if getattr(codec, "setting", "") not in ("mlp", "norm_eps")), Dinov2Sizes(),
+    Renamed("layer_norm_eps", "norm_eps", 1e-6), Renamed("layerscale_value", "layer_scale", 1.0),
+    Fixed("use_swiglu_ffn", False, "is a gated feed-forward network, which is not supported"),
+)  # fmt: skip
+
+
+def _dinov2_tensors() -> tuple[Tensor, ...]:
+    layer, embeddings = "dinov2.encoder.layer.{}", "dinov2.embeddings"
+    return (
+        Tensor(f"{embeddings}.cls_token", "1 1 D", ("class_row",)),
+        Tensor(f"{embeddings}.position_embeddings", "1 p D", ("position_embedding",)),
+        *linear(f"{embeddings}.patch_embeddings.projection", "D x", "stem", biases=("stem_bias",)),
+        *norm(f"{layer}.norm1", "attention_norm", bias=True),
+        *separate_qkv(f"{layer}.attention.attention", QUERY_KEY_VALUE),
+        *linear(f"{layer}.attention.output.dense", "D (N H)", "attention.wo"),
+        Tensor(f"{layer}.layer_scale1.lambda1", "D", ("attention_layer_scale",)),
+        *norm(f"{layer}.norm2", "mlp_norm", bias=True),
+        *linear(f"{layer}.mlp.fc1", "F D", "mlp.w_up"),
+        *linear(f"{layer}.mlp.fc2", "D F", "mlp.w_down"),
+        Tensor(f"{layer}.layer_scale2.lambda1", "D", ("mlp_layer_scale",)),
+        *norm("dinov2.layernorm", "final_norm", bias=True),
+        *linear(
+            "classifier", "c O", "classifier", biases=("classifier_bias",), others=lambda model: {"O": 2 * model.embed}
+        ),
+    )
+
+
 def _of_level(number: int) -> tuple[Tensor, ...]:
     """The tensors of one level of Swin."""
     stage, ours = f"swin.encoder.layers.{number}", f"{LEVEL}{number}."
@@ -337,6 +385,11 @@ _SWIN_IRRELEVANT = (
     "drop_path_rate", "encoder_stride", "out_features", "out_indices", "_out_features", "_out_indices", "stage_names",
     "hidden_size", "num_layers", "num_hidden_layers", "path_norm",
 )  # fmt: skip
+# Fields of training, and of other heads.
+_DINOV2_IRRELEVANT = (
+    "drop_path_rate", "apply_layernorm", "reshape_hidden_states", "out_features", "out_indices",
+    "_out_features", "_out_indices", "stage_names",
+)  # fmt: skip
 # Fields of an unused head, and of pictures that a decoder draws.
 _IRRELEVANT = ("encoder_stride", "pooler_act", "pooler_output_size")
 _HEADS = (r"^(vit\.|deit\.)?pooler\.", r"^(cls_|distillation_)?classifier\.")
@@ -350,6 +403,10 @@ IMAGE_FAMILIES: tuple[Family, ...] = (
         "BEiT", "beit", "BeitForImageClassification", "beit.", _BEIT, _tensors("beit.", "classifier"),
         no_weights=_BEIT_UNUSED, irrelevant=_BEIT_IRRELEVANT,
         heads=(r"^(beit\.)?pooler\.layernorm\.", r"^classifier\."),
+    ),
+    Family(
+        "DINOv2", "dinov2", "Dinov2ForImageClassification", "dinov2.", _DINOV2, _dinov2_tensors(),
+        no_weights=(r"embeddings\.mask_token$",), irrelevant=_DINOV2_IRRELEVANT, heads=(r"^classifier\.",),
     ),
     Family(
         "Swin", "swin", "SwinForImageClassification", "swin.", _SWIN, _SWIN_TENSORS, no_weights=_BEIT_UNUSED,

@@ -103,7 +103,7 @@ def convolved(
 ) -> jax.Array:
     """[B, T, D]: a convolution of tokens with those around them in their text, after its activation.
 
-    The parameters are those of `module`. `batch`: see `transformer.Decoder`. keys_BT: a dropout key for each token.
+    The parameters are those of `module`. `batch`: see `decoder.Decoder`. keys_BT: a dropout key for each token.
     """
     assert cfg.convolution
     taps, T = cfg.convolution.taps, x_BTD.shape[1]

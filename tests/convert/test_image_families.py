@@ -41,6 +41,12 @@ CASES = {
             "use_mean_pooling": False,
         },
     ),
+    "dinov2": (
+        "Dinov2ForImageClassification",
+        {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+        | LABELS
+        | {"mlp_ratio": 2, "use_mask_token": False},
+    ),
     "swin": (
         "SwinForImageClassification",
         LABELS
