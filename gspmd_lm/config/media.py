@@ -21,16 +21,16 @@ class Patches:
     # its own, and an image's scores are the mean of both.
     distillation: Literal["none", "row", "head"] = "none"
     # Where the class is read: at the first row, or at the mean of all patches, which goes through a norm (BEiT) unless
-    # there is a final_norm.
-    pool: Literal["first", "mean"] = "first"
+    # there is a final_norm, or at both, side by side (DINOv2).
+    pool: Literal["first", "mean", "both"] = "first"
     bias: bool = True  # whether the projection of patches has a bias (CLIP: not)
 
     def __post_init__(self):
         if self.image % self.size:
             raise ValueError(f"image={self.image} is not a multiple of size={self.size}")
-        if self.pool == "mean" and self.distillation == "head":
-            raise ValueError("pool: mean does not go with distillation: head, which is read at a row")
-        if not self.class_row and (self.pool == "first" or self.distillation != "none"):
+        if self.pool != "first" and self.distillation == "head":
+            raise ValueError(f"pool: {self.pool} does not go with distillation: head, which is read at a row")
+        if not self.class_row and (self.pool != "mean" or self.distillation != "none"):
             raise ValueError("class_row: false needs pool: mean and distillation: none, which read no row")
 
     @property

@@ -20,7 +20,7 @@ from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed,
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.addresses import held_layers
+from gspmd_lm.model.addresses import held_layers, layer_number
 from gspmd_lm.model.families import init
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
@@ -104,6 +104,8 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
         prefix = f"{'.'.join(module)}."
         if path.startswith(prefix):
             return path.removeprefix(prefix), () if model.shared_layers else layers, stacked
+    if (number := layer_number(head)) is not None:  # of a module that is no stack, such as the decoder of masks
+        return rest, (number,), False
     return path, (), False
 
 

@@ -29,7 +29,7 @@ class ObjectRows(media.Rows):
     prompt: str  # of an object that has none: point or box
 
     def empty(self, count: int) -> dict[str, np.ndarray]:
-        """The arrays of `train.decoder.inputs`, for rows without an object."""
+        """Rows without an object. `model/families/sam.py` says what the arrays are."""
         return {
             "patches": np.zeros((count, self.seq, self.patches.pixels), np.float32),
             "object": np.full((count, self.seq, PARTS**2), -1, np.float32),

@@ -32,9 +32,15 @@ def addresses(cfg: config.ModelConfig) -> tuple[Address, ...]:
     return tuple(found)
 
 
-def layer_name(number: int) -> str:
+def layer_name(number: int | str) -> str:
     """The module of a layer that is left behind a loop, counted from 0 in its stack."""
     return f"layer_{number}"
+
+
+def layer_number(module: str) -> int | None:
+    """The number of a layer whose module is called as `layer_name` says; None for other modules."""
+    number = module.removeprefix("layer_")
+    return int(number) if module == layer_name(number) and number.isdigit() else None
 
 
 def block_name(place: int) -> str:

@@ -43,7 +43,7 @@ def embedded(
 ) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
     """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
 
-    The parameters are those of `module`, but for a token table that is given. `batch` is that of `transformer.Decoder`.
+    The parameters are those of `module`, but for a token table that is given. `batch` is that of `decoder.Decoder`.
     first: what is done to embedded tokens before positions are added.
     """
     (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)

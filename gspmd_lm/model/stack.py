@@ -38,7 +38,7 @@ class Pattern(nn.Module):
 class Stack(nn.Module):
     """The blocks of a model under one scan, so that the program does not grow with depth, and the norm after them.
 
-    A module that is a stack has something before and after it: see `transformer.Decoder`.
+    A module that is a stack has something before and after it: see `decoder.Decoder`.
     """
 
     cfg: config.ModelConfig
@@ -54,7 +54,7 @@ class Stack(nn.Module):
     ) -> tuple[jax.Array, Cache[jax.Array] | None, RouterOutput | None]:
         """The output of the last block, normed, the cache, and what the routers did, [L, ...] for layers with experts.
 
-        `batch`: see `transformer.Decoder`. Blocks that read another stack find in it memory [B, S, M], what that stack
+        `batch`: see `decoder.Decoder`. Blocks that read another stack find in it memory [B, S, M], what that stack
         made, and memory_segment_ids [B, S]. keys_BT: a dropout key for each token. inputs: see `altup.LayerInputs`.
         """
         parts, tokens = stack_parts(self.cfg), Tokens.from_batch(batch, keys_BT)._replace(cache=cache)

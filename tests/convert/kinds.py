@@ -98,6 +98,9 @@ _IMAGES = {
         "use_shared_relative_position_bias": True, "use_absolute_position_embeddings": True,
         "use_mean_pooling": False,
     },
+    "dinov2": {name: size for name, size in _VIT.items() if name != "intermediate_size"} | LABELS | {
+        "mlp_ratio": 2, "use_mask_token": False,
+    },
     "swin": LABELS | {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 3], "num_heads": [4, 8],
         "window_size": 4,
@@ -120,7 +123,9 @@ class Images(Kind):
     layout = "fsdp2_tp4"
 
     def class_name(self, name):
-        word = {"vit": "ViT", "deit": "DeiT", "beit": "Beit", "swin": "Swin"}[name.partition("-")[0]]
+        word = {"vit": "ViT", "deit": "DeiT", "beit": "Beit", "dinov2": "Dinov2", "swin": "Swin"}[
+            name.partition("-")[0]
+        ]
         return f"{word}ForImageClassification{'WithTeacher' * name.endswith('teacher')}"
 
     def compute(self, opened, more=0, placed=None, variant=""):
