@@ -1,10 +1,11 @@
 """What any model sends in a train step, as `plan` estimates it: of a model with several stacks, or of one's own."""
 
 import collections
+import math
 
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import Matmul, Node
-from gspmd_lm.plan.transfers import Parameter, Transfers, mesh_axes, mesh_axes_except
+from gspmd_lm.plan.transfers import Transfers, mesh_axes, mesh_axes_except
 
 
 class AnyModelTransfers(Transfers):
@@ -34,7 +35,10 @@ class AnyModelTransfers(Transfers):
             self.add_input_side(x, None if source in written else source, matmuls)
         for path, nodes in self.graph.looked_up.items():
             if path not in self.graph.used or path in self.graph.multiplied:
-                self.add_look_ups(self.weights[path], nodes)
+                is_gathered = path in self.graph.multiplied and len(nodes) == 1
+                for rows in (placed for node in nodes for placed in self.graph.after([node])[:1]):
+                    self.add_look_up(self.weights[path], rows, is_gathered=is_gathered)
+        self.add_moves()
         for path in set(self.graph.used) - self.graph.multiplied:
             weight, applied = self.weights[path], self.graph.applied_to(path)
             if weight.trained and applied:
@@ -43,20 +47,18 @@ class AnyModelTransfers(Transfers):
                 summed_over = mesh_axes_except(sharding, *weight.sizes)
                 self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")
 
-    def add_look_ups(self, table: Parameter, nodes: list[Node]) -> None:
-        """Adds what look-ups in a table move whose rows may be split, forward and backward, and its gradients."""
-        rows = next(iter(table.sizes))
-        row_axes = table.compute[rows]
-        for node in nodes:
-            for placed in self.graph.after([node])[:1]:
-                sharding, times = self.sharding(placed), node.trip_count
-                found = {axis: names for axis, names in sharding.items() if not {*names} & {*row_axes}}
-                self.transfer(node.bytes, found, sharding, row_axes, times)
-                if table.trained:
-                    self.transfer(node.bytes, sharding, found, times=times)
-                if table.trained and table.path not in self.graph.multiplied:
-                    size_bytes, summed_over = table.elements * FLOAT32_BYTES, mesh_axes_except(found, *table.sizes)
-                    self.transfer(size_bytes, {rows: row_axes}, table.gradient, summed_over, times, "gradients")
+    def add_moves(self) -> None:
+        """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        for node in self.graph.activations:
+            before = self.graph.before([node], past_matmuls=False)
+            if self.graph.gathered_from(node) or not before or before[0].array == node.array:
+                continue
+            made_from, times = before[0], self.changes(node)
+            assert node.placed and made_from.placed
+            if (node.placed.axes, node.shape) == (made_from.placed.axes, made_from.shape):
+                self.transfer(node.bytes, self.sharding(made_from), self.sharding(node), times=times)
+                if self.has_gradient(node):
+                    self.transfer(node.bytes, self.sharding(node), self.sharding(made_from), times=times)
 
     def is_in_block(self, node: Node) -> bool:
         """Whether the backward pass computes an operation again, unless the policy keeps its result."""
@@ -119,4 +121,6 @@ class AnyModelTransfers(Transfers):
             if weight.trained:
                 row_axes = mesh_axes_except(sharding, *weight.sizes)
                 size_bytes, times = matmul.weight.bytes, matmul.node.trip_count
+                if times > matmul.weight.trip_count:  # a loop over parts of its rows adds up its gradient
+                    size_bytes, times = math.prod(matmul.weight.shape) * FLOAT32_BYTES, matmul.weight.trip_count
                 self.transfer(size_bytes, weight.compute, weight.gradient, row_axes, times, "gradients")

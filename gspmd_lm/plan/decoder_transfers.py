@@ -19,9 +19,8 @@ from collections.abc import Iterable
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import OUT, READ, Matmul, Node
 from gspmd_lm.model.parts.latent import K_ROPE
-from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, Volume, mesh_axes, mesh_axes_except
+from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, mesh_axes, mesh_axes_except
 
-_INT32_BYTES = 4
 _SHARED_KEY = K_ROPE.partition(":")[0]
 
 
@@ -44,7 +43,8 @@ class DecoderTransfers(Transfers):
                 self.add_loss(matmul)
         for path in filter(self.part.has, graph.looked_up):
             if path not in graph.used or path in graph.multiplied:
-                self.add_look_up(self.weights[path])
+                small = [self.weights[other] for other in graph.looked_up if other in graph.used and other != path]
+                self.add_look_up(self.weights[path], self.residual, small, path in graph.multiplied)
         for path in set(self.used) - graph.multiplied:
             self.add_small(self.weights[path])
 
@@ -289,60 +289,6 @@ class DecoderTransfers(Transfers):
             self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, written.trip_count)
 
     # Before and after the layers
-
-    def add_look_up(self, table: Parameter) -> None:
-        """Adds look-ups in the token table and in learned positions, forward and backward: see `matmuls.look_up`.
-
-        A tied table is gathered for the logits anyway. Its two gradients are reduced apart.
-        """
-        tied, size_bytes = table.path in self.graph.multiplied, self.block_input.bytes
-        ids, width = table.sizes
-        itemsize = self.block_input.itemsize
-        residual, block_input = self.sharding(self.residual), self.sharding(self.block_input)
-        row_axes, token_axes, column_axes = (
-            table.compute[ids],
-            mesh_axes(residual, "batch", "seq"),
-            mesh_axes(table.storage, width),
-        )
-        if row_axes:
-            self.gather(table, 0 if tied else itemsize)
-            self.transfer(size_bytes, block_input, residual, row_axes)
-            if table.trained:
-                self.transfer(size_bytes, residual, block_input)
-        else:
-            # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
-            # table is gathered.
-            looked_up_where_stored = self.volume(size_bytes, {width: tuple(column_axes)}, residual)
-            at_rest = [looked_up_where_stored, self.token_ids(column_axes & token_axes)]
-            gathered = [self.volume(table.elements * itemsize, table.storage, {})]
-            self.add_cheapest(at_rest, gathered, free=gathered if tied else None)
-        # Either the gradients of the tables are reduced, or the gradient of the activations is sent to the devices
-        # that hold its columns, and is summed there.
-        gradients = [(table, FLOAT32_BYTES)] if table.trained else []
-        used = [self.weights[path] for path in self.graph.looked_up if path in self.graph.used and path != table.path]
-        gradients += [(positions, itemsize) for positions in used if positions.trained]
-        shared_axes = set() if row_axes else mesh_axes(table.gradient, width) & token_axes
-        remaining = {axis: tuple(name for name in names if name not in shared_axes) for axis, names in residual.items()}
-        by_columns = {width: tuple(shared_axes)}
-        gradients_reduced = [
-            self.volume(like.elements * itemsize, {ids: like.compute.get(ids, ())}, like.gradient, token_axes)
-            for like, itemsize in gradients
-        ]
-        activations_sent = [
-            self.volume(size_bytes, residual, {**remaining, **by_columns}),
-            self.token_ids(shared_axes - column_axes),
-        ]
-        activations_sent += [
-            self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes)
-            for like, itemsize in gradients
-        ]
-        self.add_cheapest(gradients_reduced, *([activations_sent] if shared_axes and gradients else []))
-
-    def token_ids(self, gathered_axes: set[str]) -> Volume:
-        """The token ids, gathered over some mesh axes."""
-        ids_bytes = math.prod(self.residual.shape[:2]) * _INT32_BYTES
-        other_axes = mesh_axes(self.sharding(self.residual), "batch", "seq") - gathered_axes
-        return self.volume(ids_bytes, {"batch": (*gathered_axes, *other_axes)}, {"batch": tuple(other_axes)})
 
     def add_loss(self, head: Matmul) -> None:
         """Adds logits, softmax and their gradients, which the forward pass computes: see model/loss.py."""

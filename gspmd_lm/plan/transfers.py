@@ -28,6 +28,7 @@ from gspmd_lm.sharding.shapes import Arrays, pairs
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
 Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
 
+_INT32_BYTES = 4
 OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
 
@@ -261,6 +262,59 @@ class Transfers(abc.ABC):
         if self.has_gradient(vectors):
             self.transfer(whole.bytes, gathered, split, mesh_axes(split, "seq"), whole.trip_count)
         return True
+
+    def add_look_up(
+        self, table: Parameter, rows: Node, small: Iterable[Parameter] = (), is_gathered: bool = False
+    ) -> None:
+        """Adds the look-up in a table of what is placed as `rows`, forward and backward: see `matmuls.look_up`.
+
+        small: tables whose rows are added, such as learned positions; their gradients are added here too. is_gathered:
+        whether the table is gathered anyway, as a tied one for the logits. Its two gradients are reduced apart.
+        """
+        ids, *_, width = table.sizes
+        placed, row_axes = self.sharding(rows), table.compute[ids]
+        token_axes, column_axes = mesh_axes_except(placed, *table.sizes), mesh_axes(table.storage, width)
+        if row_axes:
+            found = {axis: tuple(name for name in names if name not in row_axes) for axis, names in placed.items()}
+            self.gather(table, 0 if is_gathered else rows.itemsize)
+            self.transfer(rows.bytes, found, placed, row_axes)
+            if table.trained:
+                self.transfer(rows.bytes, placed, found)
+        else:
+            # Either rows are looked up where the table is stored, for which the ids of other devices are needed, or the
+            # table is gathered.
+            looked_up_where_stored = self.volume(rows.bytes, {width: tuple(column_axes)}, placed)
+            at_rest = [looked_up_where_stored, self.token_ids(rows, token_axes, column_axes & token_axes)]
+            itemsize = (
+                rows.itemsize if is_gathered else table.itemsize
+            )  # one that is looked up where it rests is not cast
+            gathered = [self.volume(table.elements * itemsize, table.storage, {})]
+            self.add_cheapest(at_rest, gathered, free=gathered if is_gathered else None)
+        # Either the gradients of the tables are reduced, or the gradient of the rows is sent to the devices that hold
+        # its columns, and is summed there.
+        gradients = [(table, FLOAT32_BYTES)] if table.trained else []
+        gradients += [(other, rows.itemsize) for other in small if other.trained]
+        shared_axes = set() if row_axes else mesh_axes(table.gradient, width) & token_axes
+        remaining = {axis: tuple(name for name in names if name not in shared_axes) for axis, names in placed.items()}
+        by_columns = {width: tuple(shared_axes)}
+        gradients_reduced = [
+            self.volume(like.elements * itemsize, {ids: like.compute.get(ids, ())}, like.gradient, token_axes)
+            for like, itemsize in gradients
+        ]
+        rows_sent = [
+            self.volume(rows.bytes, placed, {**remaining, **by_columns}),
+            self.token_ids(rows, token_axes, shared_axes - column_axes),
+        ]
+        rows_sent += [
+            self.volume(like.elements * itemsize, by_columns, like.gradient, token_axes - shared_axes)
+            for like, itemsize in gradients
+        ]
+        self.add_cheapest(gradients_reduced, *([rows_sent] if shared_axes and gradients else []))
+
+    def token_ids(self, rows: Node, token_axes: set[str], gathered_axes: set[str]) -> Volume:
+        """The ids of some rows, gathered over some of the mesh axes that split them."""
+        ids_bytes, other_axes = math.prod(rows.shape[:-1]) * _INT32_BYTES, token_axes - gathered_axes
+        return self.volume(ids_bytes, {"batch": (*gathered_axes, *other_axes)}, {"batch": tuple(other_axes)})
 
     def add_cheapest(self, *ways: list[Volume], times: int = 1, free: list[Volume] | None = None) -> None:
         """Adds what the cheapest of several ways sends; nothing if that is `free`, which is added elsewhere."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from gspmd_lm import config as configs
 from gspmd_lm.config import (
     Encoder,
     LatentAttention,
@@ -64,6 +65,35 @@ def test_what_is_sent_is_what_the_trace_says(llama, simulated, built, sent, layo
     step = built(llama, dataclasses.replace(file, microbatches=microbatches, remat=REMATS[remat]))
     # Scalars are left out, and scales of norms that are gathered again.
     assert simulated.estimate(step.rules).sent_by_axis == pytest.approx(sent(step), rel=1e-4)
+
+
+LAYOUTS = {
+    "fsdp8": {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"width": "fsdp"}},
+    "tp8": {"mesh": {"tensor": 8}, "rules": {"mixed": "tensor"}},
+    "fsdp2_tp4": {"mesh": {"fsdp": 2, "tensor": 4}, "rules": {"batch": "fsdp", "mixed": "tensor"},
+                  "weights": {"width": "fsdp"}},
+    "dp2_tp4": {"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "mixed": "tensor"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_model_of_ones_own_sends_is_what_the_trace_says(mixer, traces_of, built, sent, layout):
+    file = rules_file.from_dict(LAYOUTS[layout], layout, vocabulary=mixer.names)
+    step = built(mixer, file)
+    found = Estimator(mixer, targets.parse("cpu:8"), traces_of(mixer)).estimate(step.rules).sent_by_axis
+    assert found == pytest.approx(sent(step), abs=32)  # scalars are left out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama3_8b", "t5_11b"])
+def test_what_a_published_model_sends_is_what_the_trace_says(traces_of, built, sent, name, layout):
+    """A decoder, and a model with two stacks, at their own batch and length."""
+    config = configs.load(name)
+    step = built(config, layout)
+    found = Estimator(config, targets.parse("cpu:8"), traces_of(config)).estimate(step.rules).sent_by_axis
+    # The sums of each token's softmax are left out, and scales of norms that are gathered again.
+    assert found == pytest.approx(sent(step), rel=1e-4)
 
 
 TRAVEL = {"mesh": {"expert": 4}, "rules": {"batch": "expert", "expert": "expert"}}
