@@ -103,7 +103,7 @@ def explained(
 ) -> tuple[Any, Report, str]:  # fmt: skip
     """A program of one device, compiled for it as a run does; what `explain` says of it; and its text."""
     (device,) = built.mesh.devices.flat
-    also = built.compiled_for
+    also = built.program_kinds
     lowered, here = traced.lower(), target.from_devices([device])
     compiled, reading = built.compile(lowered, also=also), any_step.read(traced, lowered, built.mesh)
     program = compile.described(built, compiled, reading, built.options(*also), here, 0.0)

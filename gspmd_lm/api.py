@@ -167,9 +167,9 @@ def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3)
 
     task = _task(task)
     if isinstance(task, Config):
-        return checkpoint.of_run(str(workdir), task)
+        return checkpoint.run_checkpoints(str(workdir), task)
     kept = configs.Train(steps=1, keep_checkpoints=keep)
-    return checkpoint.opened(str(workdir), kept, {"task": task.name}, _log.warning)
+    return checkpoint.open_checkpoints(str(workdir), kept, {"task": task.name}, _log.warning)
 
 
 def train(

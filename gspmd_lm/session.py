@@ -82,7 +82,7 @@ def begin(
     Raises InputError if other processes of the run were given something else. flags: of the command line.
     """
     devices = startup.devices_of(rules.devices)
-    folder, console = layout.path_of(workdir) if workdir else None, terminal.console(240, stderr)
+    folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
     if processes.several():
         processes.compare(_facts(session) | {"flags": dict(flags)}, session.say)
@@ -145,7 +145,7 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
     model, or if `step` is asked of a published model.
     """
     if not model:
-        with checkpoint.of_run(folder, session.config) as checkpoints:
+        with checkpoint.run_checkpoints(folder, session.config) as checkpoints:
             if not checkpoints.candidates(step):
                 raise no_checkpoint(folder)
         return lambda wanted: _restore(session, folder, wanted, step)
@@ -161,7 +161,7 @@ def reader(session: Session, folder: str, step: int | None, model: Pretrained | 
 
 
 def _restore(session: Session, workdir: str, wanted: Any, step: int | None) -> Any:
-    with checkpoint.of_run(workdir, session.config, session.say) as checkpoints:
+    with checkpoint.run_checkpoints(workdir, session.config, session.say) as checkpoints:
         chosen = checkpoints.choose(step)
         assert chosen is not None, "reader() has seen a checkpoint"
         model = session.config.model
@@ -176,7 +176,9 @@ def task_model(task: Task, rules: Rules, machine: Runtime, folder: str, step: in
     """
     begun = begin(task, rules, machine, folder)
     built, _ = build_step(begun)
-    with checkpoint.opened(folder, task.train or configs.Train(steps=1), {"task": task.name}, begun.say) as checkpoints:
+    with checkpoint.open_checkpoints(
+        folder, task.train or configs.Train(steps=1), {"task": task.name}, begun.say
+    ) as checkpoints:
         restored = checkpoints.restore_weights(built.abstract_state.params, step)
     if restored is None:
         raise no_checkpoint(folder)
@@ -348,7 +350,7 @@ def _open_rows(session: Session, workdir: epath.Path) -> tuple[loop.Rows, loop.R
 
 def exclusive(session: Session, workdir: epath.Path) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """A context in which a workdir that can hold checkpoints exists, and this run alone writes to it."""
-    orbax_folder.opened(f"{workdir}/{layout.CHECKPOINTS}")  # a path that cannot hold them is refused before it is made
+    orbax_folder.resolve(f"{workdir}/{layout.CHECKPOINTS}")  # a path that cannot hold them is refused before it is made
     return lock.exclusive(workdir, session.machine.is_main, session.say)
 
 

@@ -39,7 +39,7 @@ def run(values: flags.FlagValues, rules: Rules) -> int:
     if bool(source) == bool(values.to):
         raise InputError("convert goes one way\n  fix   give either --from=DIR or --to=DIR")
     if source:
-        return _import(values, rules, Path(source).expanduser(), layout.path_of(workdir))
+        return _import(values, rules, Path(source).expanduser(), layout.workdir_path(workdir))
     return _export(values, rules, inputs.needs_weights(values, example))
 
 
@@ -59,7 +59,10 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         carried[IGNORED] = sidecars.as_json({architecture.CONFIG: values.ignore})
     chat.stop_ids(published.config.data.tokenizer)  # raises if the tokenizer cannot be used
     begun = inputs.begin(values, published.config, rules, keep_memory=False)
-    with session.exclusive(begun, workdir), checkpoint.of_run(workdir, published.config, begun.say) as checkpoints:
+    with (
+        session.exclusive(begun, workdir),
+        checkpoint.run_checkpoints(workdir, published.config, begun.say) as checkpoints,
+    ):
         if checkpoints.steps():
             raise InputError(f"{workdir}: has checkpoints already\n  fix   give another --workdir")
         built = _build_step(begun, published.config)
@@ -143,7 +146,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         named = ", ".join(map(str, fields)) if isinstance(fields, list) else f"see {original / IGNORED}"
         begun.say(f"ignored on import, and kept in {architecture.CONFIG}: {named}")
     base = config.train.init_from
-    if not original and base and not layout.path_of(base).is_dir():
+    if not original and base and not layout.workdir_path(base).is_dir():
         begun.say(
             f"warning: train.init_from: {base} does not exist, so neither does its config.json: "
             "a new one is written from the model's settings"
@@ -166,7 +169,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         compiler.check_held({"weights": sum(sizes)}, begun.devices[:1])
     else:
         built.check_held({"weights": wanted})
-    with checkpoint.of_run(workdir, config, begun.say) as checkpoints:
+    with checkpoint.run_checkpoints(workdir, config, begun.say) as checkpoints:
         restored = checkpoints.restore_weights(wanted, values.step)
     if restored is None:
         raise session.no_checkpoint(workdir)
@@ -219,7 +222,7 @@ def said_of_classes(config: configs.Config, classes: Sequence[str], like: Mappin
 
 def _classes(workdir: str) -> list[str]:
     """The names of the classes that a run was trained on, in the order of their numbers; [] without any."""
-    path = layout.path_of(workdir) / layout.CLASSES
+    path = layout.workdir_path(workdir) / layout.CLASSES
     return files.json_value(path.read_text(), Path(path)) if path.exists() else []
 
 

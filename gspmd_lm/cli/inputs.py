@@ -92,7 +92,7 @@ def needs_workdir(values: flags.FlagValues, example: str) -> str:
 def needs_weights(values: flags.FlagValues, example: str) -> str:
     """--workdir, if it is remote or a folder with checkpoints. Raises InputError if it is not."""
     workdir = needs_workdir(values, example)
-    if not files.is_remote(workdir) and not (layout.path_of(workdir) / layout.CHECKPOINTS).is_dir():
+    if not files.is_remote(workdir) and not (layout.workdir_path(workdir) / layout.CHECKPOINTS).is_dir():
         from gspmd_lm import session
 
         raise session.no_checkpoint(workdir)

@@ -132,7 +132,7 @@ class Pretrained:
     @functools.cached_property
     def _drawn(self) -> Mapping[str, np.ndarray]:
         """The values of the new weights."""
-        draw = functools.partial(of_flax.drawn, functools.partial(init, self.config.model), self.new)
+        draw = functools.partial(of_flax.draw_params, functools.partial(init, self.config.model), self.new)
         return jax.device_get(jax.jit(draw)(jax.random.key(self.config.train.seed)))
 
     def load(self, shardings: Any, dtypes: Any = None) -> Any:

@@ -115,7 +115,7 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
     trained. Raises InputError if it names another tokenizer, or if the workdir cannot be looked into.
     """
     name = config.data.tokenizer
-    path = layout.path_of(workdir)
+    path = layout.workdir_path(workdir)
     kept = path / layout.TOKENIZER
     if name == "bytes":
         return config

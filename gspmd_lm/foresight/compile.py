@@ -289,7 +289,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
     if isinstance(built, any_step.BuiltProgram):
         options, facts_of_step, traced, lowered = {**built.options}, built.facts, built.traced, built.lowered
     else:
-        options, facts_of_step, traced = {**built.options(*built.compiled_for)}, None, trace()
+        options, facts_of_step, traced = {**built.options(*built.program_kinds)}, None, trace()
         lowered = traced.lower()
     if target.chip and target.chip.gpu:
         options["xla_gpu_autotune_level"] = 0  # it would time candidates on a GPU

@@ -61,7 +61,7 @@ class Target:
 
 def parse(text: str) -> Target:
     """The target that a text names. Raises InputError for a chip or a topology that does not exist."""
-    target = _parsed(text)
+    target = _parse_name(text)
     if target.devices > MOST_DEVICES:
         raise InputError(
             f"--target={text}: {target.devices:,} devices, and a target has at most {MOST_DEVICES:,}\n"
@@ -70,14 +70,14 @@ def parse(text: str) -> Target:
     return target
 
 
-def _parsed(text: str) -> Target:
+def _parse_name(text: str) -> Target:
     place = f"--target={text}"
     hardware, slash, network = text.partition("/")
     slices, at, rest = hardware.rpartition("@")
     if rest.startswith("tpu-"):
         plain = f"{slices}{at}{rest.removeprefix('tpu-')}"
         raise InputError(
-            f"{place}: no target begins with tpu-\n  fix   --target={plain}, which is {_parsed(plain).text}"
+            f"{place}: no target begins with tpu-\n  fix   --target={plain}, which is {_parse_name(plain).text}"
         )
     if cloud_name := re.fullmatch(r"([a-z]\w*)-(\d+)", rest):
         rest = _topology_of_cloud_name(place, *cloud_name.groups())
@@ -156,10 +156,10 @@ def _without_torus(place: str, text: str, name: str, chip: Chip | None, dimensio
         raise InputError(
             f"{place}: a host has at most {_GPUS_PER_HOST} GPUs\n  fix   {name}:8, or hosts x GPUs: {name}:4x8"
         )
-    return _of_gpus(text, chip, hosts, per_host)
+    return _gpu_target(text, chip, hosts, per_host)
 
 
-def _of_gpus(text: str, chip: Chip, hosts: int, per_host: int) -> Target:
+def _gpu_target(text: str, chip: Chip, hosts: int, per_host: int) -> Target:
     """The target of GPUs. One alone does not slow down: what it reaches was measured on one."""
     alone = hosts * per_host == 1
     return Target(text, "gpu", dataclasses.replace(chip, matmul_slowdown=1.0) if alone else chip, (hosts, per_host))
@@ -225,7 +225,7 @@ def from_devices(devices: Sequence[Any]) -> Target:
         return Target(f"{first.platform}:{count}", first.platform, None, (count,))
     if chip.platform == "gpu":
         hosts = len({device.process_index for device in devices})
-        return _of_gpus(f"{chip.name}:{hosts}x{count // hosts}", chip, hosts, count // hosts)
+        return _gpu_target(f"{chip.name}:{hosts}x{count // hosts}", chip, hosts, count // hosts)
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     corners = zip(*(device.coords for device in devices), strict=True)
     topology = tuple(max(along) - min(along) + 1 for along in corners)[: chip.torus_dimensions]

@@ -154,7 +154,7 @@ class GenerationPrograms(Forward):
         return attention_pass(self.sizes)
 
     @property
-    def compiled_for(self) -> tuple[str, ...]:
+    def program_kinds(self) -> tuple[str, ...]:
         return ("generate",)
 
     @functools.cached_property
@@ -250,7 +250,7 @@ class GenerationPrograms(Forward):
         fix = "--batch=1, a smaller --max_new_tokens, shorter prompts, or rules that split more"
         self.check_held(self.held)
         traced = self.trace_prefill(), self.trace_decode()
-        prefill, decode = (self.compile(one.lower(), what, fix, self.compiled_for) for one in traced)
+        prefill, decode = (self.compile(one.lower(), what, fix, self.program_kinds) for one in traced)
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:

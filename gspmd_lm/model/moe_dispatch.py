@@ -267,7 +267,7 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
     outputs = [out, out, *(None if w.frozen else (over.over, *place)
                            for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves)
-    weighted_BTk = layout.sum.made(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
+    weighted_BTk = layout.sum.reduce(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A
     # weight of 0 comes from a score of 0, which has no gradient whatever its weight's is.
     dweights_BTk = jnp.where(weights_BTk == 0, 0, weighted_BTk / weights_BTk)

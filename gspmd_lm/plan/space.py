@@ -140,7 +140,7 @@ class Space:
     def with_options(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A layout under each set of OPTIONS that its target does not have by default."""
         platform, chip = self.target.platform, self.target.chip
-        defaults = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).compiled_for]
+        defaults = [compiler.DEFAULT_OPTIONS.get(f"{platform} {kind}", {}) for kind in self.rules(raw).program_kinds]
         for options in (*OPTIONS.get(platform, ()), *OPTIONS.get(chip.name if chip else "", ())):
             if all(rows.keys().isdisjoint(options) for rows in defaults):  # what offloads has its own limit of memory
                 yield {**raw, "compiler_options": {platform: options}}

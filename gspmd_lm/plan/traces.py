@@ -159,7 +159,7 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
     if not rules.pipeline or not rules.stages:
         return [Part(rules, rules, trace, None, times, 1.0)]
     pipeline, turns = rules.pipeline, rules.turns[1]
-    within = dataclasses.replace(rules.of_a_stage, microbatches=times * pipeline.microbatches)
+    within = dataclasses.replace(rules.within_stage, microbatches=times * pipeline.microbatches)
     trace_within = traces.trace(within)
     # In a turn, a stage computes one of so many parts of the layers, whether it has rows or not.
     share = 1 / (rules.num_shards(rules.stages) * pipeline.repeats)

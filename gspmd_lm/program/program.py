@@ -46,7 +46,7 @@ class ShardedProgram:
         raise NotImplementedError
 
     @property
-    def compiled_for(self) -> tuple[str, ...]:
+    def program_kinds(self) -> tuple[str, ...]:
         """What it has compiler options of its own for: see `compiler.options`."""
         raise NotImplementedError
 

@@ -61,7 +61,9 @@ class Task:
     evaluate: Callable[[Any, Batch], dict[str, jax.Array]] | None = None  # totals; None: the sums and the count
     metrics: Callable[[Any, jax.Array, jax.Array], dict[str, jax.Array]] | None = None  # (sums, count, step) -> means
     scores: Callable[[Mapping[str, float]], dict[str, float]] | None = None  # totals -> eval_...; None: of each a mean
-    partition: Callable[[Any], tuple[Any, Any]] = of_flax.parted  # into what gradients leave and what they change
+    partition: Callable[[Any], tuple[Any, Any]] = (
+        of_flax.split_trained
+    )  # into what gradients leave and what they change
     # (what gradients leave, sums) -> the same parameters after the step, for those that change by another rule.
     moved: Callable[[Any, Any], Any] | None = None
     generation: Generation | None = None  # how it writes tokens: for `gspmd_lm.load_task(...).generate`
@@ -137,7 +139,7 @@ class Task:
 
         def drawn(key: jax.Array) -> Any:
             made = self._init(key)
-            facts.append((of_flax.is_module(made), of_flax.is_module(made) and of_flax.draws(made)))
+            facts.append((of_flax.is_module(made), of_flax.is_module(made) and of_flax.draws_randomly(made)))
             return of_flax.variables(made)
 
         with jax.default_matmul_precision(None):  # as for `weights`: where both are alike, jax traces `init` once
@@ -159,7 +161,7 @@ class Task:
 
     def initial(self, key: jax.Array) -> Any:
         """The parameters at step 0: nested dicts of arrays, in boxes with their logical axes."""
-        return of_flax.boxed(of_flax.variables(self._init(key)))
+        return of_flax.box_params(of_flax.variables(self._init(key)))
 
     def summed(self, params: Any, batch: Batch, key: jax.Array | None, training: bool = True) -> tuple[Any, Any]:
         """The sums over a batch, a NamedTuple, and the new state, nested dicts. Raises InputError where `sums` gives
@@ -188,13 +190,13 @@ class Task:
             made: Any = self.sums(given, batch, key)
             sums, changed = made if type(made) is tuple and len(made) == 2 else (made, None)
             if changed is None:
-                changed = of_flax.changed(given, state) if self.is_module else {}
+                changed = of_flax.read_changes(given, state) if self.is_module else {}
             return sums, of_flax.state(changed)
 
     def _readable(self, params: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
         """What functions of the model are given for parameters, and its variables. A module of NNX is made anew."""
         state = of_flax.readable(self._made[0], params)
-        return (of_flax.filled(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
+        return (of_flax.fill_module(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
 
     def _checked(self, params: Any, state: Any) -> Any:
         """The new state. Raises InputError for an array that is not one of what gradients leave."""

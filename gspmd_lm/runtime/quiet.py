@@ -40,14 +40,14 @@ def unless_there(platform: str) -> Iterator[None]:
     if is_there(platform):
         yield
         return
-    with held() as lines:
+    with capture_stderr() as lines:
         yield
     for line in lines:
         print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager
-def held() -> Iterator[list[str]]:
+def capture_stderr() -> Iterator[list[str]]:
     """A context in which nothing that is written to stderr appears, be it Python or a library that writes it.
 
     When it ends, its value has the lines.
@@ -76,7 +76,7 @@ def import_jax() -> None:
         return
     written: list[str] = []
     try:
-        with held() as written:
+        with capture_stderr() as written:
             importlib.import_module("jax")
             for plugin in plugins:
                 for library in Path(plugin.load().__file__).parent.glob("xla_*plugin.so"):

@@ -138,12 +138,12 @@ class Placement:
         return None
 
     @property
-    def of_a_stage(self) -> "Placement":
+    def within_stage(self) -> "Placement":
         """The placement for the work of one stage. The others are a batch dimension of this work."""
         return self
 
     @property
-    def of_mapped_stages(self) -> "Placement":
+    def within_mapped_stages(self) -> "Placement":
         """The same, where a derivative sees the work of all stages and of all replicas."""
         return self
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.annotate import CONSTRAINT, Spec, placement
-from gspmd_lm.sharding.names import check_name, is_unnamed, named
+from gspmd_lm.sharding.names import check_name, is_unnamed, name_axes
 
 # Functions of jax that place their result, and are called as attributes of its modules: they have no interceptors.
 _PRODUCTS = "einsum", "dot", "matmul", "tensordot", "reshape"
@@ -24,7 +24,7 @@ _answered: ContextVar[bool] = ContextVar("answered", default=False)
 
 
 @contextlib.contextmanager
-def answered() -> Iterator[None]:
+def taking_specs() -> Iterator[None]:
     """A context in which functions of jax take PartitionSpecs of a model's own, although no mesh is set.
 
     Raises InputError for those of a function that is not known here.
@@ -47,43 +47,43 @@ def answered() -> Iterator[None]:
 
 @functools.cache
 def intercept() -> None:
-    """Has flax ask for logical constraints, and jax's functions take PartitionSpecs within `answered`."""
+    """Has flax ask for logical constraints, and jax's functions take PartitionSpecs within `taking_specs`."""
     _intercept_flax()
     for name in _PRODUCTS:
-        setattr(jnp, name, answering(getattr(jnp, name), f"jnp.{name}"))
+        setattr(jnp, name, take_spec(getattr(jnp, name), f"jnp.{name}"))
     for module, name in _SECOND:
         if function := getattr(module, name, None):
-            setattr(module, name, _placing(function, f"{module.__name__}.{name}"))
+            setattr(module, name, _wrap_placing(function, f"{module.__name__}.{name}"))
 
 
-def answering(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, whose argument `out_sharding` may be a PartitionSpec within `answered`."""
+def take_spec(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, whose argument `out_sharding` may be a PartitionSpec within `taking_specs`."""
 
     @functools.wraps(function)
-    def called(*arguments: Any, **how: Any) -> Any:
+    def call(*arguments: Any, **how: Any) -> Any:
         spec = how.get("out_sharding")
         if not (_answered.get() and isinstance(spec, PartitionSpec)):
             return function(*arguments, **how)
-        return _placed(function(*arguments, **how | {"out_sharding": None}), spec, f"{name}(..., out_sharding={spec})")
+        return _place(function(*arguments, **how | {"out_sharding": None}), spec, f"{name}(..., out_sharding={spec})")
 
-    return called
+    return call
 
 
-def _placing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _wrap_placing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def called(x: Any, spec: Any, *arguments: Any, **how: Any) -> Any:
+    def call(x: Any, spec: Any, *arguments: Any, **how: Any) -> Any:
         if not (_answered.get() and isinstance(spec, PartitionSpec)):
             return function(x, spec, *arguments, **how)
-        return jax.tree.map(lambda x: _placed(x, spec, f"{name}(x, {spec})"), x)
+        return jax.tree.map(lambda x: _place(x, spec, f"{name}(x, {spec})"), x)
 
-    return called
+    return call
 
 
-def _placed(x: jax.Array, spec: PartitionSpec, word: str) -> jax.Array:
+def _place(x: jax.Array, spec: PartitionSpec, word: str) -> jax.Array:
     """`x`, placed as the rules say of the names in a PartitionSpec; left open where that leaves a dimension open."""
     if placement().is_single or PartitionSpec.UNCONSTRAINED in tuple(spec):
         return x
-    return _constrained(x, tuple(spec), word)
+    return _constrain(x, tuple(spec), word)
 
 
 def _intercept_flax() -> None:
@@ -99,12 +99,12 @@ def _intercept_flax() -> None:
             return of_flax(axes, x, fallback=fallback, rules=rules, mesh=mesh)
         more = mesh is not None or fallback != spmd.RulesFallback.AXIS_IS_UNSHARDED
         how = f", fallback={fallback.name}, mesh={mesh}" if more else ""
-        return _constrained(x, tuple(axes), f"nn.with_logical_constraint(x, {tuple(axes)})", how)
+        return _constrain(x, tuple(axes), f"nn.with_logical_constraint(x, {tuple(axes)})", how)
 
     spmd._with_sharding_constraint_one_fallback = answer
 
 
-def _constrained(x: jax.Array, axes: tuple[Any, ...], word: str, unknown: str = "") -> jax.Array:
+def _constrain(x: jax.Array, axes: tuple[Any, ...], word: str, unknown: str = "") -> jax.Array:
     """`x`, placed as the rules say of its axes. `word` is how a model says so, with what is `unknown` here.
 
     Raises InputError for axes that do not fit.
@@ -115,7 +115,7 @@ def _constrained(x: jax.Array, axes: tuple[Any, ...], word: str, unknown: str = 
             f"{word}: x has {x.ndim} dimensions{unknown}\n"
             "  fix   name at most one axis per dimension, without mesh= and fallback=: the rules file says both"
         )
-    names = named(axes, x.ndim)
+    names = name_axes(axes, x.ndim)
     for axis in names:
         if not is_unnamed(axis):
             check_name(word, "axis", axis, place.vocabulary.axes)

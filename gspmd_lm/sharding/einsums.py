@@ -21,7 +21,7 @@ def cut_einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.
     not z, the shards become one axis again. Without z in the equation nothing is cut. A single shard has no z.
     Operands may be quantised; the result is then scaled.
     """
-    (a, b), out = letters_of(equation)
+    (a, b), out = parse_equation(equation)
     small = [(one, letters) for one, letters in ((x, a), (y, b)) if isinstance(one, Quantised)]
     scales = [(one.scale, "".join(one.kept(letters))) for one, letters in small]
     x, y = (one.values if isinstance(one, Quantised) else one for one in (x, y))
@@ -47,7 +47,7 @@ def cut_einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.
     else:
         result = product(einsum_equation(f"{a},{b}->{out}"), x, y)  # shards first: no transposition of the result
     for scale, letters in scales:
-        result = result * quantised.aligned(scale, letters, out)
+        result = result * quantised.align_scale(scale, letters, out)
     result = result.astype(small[0][0].dtype) if small else result
     for shards, (letter, over) in cuts.items():
         if over.num_shards > 1 and letter and letter in out:
@@ -69,13 +69,13 @@ def _cut(x: jax.Array, letters: str, letter: str, over: Split, shards: str) -> t
     return x.reshape(shape), letters.replace(letter, f"{shards}{letter}")
 
 
-def letters_of(equation: str) -> tuple[list[str], str]:
+def parse_equation(equation: str) -> tuple[list[str], str]:
     """(["BTD", "DNH"], "BTNH") of "BTD,DNH->BTNH"."""
     left, _, out = equation.partition("->")
     return left.split(","), out
 
 
-def equation_of(outer: Sequence[str], summed: int, w: Weight) -> str:
+def write_equation(outer: Sequence[str], summed: int, w: Weight) -> str:
     """ "BTD,DNH->BTNH": an input has the axes `outer`, and then the first axes of the weight, which are summed over.
 
     Letters are those of the model's axes, as far as they are known and differ.

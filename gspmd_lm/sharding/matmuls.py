@@ -41,19 +41,19 @@ from gspmd_lm.sharding.annotate import (
     split,
     use,
 )
-from gspmd_lm.sharding.einsums import cut_einsum, equation_of, letters_of
+from gspmd_lm.sharding.einsums import cut_einsum, parse_equation, write_equation
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import (
     PartialSums,
     Sum,
     TokenSharding,
     Unreduced,
-    copied,
+    copy_to_shards,
     gradient,
     gradient_slot,
     reduced,
     share_weight,
-    tokens_of,
+    token_sharding,
     unreduced,
 )
 from gspmd_lm.sharding.quantised import Quantised
@@ -97,13 +97,13 @@ def unreduced_matmul(x: jax.Array, weight: Weight | Adapted) -> Unreduced:
     matrix = weight if isinstance(weight, Adapted) else Adapted(weight)
     summed = matrix.weight.array.ndim - 1
     outer = ["batch", "seq", *map(str, range(x.ndim))][: x.ndim - summed]
-    y = einsum(equation_of(outer, summed, matrix.weight), x, matrix.weight)
+    y = einsum(write_equation(outer, summed, matrix.weight), x, matrix.weight)
     if not matrix.adapter:
         return y
     a, b = matrix.adapter
-    low = matrix.scale * einsum(equation_of(outer, summed, a), x, a)
+    low = matrix.scale * einsum(write_equation(outer, summed, a), x, a)
     if low.parts:
-        return y + _matmul_of_partial_sums(equation_of(outer, 1, b), low, b)
+        return y + _matmul_of_partial_sums(write_equation(outer, 1, b), low, b)
     with gathered(low.rest[0], LOW_RANK, LOW_RANK) as low_BTR:
         return y + project(low_BTR, b)
 
@@ -137,12 +137,12 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     eight_bits = isinstance(w, Weight) and w.matmul_dtype
     if placement().is_single and not (isinstance(w, Weight) and quantised.is_read(w)):
         return Unreduced((), (jnp.einsum(equation, x, use(w) if isinstance(w, Weight) else w),))
-    (a, b), out = letters_of(equation)
+    (a, b), out = parse_equation(equation)
     if isinstance(w, Weight):
-        letter, sum_ = _summed(w, b, a)
-        operand, slot = (_quantised(x, a, b, w), x) if eight_bits else (x, None)
+        letter, sum_ = _find_split(w, b, a)
+        operand, slot = (_quantise(x, a, b, w), x) if eight_bits else (x, None)
         return unreduced(_multiply(operand, slot, w, (b, a, f"z{out}", a), letter, sum_), sum_)
-    tokens = tokens_of(x, a)
+    tokens = token_sharding(x, a)
     with scope("sum", *tokens.sum.axes):
         return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
 
@@ -154,14 +154,14 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
     all-to-alls of the result cost less than gathering it. A table that is split along its rows is gathered along
     `embed`. Each device looks up the rows that it has, and one reduction adds them up.
     """
-    over, tokens = split(table.path, table.axes[0]), tokens_of(ids_BT, "BT")
+    over, tokens = split(table.path, table.axes[0]), token_sharding(ids_BT, "BT")
     with scope("of", table.path):
         if over.num_shards == 1:
             rows_BTD = table.array.astype(jnp.float32)[ids_BT].astype(table.compute_dtype)
             at_rest = Spec(table.path, table.axes, "weights")
             return placement().reshard_axis_by_axis(rows_BTD, at_rest, parse(reduced_spec, rows_BTD.ndim))
         in_use = Spec(table.path, table.axes)
-        table_rVD: Any = copied(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
+        table_rVD: Any = copy_to_shards(tokens.sum, in_use._replace(table="optimizer"), in_use, use(table, jnp.float32))
         table_rzVD = table_rVD.reshape(tokens.sum.over.num_shards, over.num_shards, -1, table_rVD.shape[-1])
         ids_rBT = tokens.apart(ids_BT)
         first_z = table_rzVD.shape[2] * jnp.arange(over.num_shards)
@@ -211,14 +211,14 @@ class _Gathered:
 
     def times(self, w: Weight) -> jax.Array:
         """The matmul with one weight."""
-        equation = equation_of(self.gathered_spec.axes[:-1], 1, w)
+        equation = write_equation(self.gathered_spec.axes[:-1], 1, w)
         if placement().is_single and not quantised.is_read(w):
             return jnp.einsum(equation, self.x, use(w))
-        (a, b), out = letters_of(equation)
-        letter, sum_ = _summed(w, b, out)
+        (a, b), out = parse_equation(equation)
+        letter, sum_ = _find_split(w, b, out)
         x, slot = (self.fixed, self.slot(sum_)) if letter else (self.x, None)
         if w.matmul_dtype:
-            self._quantised = self._quantised or _quantised(self.x, a, b, w)
+            self._quantised = self._quantised or _quantise(self.x, a, b, w)
             x, slot = self._quantised, slot if letter else self.x
         return _multiply(x, slot, w, (b, a, out, f"z{a}" if letter else a), letter, sum_)
 
@@ -251,7 +251,7 @@ _copies.defvjp(lambda *args: (_copies(*args), None), lambda sum_, spec, _, dx: (
 
 def _matmul_of_partial_sums(equation: str, x: Unreduced, w: Weight) -> Unreduced:
     """The matmuls of partial sums, of which the sum is made afterwards."""
-    (a, b), out = letters_of(equation)
+    (a, b), out = parse_equation(equation)
     parts = []
     for part in x.parts:
         sum_ = Sum(part.sum.over, (), (w.path,))
@@ -273,14 +273,14 @@ class _Matmul(NamedTuple):
     precision: Any  # of the matmul and, as in jax's own, of those of its derivative
 
 
-def _quantised(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantised:
+def _quantise(x: jax.Array, letters: str, w_letters: str, w: Weight) -> Quantised:
     """`x` as the matmul with `w` reads it. Its gradient is that of a slot."""
     return quantised.quantise(jax.lax.stop_gradient(x), letters, w_letters, quantised.EIGHT_BITS[w.matmul_dtype])
 
 
 def _tokens(matmul: _Matmul, x: jax.Array | Quantised) -> TokenSharding:
     """How the tokens of `x` are split. A mesh axis splits only one dimension of an array."""
-    return tokens_of(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
+    return token_sharding(x.values if isinstance(x, Quantised) else x, matmul.x, without=matmul.sum.over.over)
 
 
 def _in_use(matmul: _Matmul, w: jax.Array) -> jax.Array | Quantised:
@@ -371,7 +371,7 @@ def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
 _product.defvjp(_forward, _backward)
 
 
-def _summed(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
+def _find_split(w: Weight, letters: str, among: str) -> tuple[str, Sum]:
     """The first letter of `among` along which the weight is split in use, and the sum over its shards."""
     of = () if w.used else (w.path,)
     for letter, axis in zip(letters, w.axes, strict=True):

@@ -9,7 +9,7 @@ from gspmd_lm.errors import InputError, did_you_mean
 _UNNAMED = "_"  # how the axis of a dimension begins that a model gives no name
 
 
-def named(axes: Sequence[Any], rank: int) -> tuple[str, ...]:
+def name_axes(axes: Sequence[Any], rank: int) -> tuple[str, ...]:
     """The logical axes of an array of `rank` dimensions, of which `axes` names the leading ones.
 
     A dimension without a name, which is never split, gets one of its own: _0. Several names of one dimension, as in a

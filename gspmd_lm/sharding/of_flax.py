@@ -30,13 +30,13 @@ class Box(struct.PyTreeNode, meta.AxisMetadata[Any]):
     axes: tuple[str, ...] = struct.field(pytree_node=False)
 
     def unbox(self) -> jax.Array:
-        return _read(self.value, self.path, self.axes)
+        return _use_param(self.value, self.path, self.axes)
 
     def replace_boxed(self, val: Any) -> "Box":
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Box":
-        added = names.named([params.get(nn.PARTITION_NAME)], 1)
+        added = names.name_axes([params.get(nn.PARTITION_NAME)], 1)
         return self.replace(axes=(*self.axes[:index], *added, *self.axes[index:]))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Box":
@@ -60,18 +60,18 @@ def reading() -> Iterator[None]:
         _intercept_layers_of_nnx()
         _intercept_reads_of_nnx()
     quiet = eagerly(False) if eagerly else contextlib.nullcontext()
-    with quiet, nn.intercept_methods(_of_linen), constraints.answered():
+    with quiet, nn.intercept_methods(_intercept_method), constraints.taking_specs():
         yield
 
 
-def boxed(drawn: Any) -> Any:
+def box_params(drawn: Any) -> Any:
     """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
 
     A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
     module becomes one of both. An array that the model names no axes of is in no box. Raises InputError for the keys of
     NNX that draw random numbers.
     """
-    return _of_nnx(drawn) if _is_state(drawn) else drawn
+    return _nnx_dicts(drawn) if _is_state(drawn) else drawn
 
 
 def variables(made: Any) -> Any:
@@ -87,7 +87,7 @@ def is_module(made: Any) -> bool:
     return _nnx() is not None and isinstance(made, _nnx().Module)
 
 
-def filled(module: Any, state: Any, key: jax.Array | None) -> Any:
+def fill_module(module: Any, state: Any, key: jax.Array | None) -> Any:
     """A module of NNX with the variables of a state, which draws its random numbers from a key."""
     _nnx().update(module, state)
     key = jax.random.key(0) if key is None else key
@@ -100,12 +100,12 @@ def filled(module: Any, state: Any, key: jax.Array | None) -> Any:
     return module
 
 
-def draws(module: Any) -> bool:
+def draws_randomly(module: Any) -> bool:
     """Whether a module of NNX draws random numbers when it is called, as dropout does."""
     return bool(_nnx().to_flat_state(_nnx().state(module, _nnx().RngKey)))
 
 
-def changed(module: Any, before: Any) -> Any:
+def read_changes(module: Any, before: Any) -> Any:
     """The state of what a call has changed of a module, which had the variables of `before`: no parameters."""
     nnx, was = _nnx(), {keys: variable.get_raw_value() for keys, variable in _nnx().to_flat_state(before)}
     state = nnx.state(module, nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
@@ -113,13 +113,13 @@ def changed(module: Any, before: Any) -> Any:
     return nnx.from_flat_state(now)
 
 
-def drawn(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
+def draw_params(init: Callable[[jax.Array], Any], paths: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
     """The parameters at `paths` of those that `init` draws, as path -> array."""
     params: Any = flatten_dict(nn.unbox(init(key)), sep=".")
     return {path: params[path] for path in paths}
 
 
-def parted(variables: Any) -> tuple[Any, Any]:
+def split_trained(variables: Any) -> tuple[Any, Any]:
     """The part of nested dicts of arrays that has no gradients, and the part that has: of collections, `params`."""
     if not isinstance(variables, Mapping) or PARAMS not in variables:
         return {}, variables
@@ -133,7 +133,7 @@ def state(changed: Any) -> Any:
     return jax.tree.map(lambda x: x.value if meta.is_axis_metadata(x) else x, changed, is_leaf=meta.is_axis_metadata)
 
 
-def _of_nnx(variables: Any) -> Any:
+def _nnx_dicts(variables: Any) -> Any:
     """The variables of NNX as nested dicts. Those with axes are in boxes."""
     arrays = {}
     for keys, variable in _variables(variables):
@@ -166,20 +166,20 @@ def _variables(state: Any) -> list[tuple[tuple[str, ...], Any]]:
     return [((collection(variable),) * several + tuple(map(str, path)), variable) for path, variable in flat]
 
 
-def named(boxes: Any) -> Any:
+def name_params(boxes: Any) -> Any:
     """The path and logical axes of each parameter of nested dicts, as a tree of Named.
 
     A box with fewer names than its array has dimensions names the leading ones, as in flax. Where it has more, there
     are more axes than dimensions.
     """
 
-    def of_leaf(path: Any, leaf: Any) -> Named:
+    def name_leaf(path: Any, leaf: Any) -> Named:
         (array,) = jax.tree.leaves(leaf)
         axes = tuple(leaf.get_partition_spec()) if hasattr(leaf, "get_partition_spec") else ()
         where = ".".join(str(key.key) for key in path)
-        return Named(where, names.named(axes, array.ndim), max(array.ndim - len(axes), 0))
+        return Named(where, names.name_axes(axes, array.ndim), max(array.ndim - len(axes), 0))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, boxes, is_leaf=meta.is_axis_metadata)
+    return jax.tree_util.tree_map_with_path(name_leaf, boxes, is_leaf=meta.is_axis_metadata)
 
 
 def readable(like: Any, params: Any) -> Any:
@@ -188,7 +188,7 @@ def readable(like: Any, params: Any) -> Any:
     """
     boxes = jax.tree.map(
         lambda leaf, array: Box(array, leaf.path, leaf.axes),
-        named(boxed(like)), params, is_leaf=lambda leaf: isinstance(leaf, Named),
+        name_params(box_params(like)), params, is_leaf=lambda leaf: isinstance(leaf, Named),
     )  # fmt: skip
     if not _is_state(like):
         return boxes
@@ -214,7 +214,7 @@ class _Read:
         return hash(self.path)
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        return _read(value, self.path, names.named(_axes_of_nnx(variable), value.ndim))
+        return _use_param(value, self.path, names.name_axes(_axes_of_nnx(variable), value.ndim))
 
 
 def _axes_of_nnx(variable: Any) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ def _intercept_reads_of_nnx() -> None:
     kind.get_value, kind.__getattr__ = value, attribute
 
 
-def _read(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
+def _use_param(value: jax.Array, path: str, axes: tuple[str, ...]) -> jax.Array:
     """A parameter that a module reads, placed for use."""
     dtype, narrower = value.dtype, _dtype.get()
     if narrower is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(narrower).itemsize < dtype.itemsize:
@@ -270,12 +270,12 @@ _dtype: ContextVar[Any] = ContextVar("dtype", default=None)  # of the layer that
 _CASTING = "Dense", "DenseGeneral", "Linear", "LinearGeneral", "Embed", "Conv", "Einsum"
 
 
-def _of_linen(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+def _intercept_method(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """What a method of a module of linen gives. One that a subclass of a layer has written itself is none of flax's."""
     module, method = type(context.module), context.orig_method
     kind = next((one for one in module.__mro__ if one in _layers_of_linen()), None)
     inherited = _is_of_flax(getattr(method, "func", method)) and (module is kind or not _is_of_flax(module))
-    return _within_layer(context.module, call, *args, **kwargs) if kind and inherited else call(*args, **kwargs)
+    return _call_layer(context.module, call, *args, **kwargs) if kind and inherited else call(*args, **kwargs)
 
 
 @functools.cache
@@ -290,21 +290,21 @@ def _is_of_flax(code: Any) -> bool:
 
 @functools.cache
 def _intercept_layers_of_nnx() -> None:
-    """Has `_within_layer` called where a layer of NNX is, which has no interceptors."""
+    """Has `_call_layer` called where a layer of NNX is, which has no interceptors."""
     for name in _CASTING:
         if kind := getattr(_nnx(), name, None):
-            kind.__call__ = constraints.answering(_of_nnx_layer(kind.__call__), name)
+            kind.__call__ = constraints.take_spec(_intercept_call(kind.__call__), name)
 
 
-def _of_nnx_layer(call: Callable[..., Any]) -> Callable[..., Any]:
+def _intercept_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _within_layer(self, call, self, *args, **kwargs)
+    def intercept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call_layer(self, call, self, *args, **kwargs)
 
-    return called
+    return intercept
 
 
-def _within_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a method of a layer of flax gives. The layer casts its parameters to its dtype before all else."""
     token = _dtype.set(module.dtype if _is_of_flax(getattr(module, "promote_dtype", nn.Dense)) else None)
     try:

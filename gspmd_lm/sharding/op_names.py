@@ -138,16 +138,16 @@ def _once(modules: list[str]) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def of_each_tensor(op_name: str, count: int) -> list[str]:
+def tensor_names(op_name: str, count: int) -> list[str]:
     """The names of the `count` tensors of an instruction: combiners write 'a/(b:c)' for a/b and a/c.
 
     [] where the name does not say it of each.
     """
-    names = _expanded(op_name)
+    names = _expand(op_name)
     return names if len(names) == count else []
 
 
-def _expanded(op_name: str) -> list[str]:
+def _expand(op_name: str) -> list[str]:
     depth, begin = 0, -1
     parts: list[str] = []
     for at, letter in enumerate(op_name):
@@ -160,7 +160,7 @@ def _expanded(op_name: str) -> list[str]:
             depth -= 1
             if depth == 0 and begin >= 0:
                 prefix, suffix = op_name[:begin], op_name[at + 1 :]
-                return [name for part in parts for name in _expanded(prefix + part + suffix)]
+                return [name for part in parts for name in _expand(prefix + part + suffix)]
         if begin >= 0:
             if letter == ":" and depth == 1:
                 parts.append("")

@@ -48,12 +48,12 @@ class Sum(NamedTuple):
         """One sum of the partial sums of both."""
         return Sum(self.over, self.axes + other.axes, self.of + other.of)
 
-    def made(self, partials: jax.Array, spec: Spec) -> jax.Array:
+    def reduce(self, partials: jax.Array, spec: Spec) -> jax.Array:
         with scope("of", *self.of), scope("sum", *self.axes):
             return placement().total(partials, self.over, spec)
 
     def copies(self, x: jax.Array, spec: Spec) -> jax.Array:
-        """The derivative of `made`: `x`, gathered as `spec` says, once for each partial sum."""
+        """The derivative of `reduce`: `x`, gathered as `spec` says, once for each partial sum."""
         place = placement()
         with scope("of", *self.of):
             return place.copies(place.constrain(x, spec), self.over, spec)
@@ -110,7 +110,7 @@ def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _total(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, partials: jax.Array) -> jax.Array:
-    return sum_.made(partials, reduced_spec)
+    return sum_.reduce(partials, reduced_spec)
 
 
 _total.defvjp(
@@ -120,7 +120,7 @@ _total.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def copied(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, x: jax.Array) -> jax.Array:
+def copy_to_shards(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, x: jax.Array) -> jax.Array:
     """A copy of `x`, gathered as `gathered_spec` says, for each partial sum of its gradient.
 
     The gradient is placed as `reduced_spec` says.
@@ -128,9 +128,9 @@ def copied(sum_: Sum, reduced_spec: Spec, gathered_spec: Spec, x: jax.Array) -> 
     return sum_.copies(x, gathered_spec)
 
 
-copied.defvjp(
-    lambda *args: (copied(*args), None),
-    lambda sum_, reduced_spec, gathered_spec, _, dx: (sum_.made(dx, reduced_spec),),
+copy_to_shards.defvjp(
+    lambda *args: (copy_to_shards(*args), None),
+    lambda sum_, reduced_spec, gathered_spec, _, dx: (sum_.reduce(dx, reduced_spec),),
 )
 
 
@@ -140,7 +140,7 @@ def for_each_row(w: Weight, rows: int, made: Callable[[jax.Array], jax.Array]) -
     """
     in_use, batch = Spec(w.path, w.axes), Sum(split(TOKENS, "batch"), (f"{TOKENS}.batch",))
     with scope("of", w.path):
-        copies: Any = copied(batch, in_use._replace(table="optimizer"), in_use, use(w))
+        copies: Any = copy_to_shards(batch, in_use._replace(table="optimizer"), in_use, use(w))
     return jnp.repeat(jax.vmap(made)(copies), rows // len(copies), axis=0)
 
 
@@ -204,7 +204,7 @@ class TokenSharding(NamedTuple):
         return rearrange(x_rBTD, "(r t) B T D -> (r B) (t T) D", r=self.batch.num_shards, t=self.seq.num_shards)
 
 
-def tokens_of(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:
+def token_sharding(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:
     """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
@@ -245,7 +245,7 @@ def for_all_layers(weights: Any, x_BTD: jax.Array) -> Any:
     Two kinds of weights are left as they are, and each layer places them by itself: those that are no matrices, and
     those that a mesh axis splits in use which also splits tokens.
     """
-    tokens = tokens_of(x_BTD, "BTD").sum
+    tokens = token_sharding(x_BTD, "BTD").sum
 
     def share(box: Any) -> Any:
         if not is_box(box) or placement().is_single or len(box.axes) < 2:

@@ -79,24 +79,24 @@ def layers_of_stages(over: Split, repeats: int, weight: Spec, w: jax.Array) -> j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _in_stage_order(over: Split, repeats: int, weight: Spec, w: jax.Array) -> jax.Array:
-    return _exchanged(over, repeats, weight._replace(table="weights"), w)
+    return _exchange_layers(over, repeats, weight._replace(table="weights"), w)
 
 
 _in_stage_order.defvjp(
     lambda *args: (_in_stage_order(*args), None),
     lambda over, repeats, weight, _, dw: (
-        _exchanged(over, repeats, weight._replace(table="optimizer"), dw, back=True),
+        _exchange_layers(over, repeats, weight._replace(table="optimizer"), dw, back=True),
     ),
 )
 
 
-def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
+def _exchange_layers(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool = False) -> jax.Array:
     """A weight, from where `weight` says that it rests to the stages that compute with it; or its gradient, back."""
     S, rounds = over.num_shards, _rounds(over.num_shards, repeats)
     layers, *axes = weight.axes
     rests, computes = weight, weight._replace(axes=(layers, "", "", *axes))
 
-    def of_a_device(w: jax.Array) -> jax.Array:
+    def place_rows(w: jax.Array) -> jax.Array:
         parts = w[0] if back else w.reshape(repeats, -1, *w.shape[1:])
         stage, moved = jax.lax.axis_index(over.over), parts
         for round_ in rounds:  # part p rests in stage p // R, and stage p % S computes with it in its repeat p // S
@@ -111,7 +111,7 @@ def _exchanged(over: Split, repeats: int, weight: Spec, w: jax.Array, back: bool
 
     spec = [computes, rests] if back else [rests, computes]
     with scope(weight.table, weight.array):
-        return per_device(lambda w: (of_a_device(w),), spec[:1], spec[1:])(w)[0]
+        return per_device(lambda w: (place_rows(w),), spec[:1], spec[1:])(w)[0]
 
 
 def _rounds(stages: int, repeats: int) -> list[list[int]]:
@@ -139,12 +139,12 @@ class Segments:
     def exchanged(self, rows_ND: jax.Array, into_MD: jax.Array, array: str) -> jax.Array:
         """[M, D]: the rows that arrive, and what is in `into_MD` where none does. array: the name of what is sent."""
         with scope("rules", array):
-            exchange = _simulated if platform() == "cpu" else jax.lax.ragged_all_to_all
+            exchange = _simulate if platform() == "cpu" else jax.lax.ragged_all_to_all
             segments = self.starts, self.sent, self.targets, self.received
             return exchange(rows_ND, into_MD, *segments, axis_name=self.over.over)
 
 
-def _simulated(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
+def _simulate(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
     """`jax.lax.ragged_all_to_all` for the CPU, where XLA has none (jax issue 34755): every device receives all rows."""
     all_sND, starts_s, sent_s, targets_s = (
         jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)

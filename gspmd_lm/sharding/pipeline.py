@@ -26,7 +26,7 @@ from gspmd_lm.sharding.annotate import Placement, Spec, Split, Stages, per_devic
 from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS as INPUT
-from gspmd_lm.sharding.partial_sums import Sum, copied, share_box, tokens_of
+from gspmd_lm.sharding.partial_sums import Sum, copy_to_shards, share_box, token_sharding
 from gspmd_lm.sharding.permutes import layers_of_stages, permuted
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.replicas import Replicas, replicas_of
@@ -69,8 +69,8 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         """[S, J, rows, ...]: no row moves where stages split the batch."""
         return rearrange(x, "(r S b J) ... -> S J (r b) ...", **sizes)
 
-    with placed_by(place.of_a_stage):
-        tokens = tokens_of(x_BTD, "BTD").sum
+    with placed_by(place.within_stage):
+        tokens = token_sharding(x_BTD, "BTD").sum
 
     def of_stages(box: Box) -> Box:
         w = layers_of_stages(over, R, Spec(box.path, box.axes), box.value)
@@ -78,16 +78,18 @@ def in_stages(part: Part, weights: Any, x_BTD: jax.Array, of_rows: Any) -> tuple
         box = box.replace(value=w)
         return share_box(box, tokens, x_BTD.dtype, over) if once and is_matrix else box
 
-    def of_replicas(box: Box) -> Box:
+    def copy_to_replicas(box: Box) -> Box:
         """The weight, once for each replica. The gradients of all turns are added up before replicas are summed."""
         spec = Spec(box.path, box.axes, "weights")
-        return box.replace(value=copied(_sum(replicas, box.path), spec._replace(table="optimizer"), spec, box.value))
+        return box.replace(
+            value=copy_to_shards(_sum(replicas, box.path), spec._replace(table="optimizer"), spec, box.value)
+        )
 
     if replicas.split.over:
-        weights = jax.tree.map(of_replicas, weights, is_leaf=is_box)
+        weights = jax.tree.map(copy_to_replicas, weights, is_leaf=is_box)
     weights = replicas.each(lambda weights: jax.tree.map(of_stages, weights, is_leaf=is_box))(weights)
     of_rows = jax.tree.map(lambda x: replicas.apart(by_stage(x).reshape(M, -1, *x.shape[1:]), "M"), of_rows)
-    run = _under(place.of_mapped_stages, replicas.each(functools.partial(_run, part, place.stages)))
+    run = _under(place.within_mapped_stages, replicas.each(functools.partial(_run, part, place.stages)))
     x, sums, rows = run(weights, replicas.apart(by_stage(x_BTD), "S J"), of_rows)
     x, rows = replicas.together(x, "S J"), jax.tree.map(lambda x: replicas.together(x, "R S M k"), rows)
     sums = jax.tree.map(lambda x: x.sum(0), sums) if replicas.split.over else sums
@@ -119,11 +121,11 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     stage_S = jnp.arange(S)
     each = functools.partial(jax.vmap, spmd_axis_name=over.over)
 
-    def exchanged(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchange(t: Any, state: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Stage 0 takes a row that waits, unless one comes round to it, and puts there what the last stage has sent."""
         slot, takes = (t // (S * R) * S + t % S) % J, t % (S * R) < S
         fresh = jax.lax.dynamic_index_in_dim(waiting, slot, 1, keepdims=False)
-        finished: Any = sent(over, -1, _where(stage_S == 0, state, fresh))
+        finished: Any = send(over, -1, _where(stage_S == 0, state, fresh))
         finished = finished if R == 1 else jnp.where(takes, finished, fresh)
         waiting = jax.lax.dynamic_update_index_in_dim(waiting, finished, slot, 1)
         return _where((stage_S == 0) & takes, fresh, state), waiting
@@ -132,7 +134,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
     def computed(weights: Any, repeat: jax.Array, stage: jax.Array, microbatch: jax.Array, x_BTD: jax.Array):
         row_arrays = jax.tree.map(lambda x: placement().constrain(x[microbatch], TOKENS), of_rows)
         weights = jax.tree.map(lambda w: w[0] if R == 1 else w[repeat], weights)
-        weights = jax.tree.map(_added_up_in_float32, weights, is_leaf=is_box)
+        weights = jax.tree.map(_cast_slot, weights, is_leaf=is_box)
         return part(weights, repeat * S + stage, placement().constrain(x_BTD, RESIDUAL), row_arrays)
 
     policy = remat()
@@ -146,7 +148,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         computed = jax.checkpoint(computed, policy=kept, prevent_cse=False)
 
     def turn(carried: tuple[jax.Array, jax.Array], t: jax.Array):
-        state, waiting = exchanged(t, *carried)
+        state, waiting = exchange(t, *carried)
         busy_S = (t >= stage_S) & (t < stage_S + R * M)
         own_S = jnp.clip(t - stage_S, 0, R * M - 1)
         repeat_S, microbatch_S = own_S % (S * R) // S, own_S // (S * R) * S + own_S % S
@@ -154,21 +156,21 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
         state = _where(busy_S, state, spare)
         state, *of_layers = computed(weights, repeat_S, stage_S, microbatch_S, state)
         state = state if BUBBLES is None else _where(busy_S, state, jnp.full_like(state, BUBBLES))
-        return (sent(over, 1, state), waiting), of_layers
+        return (send(over, 1, state), waiting), of_layers
 
-    waiting = placed_of_stages(over, x_SJBTD)
+    waiting = constrain_stages(over, x_SJBTD)
     of_rows = jax.tree.map(lambda x: placement().constrain(x, TOKENS._replace(axes=("", *TOKENS.axes))), of_rows)
     spare = jax.lax.stop_gradient(waiting[:, 0])
     turns = R * M + S - 1
     (state, waiting), of_layers = jax.lax.scan(turn, (spare, waiting), jnp.arange(turns))
-    _, waiting = exchanged(turns, state, waiting)
+    _, waiting = exchange(turns, state, waiting)
 
-    def of_microbatches(x: jax.Array) -> jax.Array:
+    def collect_microbatches(x: jax.Array) -> jax.Array:
         """[R, S, M, ...] of what each stage gave in all turns, of which it was busy in those from its number on."""
         own = jax.vmap(lambda x, stage: jax.lax.dynamic_slice_in_dim(x, stage, R * M), in_axes=(1, 0))(x, stage_S)
         return rearrange(own, "S (g R i) ... -> R S (g i) ...", R=R, i=S)
 
-    return jnp.roll(waiting, -(S % J), axis=1), *jax.tree.map(of_microbatches, of_layers)
+    return jnp.roll(waiting, -(S % J), axis=1), *jax.tree.map(collect_microbatches, of_layers)
 
 
 @jax.custom_vjp
@@ -183,14 +185,14 @@ _where.defvjp(
 )
 
 
-def placed_of_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
+def constrain_stages(over: Split, x_SJBTD: jax.Array) -> jax.Array:
     """The rows of several microbatches in each stage, placed as those of one of them."""
     spec = RESIDUAL._replace(axes=("", *RESIDUAL.axes))
     return jax.vmap(functools.partial(placement().constrain, spec=spec), spmd_axis_name=over.over)(x_SJBTD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
+def send(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
     """Of each stage, what the stage has that is `step` before it. Autodiff would sum over devices of the same stage."""
     place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
     to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
@@ -198,7 +200,7 @@ def sent(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
         return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
 
 
-sent.defvjp(lambda over, step, x: (sent(over, step, x), None), lambda over, step, _, dx: (sent(over, -step, dx),))
+send.defvjp(lambda over, step, x: (send(over, step, x), None), lambda over, step, _, dx: (send(over, -step, dx),))
 
 
 def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +223,7 @@ def _under(place: Placement, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-def _added_up_in_float32(box: Box) -> Box:
+def _cast_slot(box: Box) -> Box:
     """The weight of a turn, whose gradients have the dtype of its matmuls before they are added to those of others."""
     if not isinstance(box.value, tuple):
         return box
@@ -301,20 +303,20 @@ def one_forward_one_backward(
         names = (*replicas.split.over, *(() if is_cut(leaf) else over.over))
         if names:
             addends, spec = dw_S.reshape(-1, *w.shape), Spec(leaf.path, leaf.axes, "optimizer")
-            dw_S = _sum(replicas_of(place, names, ()), leaf.path).made(addends, spec)
+            dw_S = _sum(replicas_of(place, names, ()), leaf.path).reduce(addends, spec)
         return dw_S.reshape(w.shape).astype(w.dtype)
 
-    def of_leaves(function: Callable[..., jax.Array], named: Any, *trees: Any) -> Any:
+    def map_leaves(function: Callable[..., jax.Array], named: Any, *trees: Any) -> Any:
         return jax.tree.map(function, named, *trees, is_leaf=lambda leaf: isinstance(leaf, Named))
 
-    with placed_by(place.of_a_stage):
-        trained, frozen = (of_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
+    with placed_by(place.within_stage):
+        trained, frozen = (map_leaves(apart, *pair) for pair in zip(named, weights, strict=True))
         pieces = jax.tree.map(lambda x: replicas.apart(x, "M"), batch)
         added_up = functools.partial(_one_by_one, loss, place.stages, trained, frozen)
         zero = jnp.zeros((replicas.split.num_shards,) if replicas.split.over else ())
         gradients, total = replicas.each(added_up)(pieces, zero)
     total = jax.tree.map(lambda x: x.sum(0), total) if replicas.split.over else total
-    return of_leaves(together, named[0], gradients, weights[0]), total
+    return map_leaves(together, named[0], gradients, weights[0]), total
 
 
 def _one_by_one(
@@ -345,7 +347,7 @@ def _one_by_one(
         return jax.vmap(lambda chosen, tree: jax.tree.map(lambda x: jnp.where(chosen, x, 0), tree))(chosen_S, tree)
 
     def to_neighbour(step: int, given: Any) -> Any:
-        return sent(over, step, given[0]), *jax.tree.map(lambda x: jnp.roll(x, step, 0), given[1:])
+        return send(over, step, given[0]), *jax.tree.map(lambda x: jnp.roll(x, step, 0), given[1:])
 
     def turn(carried: Any, t: jax.Array):
         given, back, held, gradients, total = carried
@@ -370,7 +372,7 @@ def _one_by_one(
     (passed, _), more = jax.eval_shape(computed, trained, None, frozen, stage_S, stage_S)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (passed, passed, more))
     held = jax.tree.map(lambda x: jnp.zeros((S, depth, *x.shape[1:]), x.dtype) + zero.astype(x.dtype), passed)
-    held = placed_of_stages(over, held[0]), *held[1:]
+    held = constrain_stages(over, held[0]), *held[1:]
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     begun = *zeros[:2], held, sums, zeros[2]
     (*_, gradients, total), _ = jax.lax.scan(turn, begun, jnp.arange(M + 2 * (S - 1)))

@@ -106,18 +106,18 @@ class MeshPlacement(Placement):
         return Stages(self.over(over), one.microbatches, one.repeats, one.gathers_once, one.keep, self.rules.replicas)
 
     @property
-    def of_a_stage(self) -> "MeshPlacement":
-        return dataclasses.replace(self.of_a_replica, rules=self.of_a_replica.rules.of_a_stage, mapped=1)
+    def within_stage(self) -> "MeshPlacement":
+        return dataclasses.replace(self.within_replica, rules=self.within_replica.rules.within_stage, mapped=1)
 
     @property
-    def of_mapped_stages(self) -> "MeshPlacement":
-        return dataclasses.replace(self.of_a_stage, mapped=1 + bool(self.rules.replicas))
+    def within_mapped_stages(self) -> "MeshPlacement":
+        return dataclasses.replace(self.within_stage, mapped=1 + bool(self.rules.replicas))
 
     @property
-    def of_a_replica(self) -> "MeshPlacement":
+    def within_replica(self) -> "MeshPlacement":
         """The placement for the work of one replica of the weights. The others are a batch dimension of this work."""
         replicas = REPLICAS if self.rules.replicas else self.replicas
-        return dataclasses.replace(self, rules=self.rules.of_a_replica, replicas=replicas)
+        return dataclasses.replace(self, rules=self.rules.within_replica, replicas=replicas)
 
     def constrain(self, x: jax.Array, spec: Spec) -> jax.Array:
         with scope(spec.table, spec.array):
@@ -288,18 +288,18 @@ class Recorder(Placement):
             self.used.add(table.array)
         return x
 
-    def is_told_the_same_by(self, rules: Rules) -> bool:
-        """Whether the model could not tell `rules` from those of this record: its program would be the same.
+    def traces_alike(self, rules: Rules) -> bool:
+        """Whether the model would trace to the same program under `rules`.
 
         A model can compare splits, and count their shards. The names of mesh axes do not matter.
         """
-        return self._told(rules) == self._told_here
+        return self._answers(rules) == self._own_answers
 
     @functools.cached_property
-    def _told_here(self) -> tuple[Any, ...]:
-        return self._told(self.rules)
+    def _own_answers(self) -> tuple[Any, ...]:
+        return self._answers(self.rules)
 
-    def _told(self, rules: Rules) -> tuple[Any, ...]:
+    def _answers(self, rules: Rules) -> tuple[Any, ...]:
         numbers: dict[str, int] = {}
         splits = [rules.split("rules", *one) for one in sorted(self.compared | self.tables)]
         numbered = [[numbers.setdefault(name, len(numbers)) for name in names] for names in splits]
@@ -307,7 +307,7 @@ class Recorder(Placement):
         return rules.vocabulary, rules.context, numbered, counts
 
     def under(self, rules: Rules) -> "Recorder":
-        """What is recorded under `rules`, which tell the model the same. See `is_told_the_same_by`."""
+        """The same record under `rules`, under which the model traces alike: see `traces_alike`."""
         other = copy.copy(self)
         other.rules = rules
         resolved = (rules.resolve(table, array, axes, shape)[1] for (array, axes, table), shape in self.named)

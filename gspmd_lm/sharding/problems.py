@@ -76,7 +76,7 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
     do clashes of one row with several."""
     problems = list(problems)
     errors = [problem for problem in problems if not problem.warning]
-    blamed = _blamed([problem.clash for problem in errors if problem.clash])
+    blamed = _find_causes([problem.clash for problem in errors if problem.clash])
     groups: dict[Hashable, dict[str, Problem]] = {}  # cause -> place -> problem
     for problem in errors:
         cause = problem.row, problem.message.removeprefix(problem.place)
@@ -84,11 +84,11 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
             cause = blamed[problem.clash]
         groups.setdefault(cause, {}).setdefault(problem.place, problem)
     if groups:
-        raise ShardingError("\n".join(_told_once(cause, [*alike.values()]) for cause, alike in groups.items()))
+        raise ShardingError("\n".join(_join_messages(cause, [*alike.values()]) for cause, alike in groups.items()))
     return [problem for problem in problems if problem.warning]
 
 
-def _blamed(clashes: Sequence[Clash]) -> dict[Clash, Hashable]:
+def _find_causes(clashes: Sequence[Clash]) -> dict[Clash, Hashable]:
     """What each clash is blamed on: the key of a row that clashes with most others, or the two rows of a single clash.
 
     A row with a key is blamed if it clashes with at least two others.
@@ -109,7 +109,7 @@ def _blamed(clashes: Sequence[Clash]) -> dict[Clash, Hashable]:
     return blamed
 
 
-def _told_once(cause: Hashable, alike: Sequence[Problem]) -> str:
+def _join_messages(cause: Hashable, alike: Sequence[Problem]) -> str:
     """The message of problems that have one cause."""
     first, *others = alike
     if isinstance(cause, str):

@@ -89,7 +89,7 @@ class _Products:
                     equation = self._product(equation, parameters)
             equations.append(equation)
         results = [instead.get(v, v) if isinstance(v, core.Var) else v for v in jaxpr.outvars]
-        return jaxpr.replace(eqns=_needed(equations, results), outvars=results)
+        return jaxpr.replace(eqns=_find_needed(equations, results), outvars=results)
 
     def _inner(self, equation: Any) -> dict[str, Any]:
         """The parameters of an equation, of which functions are rewritten."""
@@ -136,7 +136,7 @@ class _Products:
         return (split[0], len(batch) + before + free.index(split[0])) if split else None
 
 
-def _needed(equations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+def _find_needed(equations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The equations that results need: a module of NNX that is made anew draws parameters that nobody reads."""
     read, needed = {v for v in results if isinstance(v, core.Var)}, []
     for equation in reversed(equations):
@@ -180,18 +180,18 @@ def _backward(gradient: Spec, over: Split, how: _How, factors: Any, dy: jax.Arra
     x, w = factors[1 - how.weight], factors[how.weight]
     (dx,) = jax.vjp(lambda x: how.product_with(x, w), x)[1](dy)
 
-    def of_a_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
+    def compute_piece(x: jax.Array, dy: jax.Array) -> jax.Array:
         return jax.vjp(lambda w: how.product_with(x, w), w)[1](dy)[0]
 
     if how.is_convolution:
-        dw = _of_each_device(of_a_piece, over, how.rows, x, dy)
+        dw = _compute_pieces(compute_piece, over, how.rows, x, dy)
     else:
-        dw = jax.vmap(of_a_piece)(_cut(x, how.rows[0], over), _cut(dy, how.rows[1], over))
+        dw = jax.vmap(compute_piece)(_cut(x, how.rows[0], over), _cut(dy, how.rows[1], over))
     dw = placement().total(dw, over, gradient)
     return (dx, dw) if how.weight else (dw, dx)
 
 
-def _of_each_device(function: Callable[..., Any], over: Split, rows: Sequence[int], *arrays: jax.Array) -> jax.Array:
+def _compute_pieces(function: Callable[..., Any], over: Split, rows: Sequence[int], *arrays: jax.Array) -> jax.Array:
     """[shards, ...]: what `function` gives for the pieces of arrays that devices have.
 
     Partitioners gather the factors of a convolution that is mapped over such pieces.

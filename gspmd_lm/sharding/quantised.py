@@ -65,7 +65,7 @@ def quantise(
     """
     over = tuple(at for at, letter in enumerate(letters, -len(letters)) if letter in summed)
     across = (*devices, *([replicas()] if over_tokens and replicas() else []))
-    return _quantised(x, over, dtype, _FOUR_BITS if over_tokens else _POWER_OF_TWO, across)
+    return _quantise(x, over, dtype, _FOUR_BITS if over_tokens else _POWER_OF_TWO, across)
 
 
 def quantise_rows(x_MC: jax.Array, matmul_dtype: str, devices: tuple[str, ...]) -> Quantised:
@@ -78,10 +78,10 @@ def quantise_rows(x_MC: jax.Array, matmul_dtype: str, devices: tuple[str, ...]) 
 
 def at_rest(w: jax.Array, over: tuple[int, ...], dtype: Any) -> Quantised:
     """A weight in `dtype`, with scales that are not rounded. What differs only in the dimensions `over` shares one."""
-    return _quantised(w, over, dtype, _ALL)
+    return _quantise(w, over, dtype, _ALL)
 
 
-def _quantised(
+def _quantise(
     x: jax.Array, over: tuple[int, ...], dtype: Any, kept_bits: int, across: tuple[str, ...] = ()
 ) -> Quantised:
     """`across`: the names of mapped axes whose members share scales."""
@@ -135,12 +135,12 @@ def pair(dy: jax.Array, letters: str, other: Any, other_letters: str, over_token
     if not isinstance(other, Quantised):
         return dy, other
     letters = letters[-dy.ndim :]  # a single shard has no z
-    exact = dy.astype(jnp.float32) * aligned(other.scale, other.kept(other_letters), letters)
+    exact = dy.astype(jnp.float32) * align_scale(other.scale, other.kept(other_letters), letters)
     small = quantise(exact, letters, other_letters, _BACKWARD[other.values.dtype], over_tokens)
     return dataclasses.replace(small, dtype=dy.dtype), other.values
 
 
-def aligned(scale: jax.Array, letters: Sequence[str], out: str) -> jax.Array:
+def align_scale(scale: jax.Array, letters: Sequence[str], out: str) -> jax.Array:
     """`scale`, whose dimensions are `letters`, to be multiplied with an array whose dimensions are `out`."""
     return jnp.expand_dims(scale, [at for at, letter in enumerate(out) if letter not in letters])
 

@@ -46,7 +46,7 @@ class Row:
         """rules.residual.seq"""
         return ".".join(filter(None, (self.table, self.array, self.axis)))
 
-    def speaks_of(self, path: str) -> bool:
+    def mentions(self, path: str) -> bool:
         return not self.array or path == self.array or path.endswith("." + self.array)
 
 
@@ -131,7 +131,7 @@ class Rules:
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
     @property
-    def compiled_for(self) -> tuple[str, ...]:
+    def program_kinds(self) -> tuple[str, ...]:
         """The kinds of program that a train step under these rules is, each with compiler options of its own."""
         kinds = {"train": True, "offload": self.remat.offload, "interleave": self.interleave == 2}
         return tuple(kind for kind, holds in kinds.items() if holds)
@@ -165,7 +165,7 @@ class Rules:
         return tuple(name for name in whole.mesh_axes if self.mesh[name] > 1 and name not in elsewhere)
 
     @property
-    def of_a_replica(self) -> "Rules":
+    def within_replica(self) -> "Rules":
         """The same rules for the part of the batch that one replica of the weights computes."""
         return self._without(self.replicas)
 
@@ -184,7 +184,7 @@ class Rules:
         return busy, busy + others * (2 if self.pipeline.schedule == "1f1b" else 1)
 
     @property
-    def of_a_stage(self) -> "Rules":
+    def within_stage(self) -> "Rules":
         """The same rules for the rows and the layers that one stage computes in a turn."""
         return dataclasses.replace(self._without(self.stages), pipeline=None)
 
@@ -216,9 +216,9 @@ class Rules:
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
         rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
-            matches = [row for row in rows if row.table == name and (row.speaks_of(path) or row.speaks_of(weight))]
+            matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(weight))]
             if matches:
-                return max(matches, key=lambda row: (row.array != "" and row.speaks_of(path), len(row.array)))
+                return max(matches, key=lambda row: (row.array != "" and row.mentions(path), len(row.array)))
         return None
 
     def split(self, table: str, path: str, axis: str) -> tuple[str, ...]:
@@ -328,11 +328,11 @@ class Rules:
         problems, known = [], self.vocabulary.arrays
         for row in self.rows:
             arrays = {**weights, **activations} if row.table == "rules" else weights
-            named = {path: axes for path, axes in arrays.items() if row.speaks_of(path)}
+            named = {path: axes for path, axes in arrays.items() if row.mentions(path)}
             last, lasts = row.array.split(".")[-1], {path.split(".")[-1] for path in arrays}
             if any(row.axis in axes for axes in named.values()):
                 continue
-            if any(row.speaks_of(path) and row.axis in axes for path, axes in activations.items()):
+            if any(row.mentions(path) and row.axis in axes for path, axes in activations.items()):
                 message = f"{row.key}: only activations have this axis"
                 problems.append(Problem(message, row.place, "move the row to rules"))
             elif row.array and named and any(row.axis in axes for axes in arrays.values()):

@@ -64,7 +64,7 @@ def arrays(
     `trained` takes a tree shaped like the parameters and gives the part of it that training changes. Raises InputError
     for another tree than nested dicts, and for parameters and axes that the vocabulary does not have.
     """
-    named, params = _named(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
+    named, params = _name_params(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
     _check_names(pairs(named, params), vocabulary)
     return Arrays(named, params, trained(named), trained(params))
 
@@ -73,7 +73,7 @@ def used_names(
     init: Callable[[jax.Array], Any], inputs: Mapping[str, Spec], loss: Callable[[Any, Any], Any], batch: Any
 ) -> Vocabulary:
     """The names that a model uses: of the parameters that `init` draws, of its inputs, and of what `loss` places."""
-    named, params = _named(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
+    named, params = _name_params(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
     weights, specs = [leaf for leaf, _ in pairs(named, params)], [*inputs.values()]
     every = Vocabulary(axes=_Every(), weights={}, activations=_Every(), rows=specs[0].axes[0])
     recorder = placement.record(rules_file.from_dict({"mesh": {"data": 1}}, "", vocabulary=every), loss, params, batch)
@@ -95,14 +95,14 @@ class _Every(dict[str, Any]):
         return True
 
 
-def _named(boxed: Any) -> tuple[Any, Any]:
+def _name_params(boxed: Any) -> tuple[Any, Any]:
     """Trees of the names and of the shapes of parameters. Raises InputError if they are not nested dicts, or if one has
     more names than dimensions.
     """
     params = nn.unbox(boxed)
     _check_dicts(params)
     with of_flax.reading():
-        named = of_flax.named(boxed)
+        named = of_flax.name_params(boxed)
     if wrong := [
         f"  {leaf.path}: {len(leaf.axes)} names, {', '.join(leaf.axes)}, for {len(like.shape)} dimensions, "
         f"{' x '.join(map(str, like.shape)) or 'a scalar'}"

@@ -67,7 +67,7 @@ def gather_choice(task: Task, rules: Rules, on: Processor) -> str:
 
 def _is_sent_in_turns(task: Task, rules: Rules) -> bool:
     """Whether stages that gather in each turn send weights or their gradients in each of them."""
-    within, arrays = rules.of_a_stage, task.weights
+    within, arrays = rules.within_stage, task.weights
     tokens = {name for axis in ("batch", "seq") for name in within.split("rules", "block_input", axis)}
     return bool(rules.stages) and (
         not tokens <= {*rules.replicas}
@@ -103,7 +103,7 @@ def _counted(task: Task, rules: Rules) -> tuple[float, float]:
     whole = held("weights", "params") + held("optimizer", "optimizer") + held("optimizer", "trained")
     if rules.microbatches > 1:
         whole += held("optimizer", "trained", _FLOAT32_BYTES)
-    recorder, within = state.recorded(task, arrays, rules.microbatches, rules), rules.of_a_stage
+    recorder, within = state.recorded(task, arrays, rules.microbatches, rules), rules.within_stage
     stack = next(stack for stack in task.config.model.stacks if stack.name == rules.vocabulary.stages)
     layers, turns = stack.scanned / rules.num_shards(rules.stages) / pipeline.repeats, rules.turns[1]
 

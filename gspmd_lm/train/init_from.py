@@ -58,7 +58,7 @@ class InitFrom:
         """The weights of the run's model: those of `params` that it has, and new ones."""
         arrays, have = state.arrays(self.run), flatten_dict(params, sep=".")
         shardings = flatten_dict(step.placement.shardings("weights", arrays.named_params, arrays.params), sep=".")
-        draw = functools.partial(of_flax.drawn, functools.partial(decoder.initial, self.run.model), self.new)
+        draw = functools.partial(of_flax.draw_params, functools.partial(decoder.initial, self.run.model), self.new)
         drawn = jax.jit(draw, out_shardings={path: shardings[path] for path in self.new})
         new = drawn(jax.random.key(self.run.train.seed))
         return unflatten_dict({path: new.get(path, have.get(path)) for path in shardings}, sep=".")
@@ -66,7 +66,7 @@ class InitFrom:
     def _restored(self, step: Step) -> tuple[int, Any]:
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
-        with checkpoint.of_run(self.workdir, self.config) as checkpoints:
+        with checkpoint.run_checkpoints(self.workdir, self.config) as checkpoints:
             restored = checkpoints.restore_weights(placed(arrays.params, shardings))
         assert restored is not None, "find() has seen a checkpoint"
         number, params = restored
@@ -91,7 +91,7 @@ def find(config: Config) -> InitFrom:
     described = workdir / layout.CONFIG
     begun = configs.load(str(described)) if described.exists() else None
     wanted = _with_ends(config, begun)
-    with checkpoint.of_run(workdir, wanted) as checkpoints:
+    with checkpoint.run_checkpoints(workdir, wanted) as checkpoints:
         if checkpoints.candidates():
             return InitFrom(workdir, wanted, config)
     if (workdir / "config.json").exists():

@@ -122,7 +122,7 @@ class Run:
     def checkpoints(self) -> Any:
         """A context that closes the run's checkpoints."""
         facts = compatible.facts(self.config.model) if self.config else {"task": self.step.task.name}
-        return checkpoint.opened(self.workdir, self.settings, facts, self.say)
+        return checkpoint.open_checkpoints(self.workdir, self.settings, facts, self.say)
 
     def _begin(self, checkpoints: Checkpoints, chosen: Chosen | None) -> tuple[int, State, Any]:
         """The step to begin with, the state at that step, and the train step, which is compiled meanwhile."""

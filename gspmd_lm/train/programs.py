@@ -81,7 +81,7 @@ class TrainPrograms:
 
     def _train_step(self) -> Any:
         """The compiled train step, which fits into memory."""
-        also = self.step.compiled_for
+        also = self.step.program_kinds
         options = self.step.options(*also)
         compiled, report_step = self.executable, self.report_step
         traced: Any = self.step.trace_train() if report_step or not compiled else None

@@ -79,7 +79,7 @@ def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Ru
     task = decoder.task(config)
     specs, rows = task.specs(), max(task.rows // microbatches, 1)
     for traced_rows, known in task.records:
-        if traced_rows == rows and known.is_told_the_same_by(rules):
+        if traced_rows == rows and known.traces_alike(rules):
             return known.under(rules)
 
     def forward(params: Any, batch: dict[str, jax.Array]) -> jax.Array:

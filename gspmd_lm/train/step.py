@@ -45,8 +45,8 @@ class Step(TaskProgram):
         return [*super().choices, *([f"gather: {gather}"] if gather else [])]
 
     @property
-    def compiled_for(self) -> tuple[str, ...]:
-        return self.rules.compiled_for
+    def program_kinds(self) -> tuple[str, ...]:
+        return self.rules.program_kinds
 
     @functools.cached_property
     def state_shardings(self) -> State:
@@ -173,7 +173,7 @@ class Step(TaskProgram):
 
         microbatches, pipeline = self.rules.microbatches, self.rules.pipeline
         if pipeline and pipeline.schedule == "1f1b" and self.placement.stages:
-            place = MeshPlacement(self.rules.of_a_stage, self.mesh)  # of all replicas
+            place = MeshPlacement(self.rules.within_stage, self.mesh)  # of all replicas
             named_frozen, named_trained = self.task.partition(self.arrays.named_params)
             pieces = {name: self._cut(name, x, pipeline.microbatches, place) for name, x in batch.items()}
             with self.traced():
@@ -194,7 +194,7 @@ class Step(TaskProgram):
             x = replicas.apart(self._cut(name, x, microbatches, self.placement), "M")
             return jnp.swapaxes(x, 0, 1) if names else x
 
-        differentiate = functools.partial(differentiate, placement=self.placement.of_a_replica)
+        differentiate = functools.partial(differentiate, placement=self.placement.within_replica)
         one, constrain = each(differentiate), each(self._constrain)
 
         def accumulate(carry: tuple[Any, Any], microbatch: Batch) -> tuple[tuple[Any, Any], None]:

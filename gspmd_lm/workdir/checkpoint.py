@@ -30,21 +30,21 @@ _NAMES = ocp.path.step.standard_name_format()  # CheckpointManager's own format:
 _log = logging.getLogger(__name__)
 
 
-def of_run(
+def run_checkpoints(
     workdir: epath.Path | str, config: Config, report: Callable[[str], None] = lambda _: None
 ) -> "OpenCheckpoints":
     """A context with the checkpoints of a run's workdir, which are closed when it ends."""
-    return opened(workdir, config.train, compatible.facts(config.model), report)
+    return open_checkpoints(workdir, config.train, compatible.facts(config.model), report)
 
 
 @contextmanager
-def opened(
+def open_checkpoints(
     workdir: epath.Path | str,
     train: Train,
     architecture: Mapping[str, Any],
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator["Checkpoints"]:
-    """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `of_run`.
+    """A context of the checkpoints in a workdir, of a model that `architecture` describes: see `run_checkpoints`.
 
     An error within the context is raised even if a save in progress fails, too, of which only `report` is told.
     """
@@ -96,7 +96,7 @@ class Checkpoints:
         Raises:
             InputError: `directory` is a file, or a path of a kind that cannot be opened.
         """
-        self.directory = orbax_folder.opened(directory)
+        self.directory = orbax_folder.resolve(directory)
         self._keep = keep
         self._keep_every = keep_every
         self._architecture = compatible.as_json(architecture)

@@ -65,7 +65,7 @@ def read_run(path: epath.Path, step: int) -> dict[str, Any]:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
-    saved = _completed(saved)
+    saved = _complete(saved)
     names = [
         name
         for name in sorted({*saved, *wanted} - _FREE)
@@ -95,7 +95,7 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any,
             yield from _differences(f"{name}.{key}", one, other)
 
 
-def _completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved facts whose mappings have the fields that are younger than the checkpoint."""
     return {
         name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
@@ -108,7 +108,7 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
 
     part: `wanted` is a part of what was saved.
     """
-    saved_arrays, wanted_arrays = dict(described_arrays(saved)), dict(described_arrays(wanted))
+    saved_arrays, wanted_arrays = dict(describe_arrays(saved)), dict(describe_arrays(wanted))
 
     def same(name: str) -> bool:
         pair = saved_arrays[name], wanted_arrays[name]
@@ -144,7 +144,7 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def described_arrays(tree: Any) -> Iterator[tuple[str, str]]:
+def describe_arrays(tree: Any) -> Iterator[tuple[str, str]]:
     """The dotted name and the dtype[shape] of each array; random keys as the integers that Orbax stores."""
     for name, leaf in named(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -65,7 +65,7 @@ def changes(workdir: epath.Path, config: Mapping[str, Any]) -> list[str]:
         before: Any = core_yaml.parse(paths.read_text(workdir / layout.CONFIG), "")
     except InputError:  # it is replaced now
         return []
-    old, new = _stated(before if isinstance(before, dict) else {}), _stated(config)
+    old, new = _state_settings(before if isinstance(before, dict) else {}), _state_settings(config)
     return [f"{key}: {old[key]} is now {value}" for key, value in new.items() if old.get(key, value) != value]
 
 
@@ -84,7 +84,7 @@ def known_classes(workdir: epath.Path, init_from: str = "") -> tuple[str, ...]:
     names = json_object(paths.read_text(published), published).get("id2label") if published.exists() else None
     named = names if isinstance(names, dict) else {}
     found = tuple(str(named[number]) for number in map(str, range(len(named))) if number in named)
-    return found or (known_classes(layout.path_of(init_from)) if init_from else ())
+    return found or (known_classes(layout.workdir_path(init_from)) if init_from else ())
 
 
 def check_classes(
@@ -176,7 +176,7 @@ def read_runs(folders: Sequence[str]) -> list[RunHistory]:
     """
     workdirs: dict[str, epath.Path] = {}
     for folder in folders:
-        path = layout.path_of(folder)
+        path = layout.workdir_path(folder)
         workdirs_here = _workdirs(path)
         if not workdirs_here:
             what = f"no {layout.METRICS} in it" if path.exists() else "there is no such folder"
@@ -240,10 +240,10 @@ def _read(workdir: epath.Path, name: str) -> RunHistory:
 
 def settings(run: RunHistory) -> dict[str, str]:
     """The settings of a run, each as `section.key`, and its rules."""
-    return _stated(run.config) | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
+    return _state_settings(run.config) | {"rules": run.rules.partition("\n")[0].lstrip("# ")}
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, str]:
+def _state_settings(config: Mapping[str, Any]) -> dict[str, str]:
     return {f"{section}.{key}": json.dumps(value) for section, values in config.items()
             if isinstance(values, dict) for key, value in values.items()} | {
         key: json.dumps(value) for key, value in config.items() if not isinstance(value, dict)

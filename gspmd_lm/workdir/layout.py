@@ -19,7 +19,7 @@ IMPORTED = "hugging_face"  # a folder: the files that came with imported weights
 IGNORED = "ignored.json"  # in it: the fields of config.json that --ignore named
 
 
-def path_of(name: str) -> epath.Path:
+def workdir_path(name: str) -> epath.Path:
     """A local path, in which ~ may stand for the home folder, or a remote one."""
     return epath.Path(name) if files.is_remote(name) else epath.Path(name).expanduser()
 

@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
+def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     """A context in which this process alone writes to an existing workdir. Gives a check that this is still so.
 
     A lock that a dead process left is taken over, and `say` is told so. On an object store a start waits until the lock
@@ -51,7 +51,7 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
-        raise refused(workdir, _read(holder)) from error
+        raise already_running(workdir, _read(holder)) from error
     except NotImplementedError:  # filelock before version 4 gives up on a file system without locks
         with _Beating(str(holder.absolute()), say) as beating:
             yield beating.check
@@ -71,7 +71,7 @@ def held(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable[[], None]]:
-    """A context in which a workdir exists and this run alone writes to it. Gives the check of `held`.
+    """A context in which a workdir exists and this run alone writes to it. Gives the check of `hold`.
 
     The first process alone holds the lock. A folder that was made here and stayed empty is removed again. Raises
     InputError if the folder cannot be made, or if another run writes to it.
@@ -89,7 +89,7 @@ def exclusive(workdir: epath.Path, is_main: bool, say: Say) -> Iterator[Callable
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{workdir}: cannot be written ({files.reason(error)})\n  fix   --workdir=DIR") from error
-    with held(workdir, say) as check:
+    with hold(workdir, say) as check:
         try:
             yield check
         finally:
@@ -110,7 +110,7 @@ def _check_there(workdir: Path) -> None:
         )
 
 
-def refused(workdir: object, holder: dict[str, Any] | None) -> InputError:
+def already_running(workdir: object, holder: dict[str, Any] | None) -> InputError:
     """The error for a second run."""
     who = _described(holder) if holder else "another process"
     return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
@@ -189,7 +189,7 @@ class _Beating:
                 if seen is None:
                     self.say(f"{self.url}: {who} holds the lock; waiting until it ends or is silent")
                 elif now - waited_from > STALE_S:
-                    raise refused(self.url.rpartition("/")[0], holder)
+                    raise already_running(self.url.rpartition("/")[0], holder)
                 seen, seen_at = written, now
             silent_s, beat = now - seen_at, holder.get("beat") if holder else None
             aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= BEAT_S * 1.5

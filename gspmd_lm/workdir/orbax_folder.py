@@ -25,7 +25,7 @@ TRASH = "deleted"  # a step is moved here in one rename, so that a kill cannot l
 _LEAST_SLICE_BYTES = 2**20  # that a device writes of an array that others hold as well
 
 
-def opened(directory: str) -> epath.Path:
+def resolve(directory: str) -> epath.Path:
     """The absolute path of `directory`, which is looked up once, so that a wrong path stops a run before it starts."""
     path = epath.Path(directory)
     scheme, is_url, _ = directory.partition("://")
@@ -72,7 +72,7 @@ def tree(folder: epath.Path) -> Any:
         found = reader.metadata(folder).tree
         if not isinstance(found, dict):
             raise TypeError(f"a {type(found).__name__} of arrays")
-        dict(compatible.described_arrays(found))
+        dict(compatible.describe_arrays(found))
         return found
 
 

@@ -156,7 +156,7 @@ def test_arrays_that_devices_cannot_hold_are_refused_by_counting(monkeypatch):
 def test_only_training_on_gpus_gives_up_matmuls_that_read_a_slice_of_a_stack():
     rules = rules_file.from_dict({"mesh": {"data": 8}}, "here")
     name = "xla_gpu_enable_dynamic_slice_fusion"
-    assert compiler.options("gpu", {}, "here", also=rules.compiled_for)[name] is False
+    assert compiler.options("gpu", {}, "here", also=rules.program_kinds)[name] is False
     assert name not in compiler.options("gpu", {}, "here")
 
 
@@ -166,7 +166,7 @@ def test_gpu_programs_that_offload_may_overlap_although_memory_seems_full():
     factors = []
     for remat in {"save": ["q"]}, {"offload": ["q"]}:
         rules = rules_file.from_dict({"mesh": {"data": 8}, "remat": remat}, "here")
-        factors.append(compiler.options("gpu", {}, rules.path, also=rules.compiled_for)[name])
+        factors.append(compiler.options("gpu", {}, rules.path, also=rules.program_kinds)[name])
     assert factors == [115, 1000]
     assert name not in compiler.options("tpu", {}, "here", also=("offload",))
 
@@ -174,5 +174,5 @@ def test_gpu_programs_that_offload_may_overlap_although_memory_seems_full():
 def test_two_parts_of_a_layer_alone_have_an_option_with_which_libtpu_cannot_compile_four():
     name, parts = "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call", (1, 2, 4)
     rules = [rules_file.from_dict({"mesh": {"data": 8}, "interleave": count}, "here") for count in parts]
-    found = [compiler.options("tpu", {}, "here", also=one.compiled_for).get(name) for one in rules]
+    found = [compiler.options("tpu", {}, "here", also=one.program_kinds).get(name) for one in rules]
     assert found == [None, "true", None]

@@ -78,7 +78,7 @@ def test_scores_are_attention():
     ],
 )
 def test_names_of_merged_tensors(op_name, count, expected):
-    assert op_names.of_each_tensor(op_name, count) == expected
+    assert op_names.tensor_names(op_name, count) == expected
 
 
 @pytest.mark.parametrize(

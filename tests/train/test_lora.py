@@ -164,7 +164,7 @@ def source(small, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("source")
     config = small(layers=1)
     params = drawn(states.arrays(config).params)
-    with checkpoint.of_run(workdir, config) as checkpoints:
+    with checkpoint.run_checkpoints(workdir, config) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, {"data": "", "rules": ""})
     (workdir / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(config)))
     return workdir, flat(params)

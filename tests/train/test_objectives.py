@@ -127,7 +127,7 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
     for name, classes, kind, new in (("a", 1, "number", ["classifier", "classifier_bias", "pooler", "pooler_bias"]),
                                      ("b", 3, "class", ["classifier", "classifier_bias"])):  # fmt: skip
         params = weights(before.model)
-        with checkpoint.of_run(folder / name, before) as checkpoints:
+        with checkpoint.run_checkpoints(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
         after = small(objective="classes", data={"label_kind": kind}, train={"init_from": str(folder / name)},

@@ -327,7 +327,7 @@ def test_matmuls_of_stages_are_kept_as_those_without_stages(remat, matmuls):
     place = MeshPlacement(
         rules_of(FIRST, remat=remat).fill(8), meshes.build(rules_of(FIRST).fill(8), jax.devices()[:8])
     )
-    stage = jax.checkpoint(jax.vmap(lambda x, w: jnp.sin(x @ w)), policy=place.of_a_stage.setting("remat"))
+    stage = jax.checkpoint(jax.vmap(lambda x, w: jnp.sin(x @ w)), policy=place.within_stage.setting("remat"))
     program = jax.make_jaxpr(jax.grad(lambda *given: stage(*given).sum(), (0, 1)))(*[jnp.ones((2, 4, 4))] * 2)
     assert str(program).count("dot_general[") == matmuls
 
@@ -400,7 +400,7 @@ def test_layers_outside_of_the_stages_rest_as_under_other_rules(small):
 
 def test_within_a_stage_no_row_names_it():
     rules = rules_of(FIRST)
-    inner = rules.of_a_stage
+    inner = rules.within_stage
     assert rules.split("rules", "residual", "batch") == ("stage", "fsdp")
     assert inner.split("rules", "residual", "batch") == inner.split("weights", "layers.mlp.w_up", "embed") == ("fsdp",)
     assert inner.stages == () and inner.split("weights", "layers.mlp.w_up", "layers") == ()

@@ -68,7 +68,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
              "narrow": small(embedding_width=24), "images": small(**IMAGES), "learned": small(positions="learned"),
              "full": small(objective="masked", mask="full", positions="none", qkv_bias=True)}  # fmt: skip
     for folder, base in bases.items():
-        with checkpoint.of_run(tmp_path / folder, base) as checkpoints:
+        with checkpoint.run_checkpoints(tmp_path / folder, base) as checkpoints:
             checkpoints.save(1, weights, {})
     every = [*(OTHER | SAME).items(), ("balance", "batch")]
     for name, value in every:
@@ -82,7 +82,7 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
         model = config.ModelConfig(**{**vars(base.model), name: value})
         other = copy.copy(base)
         object.__setattr__(other, "model", model)  # whether it goes with the other sections is not asked here
-        with checkpoint.of_run(folder, other) as checkpoints:
+        with checkpoint.run_checkpoints(folder, other) as checkpoints:
             if name in SAME or value == "batch":
                 checkpoints.restore_weights(abstract(weights["params"]))
                 continue
@@ -94,18 +94,18 @@ def test_a_checkpoint_that_is_older_than_a_key_of_a_mapping_is_taken(small, tmp_
     """It was saved when rope_scaling had fewer keys, which had one meaning: that of their defaults."""
     base, weights = small(), {"params": {"w": jnp.ones(3)}}
     scaled = dataclasses.replace(base, model=dataclasses.replace(base.model, rope_scaling=config.RopeScaling()))
-    with checkpoint.of_run(tmp_path, scaled) as checkpoints:
+    with checkpoint.run_checkpoints(tmp_path, scaled) as checkpoints:
         checkpoints.save(1, weights, {})
     kept = tmp_path / "checkpoints/1/run/metadata"
     run = json.loads(kept.read_text())
     for key in ("truncate", "attention_factor", "short_factors", "long_factors"):
         del run["architecture"]["rope_scaling"][key]
     kept.write_text(json.dumps(run))
-    with checkpoint.of_run(tmp_path, scaled) as checkpoints:
+    with checkpoint.run_checkpoints(tmp_path, scaled) as checkpoints:
         checkpoints._described(1)
     doubled = dataclasses.replace(scaled.model, rope_scaling=config.RopeScaling(attention_factor=2.0))
     with (
-        checkpoint.of_run(tmp_path, dataclasses.replace(scaled, model=doubled)) as checkpoints,
+        checkpoint.run_checkpoints(tmp_path, dataclasses.replace(scaled, model=doubled)) as checkpoints,
         pytest.raises(InputError, match=r"\n  rope_scaling.attention_factor: 1.0 in .*, 2.0 in the config\n  fix"),
     ):
         checkpoints._described(1)

@@ -17,7 +17,7 @@ import pytest
 from gspmd_lm import files
 from gspmd_lm.config import Train
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.workdir.checkpoint import Checkpoints, opened
+from gspmd_lm.workdir.checkpoint import Checkpoints, open_checkpoints
 from tests.workdir.saved import (
     ARCHITECTURE,
     Run,
@@ -213,7 +213,7 @@ def test_an_error_of_a_run_is_raised_though_its_save_fails_too(run, monkeypatch)
     train = Train(steps=1)
     with (
         pytest.raises(RunFailed, match=r"^the first error$"),
-        opened(run.directory.parent, train, ARCHITECTURE, reports.append) as checkpoints,
+        open_checkpoints(run.directory.parent, train, ARCHITECTURE, reports.append) as checkpoints,
     ):
         fail_while_writing(run, checkpoints, monkeypatch)
         raise RunFailed("the first error")

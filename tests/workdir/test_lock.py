@@ -21,7 +21,7 @@ HOLD = """
 import sys, time
 from etils import epath
 from gspmd_lm.workdir import lock
-with lock.held(epath.Path(sys.argv[1]), print):
+with lock.hold(epath.Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -39,7 +39,7 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_told_who_holds_it(holder, tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError) as error, lock.held(epath.Path(tmp_path), print):
+    with pytest.raises(InputError) as error, lock.hold(epath.Path(tmp_path), print):
         pass
     message = str(error.value)
     assert message.startswith(f"{tmp_path}: process {holder.pid} on {os.uname().nodename}, since 20")
@@ -51,12 +51,12 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_said(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     said = []
-    with lock.held(epath.Path(tmp_path), said.append):
+    with lock.hold(epath.Path(tmp_path), said.append):
         assert json.loads((tmp_path / "lock.json").read_text())["process"] == os.getpid()
     assert said[0].startswith(f"{tmp_path}: the lock of process {holder.pid} on {os.uname().nodename}, since 20")
     assert said[0].endswith(", is taken over: that process is gone")
     assert not (tmp_path / "lock.json").exists()
-    with lock.held(epath.Path(tmp_path), said.append):
+    with lock.hold(epath.Path(tmp_path), said.append):
         assert len(said) == 1
 
 
@@ -209,8 +209,8 @@ def test_a_file_system_without_locks_has_the_lock_of_a_store(tmp_path, monkeypat
         raise NotImplementedError
 
     monkeypatch.setattr(filelock.FileLock, "acquire", cannot)
-    with lock.held(epath.Path(tmp_path), print) as check:
+    with lock.hold(epath.Path(tmp_path), print) as check:
         check()
-        with pytest.raises(InputError, match="is writing there"), lock.held(epath.Path(tmp_path), print):
+        with pytest.raises(InputError, match="is writing there"), lock.hold(epath.Path(tmp_path), print):
             pass
     assert not (tmp_path / "lock.json").exists()

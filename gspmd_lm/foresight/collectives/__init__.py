@@ -10,7 +10,7 @@ from gspmd_lm.foresight.collectives.tensors import GATHERS, REDUCTIONS, MovedTen
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.hlo import Instruction, Module
 from gspmd_lm.hardware.network import Network
-from gspmd_lm.sharding.op_names import OpName, of_each_tensor, parse, state_array
+from gspmd_lm.sharding.op_names import OpName, parse, state_array, tensor_names
 from gspmd_lm.sharding.rules import TABLES, Rules
 
 NEAR = 30  # how many users and ancestors are looked at for the name of a tensor that has none
@@ -149,7 +149,7 @@ def _origin(tensor: MovedTensor, result: tuple[str, str], attribution: "Attribut
 def _names_of_op(tensor: MovedTensor, chain: Sequence[Instruction]) -> list[_Candidate]:
     """The names of the op that makes a tensor, the best first; those of the step's arguments are left out."""
     named = [(tensor.name, tensor.instruction)] if tensor.name else []
-    named += [(one.op_name, one) for one in chain if len(of_each_tensor(one.op_name, 1)) == 1]
+    named += [(one.op_name, one) for one in chain if len(tensor_names(one.op_name, 1)) == 1]
     if not tensor.name:  # the name of one of several tensors is better than none
         named.append((tensor.instruction.op_name, tensor.instruction))
     return [_Candidate(parse(text), one) for text, one in named if text and not state_array(text)[0]]

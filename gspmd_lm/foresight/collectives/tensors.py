@@ -13,7 +13,7 @@ from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value
 from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
 from gspmd_lm.hardware.network import Groups
-from gspmd_lm.sharding.op_names import of_each_tensor
+from gspmd_lm.sharding.op_names import tensor_names
 
 WINDOWED = "windowed "
 REDUCTIONS = ("all-reduce", "reduce-scatter", WINDOWED + "reduce-scatter")
@@ -59,7 +59,7 @@ def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
     instruction, inputs, kind = op.instruction, op.inputs, op.kind
     if kind == "all-to-all" and len(inputs) == op.group_size:  # one array, handed in as its pieces
         inputs = (Array(inputs[0].dtype, (len(inputs), *inputs[0].dimensions)),)
-    names, overlapped = of_each_tensor(instruction.op_name, len(inputs)), _overlaps(op)
+    names, overlapped = tensor_names(instruction.op_name, len(inputs)), _overlaps(op)
     for number, array in enumerate(inputs):
         operand = instruction.operands[number]
         if op.scheduled is not instruction and operand.opcode == "pad":  # what is added is not sent
