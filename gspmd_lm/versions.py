@@ -68,7 +68,8 @@ def with_documents(text: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         return text
     named = dict(line.split(", ", 1) for line in urls)
-    return re.sub(r"\bdocs/(\w+\.md)", rf"{named.get('Documentation', 'docs').rstrip('/')}/\1", text)
+    home = named.get("Homepage")
+    return re.sub(r"\bdocs/\w+\.md", rf"{home.rstrip('/')}/blob/main/\g<0>", text) if home else text
 
 
 def _is_checkout() -> bool:

@@ -386,11 +386,17 @@ def test_messages_name_the_program_as_it_was_started(run, monkeypatch, started, 
 def test_messages_of_an_installed_program_name_pages_that_its_user_can_open(run, monkeypatch, tmp_path):
     monkeypatch.setattr(versions, "PACKAGE", tmp_path / "gspmd_lm")
     monkeypatch.setattr(importlib.metadata, "metadata", lambda _: email.message_from_string(
-        "Project-URL: Documentation, https://there/docs/\nProject-URL: Source, https://there"
+        "Project-URL: Documentation, https://pages\nProject-URL: Homepage, https://there/"
     ))  # fmt: skip
     out = run("explain", "--help")[1]
-    assert "gspmd-lm explain: " in out and "(https://there/docs/foresight.md)" in re.sub(r"\s+", " ", out)
-    assert versions.with_documents("see docs/plan.md") == "see https://there/docs/plan.md"
+    assert "gspmd-lm explain: " in out and "(https://there/blob/main/docs/foresight.md)" in re.sub(r"\s+", " ", out)
+    assert versions.with_documents("see docs/plan.md") == "see https://there/blob/main/docs/plan.md"
+
+
+def test_the_documents_that_the_package_names_are_there():
+    named = {name for file in (ROOT / "gspmd_lm").rglob("*.py") for name in
+             re.findall(r"\bdocs/\w+\.md", file.read_text())}  # fmt: skip
+    assert len(named) > 5 and [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_without_its_dependencies_the_program_says_what_to_type():

@@ -198,7 +198,7 @@ def test_rows_of_a_text_are_as_long_as_it_needs_and_memory_is_checked_first(verb
     assert code == 2 and "the text is empty" in err
     text.write_text("0" * 40)
     monkeypatch.setattr(compiler, "_free_bytes", lambda: 190_000)  # the weights have 183 kB
-    monkeypatch.setattr(session, "_restored", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(session, "_restore", lambda *_: pytest.fail("the weights were read"))
     code, _, err = verb("eval", f"--workdir={workdir}", f"--text={text}", *ALONE)
     assert code == 2 and "scoring 1 rows of 40 tokens at a time needs " in err
     assert "GB, and this machine has 0.00019 GB free\n  fix   --batch=1" in err
