@@ -80,14 +80,14 @@ def text(wanted: str = "") -> str:
 
 
 def page() -> str:
-    """The page docs/config.md."""
+    """The page of the site that lists all keys."""
     lines = [
         "# The config",
         "",
         "A config says what is computed. A rules file, which [rules.md](rules.md) explains, says where. The command",
-        "`python main.py keys --markdown > docs/config.md` writes this page, and `python main.py keys WORD` prints the",
-        "keys with that word in their names. `--set KEY=VALUE` sets any of them on the command line, with the value",
-        "written as in YAML: `--set model.layers=4`, `--set train.trackers=[]`.",
+        "`python main.py keys --markdown` prints this page, and `python main.py keys WORD` prints the keys with that",
+        "word in their names. `--set KEY=VALUE` sets any of them on the command line, with the value written as in",
+        "YAML: `--set model.layers=4`, `--set train.trackers=[]`.",
     ]
     for section in sections():
         title = f"`{section.name}`" if section.name else "The whole file"
