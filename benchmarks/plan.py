@@ -1,4 +1,4 @@
-"""How well `plan` estimates and chooses: figures of docs/plan.md. Nothing but compilers runs.
+"""How well `plan` estimates and chooses: figures of benchmarks/plans.md. Nothing but compilers runs.
 
     python -m benchmarks.plan pricing [--write]    # seconds to estimate all layouts of a 405B model on 512 chips
     python -m benchmarks.plan rank 1b-h100:8 [--count 16] [--again]    # estimates beside predictions

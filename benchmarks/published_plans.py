@@ -1,4 +1,4 @@
-"""Published layouts, which others chose by hand, beside what a plan finds: the tables of docs/plan.md about them.
+"""Published layouts, which others chose by hand, beside what a plan finds: the tables of benchmarks/plans.md.
 
 `python -m benchmarks.plan published` and `python -m benchmarks.plan prices` make them.
 """
@@ -96,7 +96,7 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
 
 
 def show_published_prices(rows: Iterable[dict[str, Any]]) -> None:
-    """The table of docs/plan.md, with the latest compiled prediction of each published layout."""
+    """The table of benchmarks/plans.md, with the latest compiled prediction of each published layout."""
     theirs = {row["number"]: row for row in measure.read("foresight_times")}
     errors: dict[str, list[float]] = collections.defaultdict(list)
     print("| row | published run | estimated, s | compiled, s | best of all: estimated, s | compiled, s | its layout |")

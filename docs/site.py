@@ -1,30 +1,53 @@
 """Hooks of mkdocs: pages of the site that stand elsewhere in the repository, and the files that pages link to."""
 
+import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
+from gspmd_lm.cli import config_keys
+
 ROOT = Path(__file__).parent.parent
-PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")  # links of pages in docs/ to files that are not in it
-BESIDE = re.compile(r"\]\((?!\w+:|#)(docs/)?")  # links of pages that stand beside docs/
+# Page of the site -> its file in the repository. All other pages stand in docs/.
+ELSEWHERE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"} | {
+    f"benchmarks/{path.name.replace('README', 'index')}": f"benchmarks/{path.name}"
+    for path in ROOT.glob("benchmarks/*.md")
+}
+PAGES = {source: page for page, source in ELSEWHERE.items()}
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
 def on_files(files, config):
-    """The files of the site: those of docs/, README as its first page, and every file that a page links to."""
-    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
-    for page, source in PAGES.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
-        texts.append(BESIDE.sub(lambda link: "](" if link[1] else "](../", text))
-        files.append(File.generated(config, page, content=texts[-1]))
-    linked = {link for text in texts for link in OUTSIDE.findall(text)}
-    for link in sorted(linked - {*PAGES.values()}):
-        files.append(File.generated(config, f"repository/{link}", abs_src_path=str(ROOT / link)))
+    """The files of the site: those of docs/, the pages that stand elsewhere, and every file that a page links to."""
+    sources = [f"docs/{path.name}" for path in ROOT.glob("docs/*.md")]
+    for page, source in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "config.md", content=config_keys.page()))
+    linked = set()
+    for source in (*sources, *PAGES):
+        links = LINK.findall((ROOT / source).read_text(encoding="utf-8"))
+        linked |= {resolve(link, source) for link in links}
+    for path in sorted(linked):
+        if place(path).startswith("repository/"):
+            files.append(File.generated(config, place(path), abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """The text of a page, whose links lead to the copies of `on_files`."""
-    moved = {source: page for page, source in PAGES.items()}
-    return OUTSIDE.sub(lambda link: f"]({moved.get(link[1], 'repository/' + link[1])}", markdown)
+    """The text of a page, whose links lead to where the site has their files."""
+    here = page.file.src_uri
+    source = ELSEWHERE.get(here, f"docs/{here}")
+    return LINK.sub(
+        lambda link: f"]({posixpath.relpath(place(resolve(link[1], source)), posixpath.dirname(here) or '.')}", markdown
+    )
+
+
+def resolve(link, source):
+    """The file that a link of a file means, from the root of the repository."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+
+
+def place(path):
+    """Where the site has a file of the repository."""
+    return PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}")

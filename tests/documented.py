@@ -19,7 +19,7 @@ from tests.data import conversations
 ROOT = Path(__file__).parent.parent
 # What begins a command. Commands of other programs, such as pip and pytest, are not this project's.
 BEGINS = re.compile(r"python main\.py\b|gspmd-lm\b|python -m (?:gspmd_lm|benchmarks|tests)\b|python examples/")
-SOURCES = ("*.md", "docs/*.md", "configs/*.yaml", "rules/*.yaml", "examples/*.py", "examples/*.yaml")
+SOURCES = ("*.md", "docs/*.md", "benchmarks/*.md", "configs/*.yaml", "rules/*.yaml", "examples/*.py", "examples/*.yaml")
 LINES = [f"the cat number {n} sat on the mat {n * n} times\n" for n in range(400)]
 MODEL = ModelConfig(
     layers=2, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, vocab=272, context=256, compute_dtype="float32"

@@ -205,7 +205,7 @@ def test_the_image_has_all_that_the_package_is_built_from():
     copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, re.M) for name in line.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert copied == {"pyproject.toml", project["project"]["readme"], "LICENSE", *wheel["packages"],
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", *wheel["packages"],
                       *wheel["force-include"]}  # fmt: skip
     extras = set(project["project"]["optional-dependencies"])
     assert {"gcs", *re.findall("HARDWARE=(\\w+)", text)} <= extras

@@ -1,6 +1,7 @@
 """Who may import whom, read from the source; and that importing anything starts nothing."""
 
 import ast
+import collections
 import functools
 import json
 import os
@@ -289,6 +290,47 @@ def test_what_tells_of_devices_is_found(line):
 
 def test_a_file_has_one_job():
     assert [module for module in MODULES if len(text(module).splitlines()) > LONGEST] == []
+
+
+# How often the package does what CONTRIBUTING.md (Style) asks to be rare. A change that lowers a count writes it here.
+# No change raises one.
+RATCHET = {"bare participles": 318, "of_...": 72, "fmt: skip": 354, "conditions on the config in model/": 149}
+PARTICIPLES = "begun chosen drawn found given heard held kept known laid left made seen sent shown taken told written"
+NO_PARTICIPLES = ("embed", "feed", "seed", "speed")
+
+
+def rare_things(module):
+    """What of RATCHET a file has: (what, how often)."""
+    nodes = list(ast.walk(tree(module)))
+    names = [node.name.strip("_") for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    past = [name in PARTICIPLES.split() or (name.endswith("ed") and name not in NO_PARTICIPLES) for name in names]
+    yield "bare participles", sum(is_past for name, is_past in zip(names, past, strict=True) if "_" not in name)
+    yield "of_...", sum(name == "of" or name.startswith("of_") for name in names)
+    yield "fmt: skip", text(module).count("fmt: skip")
+    if room(module) == "model":
+        tests = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
+        tests += [test for node in nodes if isinstance(node, ast.comprehension) for test in node.ifs]
+        asked = sum(bool(re.search(r"\b(cfg|config)\b", ast.unparse(test))) for test in tests)
+        yield "conditions on the config in model/", asked
+
+
+def test_what_is_to_be_rare_does_not_grow():
+    counts = collections.Counter()
+    for module in MODULES:
+        counts.update(dict(rare_things(module)))
+    assert {what: count for what, count in counts.items() if count > RATCHET[what]} == {}
+
+
+def test_tests_stand_in_a_folder_of_the_name_of_their_room():
+    """Those of files beside the rooms, and of several rooms together, stand beside the folders."""
+    tests = {path.name for path in PACKAGE.parent.glob("tests/*/") if any(path.glob("test_*.py"))}
+    rooms = {path.name for path in PACKAGE.glob("*/") if (path / "__init__.py").exists() or any(path.glob("*.py"))}
+    assert tests - {"attacks"} == rooms
+
+
+def test_contributing_shows_the_floors():
+    shown = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "```\n" + "\n".join(", ".join(floor.split()) for floor in reversed(FLOORS)) + "\n```" in shown
 
 
 def test_the_first_line_of_a_file_says_what_it_is_for():

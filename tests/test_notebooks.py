@@ -1,5 +1,11 @@
-"""The notebooks of examples/ run from their first cell to their last, and show what they promise."""
+"""The notebooks of examples/ run from their first cell to their last, and show what they promise.
 
+They are stored with what they print. After a change to one of them, `python -m tests.test_notebooks` runs them again.
+"""
+
+import hashlib
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +24,54 @@ SHOWN = {  # notebook -> how many cells show a page, what cells print, and what 
 }
 
 
+def sources(notebook):
+    """The sha256 of all cells, by which stored outputs are known to be theirs."""
+    return hashlib.sha256("\0".join(cell.source for cell in notebook.cells).encode()).hexdigest()
+
+
+def execute(notebook, folder):
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def store():
+    """Runs each notebook and writes it with its outputs: texts alone, since a repository's page shows no frames."""
+    os.environ["PYTHONPATH"] = str(EXAMPLES.parent)
+    os.environ.pop("JAX_PLATFORMS", None)
+    for name in SHOWN:
+        notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+        with tempfile.TemporaryDirectory() as folder:
+            execute(notebook, folder)
+            places = {f"{folder}/": "", f"{EXAMPLES.parent}/": "", str(Path.home()): "~"}
+        for cell in notebook.cells:
+            cell.metadata.pop("execution", None)
+            if cell.cell_type == "code":
+                cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            for output in cell.get("outputs", ()):
+                texts = output.get("data", output)
+                if "<iframe" in texts.get("text/html", ""):
+                    del texts["text/html"]
+                for key in {"text", "text/plain", "text/html"} & texts.keys():
+                    for place, short in places.items():
+                        texts[key] = texts[key].replace(place, short)
+        notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "sources": sources(notebook)}
+        nbformat.write(notebook, EXAMPLES / f"{name}.ipynb")
+
+
 def test_every_notebook_is_run():
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {*SHOWN}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_notebook_is_stored_with_its_outputs(name):
+    path = EXAMPLES / f"{name}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.get("sources") == sources(notebook), "python -m tests.test_notebooks"
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells) and sum(bool(cell.outputs) for cell in cells) >= 3
+    assert path.stat().st_size < 100_000 and str(Path.home()) not in path.read_text()
 
 
 @pytest.mark.slow
@@ -29,8 +81,7 @@ def test_a_notebook(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # as a reader's shell, which has none
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
-    nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    execute(notebook, tmp_path)
     cells = [cell.get("outputs", []) for cell in notebook.cells]
     printed = "".join(output.get("text", "") for outputs in cells for output in outputs)
     shown = [[output["data"] for output in outputs if "data" in output] for outputs in cells]
@@ -97,3 +148,7 @@ def test_a_task_and_a_step_of_cells_are_explained(tmp_path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert "parameters: 136\n" in said and "step: step\n" in said
+
+
+if __name__ == "__main__":
+    store()

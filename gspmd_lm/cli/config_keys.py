@@ -166,12 +166,12 @@ def _words_here(word: str) -> set[str]:
 
 
 def page() -> str:
-    """The page docs/config.md."""
+    """The page of the site that lists all keys."""
     lines = [
         "# The config",
         "",
         "A config says what is computed. A rules file, which [rules.md](rules.md) explains, says where. The command",
-        "`python main.py keys --markdown > docs/config.md` writes this page. `python main.py keys WORD` prints the",
+        "`python main.py keys --markdown` prints this page. `python main.py keys WORD` prints the",
         "keys of both files with that word in their names or meanings, or what other projects call so: `keys lr`.",
         "`--set KEY=VALUE` sets any of them on the command line, with the value written as in YAML:",
         "`--set model.layers=4`, `--set train.trackers=[]`.",

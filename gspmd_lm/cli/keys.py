@@ -6,7 +6,7 @@ from gspmd_lm.cli.verb import Flags, Verb
 
 
 def _define(flags: Flags) -> None:
-    flags.yes_no("markdown", "Print the page docs/config.md.")
+    flags.yes_no("markdown", "Print all keys as a page in Markdown.")
     flags.text(
         "schema",
         None,

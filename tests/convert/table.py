@@ -1,4 +1,4 @@
-"""The table of docs/models.md, from the results of tests.
+"""The table of benchmarks/models.md, from the results of tests.
 
 pytest tests/convert tests/infer/test_references.py --junit-xml=default.xml
 pytest -m parity --junit-xml=parity.xml
@@ -20,7 +20,7 @@ from pathlib import Path
 from gspmd_lm.convert.families import FAMILIES
 from tests.convert import references
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent.parent / "benchmarks" / "models.md"
 START, END = "<!-- The table is made by python -m tests.convert.table. -->", "<!-- End of the table. -->"
 # Column -> the tests that must have passed, {} being the name of the case.
 COLUMNS = {

@@ -18,8 +18,7 @@ from gspmd_lm.runtime import compiler
 from gspmd_lm.train import state
 
 ROOT = Path(__file__).parents[2]
-PREDICTIONS = (ROOT / "docs/predictions.md").read_text()
-VALIDATION = (ROOT / "docs/validation.md").read_text()
+PAGES = "".join((ROOT / page).read_text() for page in ("docs/validation.md", "benchmarks/known_runs.md"))
 ROWS = step_times.rows()
 KEPT = measure.read("foresight_times")
 pytestmark = pytest.mark.usefixtures("shapes_once")
@@ -39,27 +38,26 @@ def test_what_is_kept_is_of_the_rows_as_they_stand(one_in):
     ids=["constants", "fitted", "held out", "other frameworks", "errors", "orders", "doubts"],
 )
 def test_the_documents_have_what_was_predicted(table):
-    page = PREDICTIONS if table.startswith("| constant |") else VALIDATION
-    assert table.count("\n") > 2 and table in page
+    assert table.count("\n") > 2 and table in PAGES
 
 
 @pytest.mark.parametrize("name", ["order", "bytes", "compilation", "fits"])
 def test_validation_has_the_other_tables_too(name):
     table = measure.markdown(measure.read(f"foresight_{name}"), getattr(foresight, name.upper()))
-    assert table in VALIDATION
-    assert foresight_memory.table(measure.read("foresight_memory")) in VALIDATION
+    assert table in PAGES
+    assert foresight_memory.table(measure.read("foresight_memory")) in PAGES
 
 
 @pytest.mark.slow
 def test_validation_has_what_published_mixtures_did_otherwise():
-    assert measure.markdown(published_experts.rows(), published_experts.COLUMNS) in VALIDATION
+    assert measure.markdown(published_experts.rows(), published_experts.COLUMNS) in PAGES
 
 
 def test_runs_with_operands_of_8_bits_are_those_that_were_compared():
     """None of them was fitted to, and the only published order is the estimated one."""
     rows, kept = step_times.rows(step_times.EIGHT_BITS), measure.read("foresight_eight_bits")
     assert [row["row"] for row in kept] == [row.name for row in rows]
-    assert measure.markdown(kept, foresight.EIGHT_BITS) in VALIDATION
+    assert measure.markdown(kept, foresight.EIGHT_BITS) in PAGES
     both = rows[0], dataclasses.replace(rows[0], matmul_dtype=None)
     where = target.parse(rows[0].target)
     narrow_s, wide_s = (
@@ -70,20 +68,19 @@ def test_runs_with_operands_of_8_bits_are_those_that_were_compared():
 
 
 def test_sentences_give_the_figures_that_are_kept():
-    predictions, validation = (" ".join(page.split()) for page in (PREDICTIONS, VALIDATION))
+    pages = " ".join(PAGES.split())
     off = [abs(row["error"]) for row in measure.read("foresight_memory")]
-    assert f"The mean error is {statistics.mean(off):.1%}." in validation
+    assert f"The mean error is {statistics.mean(off):.1%}." in pages
     last = measure.read("foresight_bytes")[-1]
-    assert f"{last['exposed']} of the collectives' time of `{last['layout']}` on `{last['target']}`" in validation
+    assert f"{last['exposed']} of the collectives' time of `{last['layout']}` on `{last['target']}`" in pages
     first, slower = KEPT[0], CHIPS["v6e"].offloading_slowdown
     share = first["parts_s"]["matmul_s"] * (1 - 1 / slower) / first["predicted_s"]
     assert (
         f"{slower - 1:.2f} of {slower} of the time of all matmuls of such a program is unexplained: {share:.0%}"
-        in predictions
+        in pages
     )
     said = {row["chip"]: row for row in published_errors.errors(KEPT)}["all GPUs"]
-    for page in (predictions, validation):
-        assert f"{said['mean']} in the mean of {said['rows']} published runs of JAX on GPUs" in page
+    assert pages.count(f"{said['mean']} in the mean of {said['rows']} published runs of JAX on GPUs") == 2
 
 
 def test_the_slowdown_of_hopper_is_the_one_that_fits_its_rows():
@@ -93,7 +90,7 @@ def test_the_slowdown_of_hopper_is_the_one_that_fits_its_rows():
     assert [row["rows"] for row in alone] == list(map(str, published_errors.HOPPER))
     told = [float(error.rstrip("%")) for error in fitted["errors"].split(", ")]
     assert told == pytest.approx([float(KEPT[n]["error"].rstrip("%")) for n in (8, 9, 10, 11, 12)], abs=0.11)
-    assert measure.markdown([fitted, *alone], published_errors.REFITTED) in PREDICTIONS
+    assert measure.markdown([fitted, *alone], published_errors.REFITTED) in PAGES
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
@@ -104,10 +101,10 @@ def test_other_pages_give_the_same_errors(page):
         assert f"{said[name]['mean']} in the mean of {said[name]['rows']} published runs" in text
 
 
-def test_the_readme_counts_the_pairs_in_the_known_order():
+def test_a_document_counts_the_pairs_in_the_known_order():
     pairs = measure.read("foresight_order")
     assert all(pair["as_known"] == "yes" for pair in pairs) and len(pairs) == 17
-    assert "eventeen of seventeen pairs came out in the known order" in (ROOT / "README.md").read_text()
+    assert "All seventeen pairs are predicted in the known order." in PAGES
 
 
 def test_the_known_errors_are_those_of_the_benchmark():
@@ -126,13 +123,12 @@ def test_the_errors_on_one_gpu_are_those_that_were_measured_there():
 
 def test_the_documents_have_what_was_measured_on_one_gpu():
     rows = measure.read("on_device")
-    assert measure.markdown(rows, on_device.COLUMNS) in VALIDATION
+    assert measure.markdown(rows, on_device.COLUMNS) in PAGES
     mean = statistics.mean(abs(float(row["error"].rstrip("%"))) for row in rows)
     assert {row["memory_error"] for row in rows} == {"-0.0%"}
-    readme = " ".join((ROOT / "README.md").read_text().split())
     assert (
         f"predictions of {len(rows)} steps missed by {mean:.1f}% in the mean, and those of their memory by nothing"
-        in readme
+        in " ".join(PAGES.split())
     )
 
 

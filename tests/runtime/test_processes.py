@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import jax
@@ -202,6 +203,11 @@ def test_the_wheel_carries_rules_and_configs(tmp_path):
         [sys.executable, "-m", "build", "--wheel", f"--outdir={tmp_path}", str(ROOT)], check=True, capture_output=True
     )
     (wheel,) = tmp_path.glob("gspmd_lm-*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (name for name in files.namelist() if name.endswith("dist-info/METADATA"))
+        assert "gspmd_lm/py.typed" in files.namelist()
+        links = re.findall(r"\]\(([^)]+)\)", files.read(metadata).decode())
+        assert len(links) > 10 and all("://" in link for link in links), "the README is read elsewhere"
     venv.create(tmp_path / "venv", with_pip=True)
     bin_folder = tmp_path / "venv/bin"
     subprocess.run([bin_folder / "pip", "install", "-q", wheel], check=True, capture_output=True)
