@@ -1,5 +1,6 @@
 """Keys and values that later layers share: the last layers make none of their own (Gemma 3n)."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +27,7 @@ def kind_of_layer(cfg: config.ModelConfig) -> str:
 class KeepingAttention(Attention):
     """Attention that keeps its keys and values for later layers."""
 
+    @nn.nowrap
     def finish_keys(self, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
         """Keys and values, and the tokens with both kept."""
         assert tokens.kept is not None
@@ -38,6 +40,7 @@ class SharingAttention(Attention):
 
     made = ""
 
+    @nn.nowrap
     def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
         """The keys and values of the earlier layer."""
         assert tokens.shared is not None
