@@ -23,9 +23,9 @@ from gspmd_lm.convert.fields import (
     Renamed,
     Values,
     check_each_layer,
+    default_rotation,
     number_of_layers,
     shortest_pattern,
-    usually_rotated,
 )
 from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
 from gspmd_lm.convert.rope import Rope
@@ -143,7 +143,7 @@ class ChunkedLayers:
     """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        usual = usually_rotated(reader, values)
+        usual = default_rotation(reader, values)
         rotated = check_each_layer(
             reader, "no_rope_layers", reader.get(["no_rope_layers"], usual) or usual, usual, "01"
         )
