@@ -48,9 +48,7 @@ _MASKED = Family(
 FAMILIES = (
     _MASKED,
     _MASKED.classifier(
-        "ElectraForPreTraining",
-        (*_ELECTRA, _REPLACED, _GELU),
-        (*_TENSORS, *class_tensors(*_DISCRIMINATOR)),
+        "ElectraForPreTraining", (*_ELECTRA, _REPLACED, _GELU), (*_TENSORS, *class_tensors(*_DISCRIMINATOR))
     ),
     _MASKED.classifier(
         "ElectraForSequenceClassification",

@@ -51,10 +51,7 @@ def llama_tensors(
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
     each_qkv = separate_qkv(attention, interleaved_rope=interleaved_rope)
     one_qkv = linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
-    separate_mlp = (
-        *linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
-        *linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
-    )
+    separate_mlp = (*linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"), *linear(f"{mlp}.{up}", "F D", "mlp.w_up"))
     one_mlp = linear(f"{mlp}.gate_up_proj", "J D", "mlp.w_gate", "mlp.w_up", bias=False)
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),

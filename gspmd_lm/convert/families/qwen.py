@@ -14,13 +14,7 @@ from gspmd_lm.convert.families.llama import (
     routed_experts,
     shared_experts,
 )
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    NO_HEAD_DIM,
-    ROTATED,
-    llama_fields,
-    mixture,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, NO_HEAD_DIM, ROTATED, llama_fields, mixture
 from gspmd_lm.convert.fields import (
     FieldCodec,
     Fixed,
