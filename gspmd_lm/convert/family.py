@@ -174,7 +174,7 @@ def llama_fields(
     kv_heads: as for `KeyHeads`. head_dim: 0 means the width divided by the heads. head_dim, eps: or other fields.
     """
     sizes = (Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"))
-    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float) else eps
+    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float | int) else eps
     head = Renamed("head_dim", "head_dim", head_dim or divide_width) if isinstance(head_dim, int) else head_dim
     return (*SIZES, KeyHeads(kv_heads), *sizes, norms, head, rope, activation, TIED if tied else UNTIED)
 
