@@ -134,7 +134,7 @@ def add_models(at: Path) -> None:
         rows, model = test_encoder_families._model(raw)
         tensors = {}
         for tensor in rows.tensors:
-            if tensor.weights != ("unembedding",) and tensor.is_of(model):
+            if tensor.weights != ("unembedding",) and tensor.exists_in(model):
                 for layer in range(model.layers if "{}" in tensor.name else 1):
                     shape = tensor.shape(model)
                     tensors[tensor.name.format(layer)] = references.weight(tensor.name, tuple(shape), 0)

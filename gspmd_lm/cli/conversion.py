@@ -116,7 +116,7 @@ def _write_sidecars(workdir: epath.Path, published: pretrained.Pretrained, carri
 def _sidecars_of(source: Path) -> dict[str, bytes]:
     """The sidecar files of published weights: name -> content. Raises InputError if one cannot be read."""
     try:
-        return {name: path.read_bytes() for name, path in sidecars.carried(source).items()}
+        return {name: path.read_bytes() for name, path in sidecars.find_sidecars(source).items()}
     except OSError as error:
         raise InputError(
             f"{error.filename}: cannot be read ({error.strerror})\n  fix   make it readable, or remove it"
@@ -158,7 +158,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
         imported, written, ends = {}, {}, []  # they are those of the base model
     else:
         export.family_and_config(folder, dataclasses.replace(model, lora=None), like, values.dtype)
-        imported = sidecars.exported(original, config.data.tokenizer)
+        imported = sidecars.choose_sidecars(original, config.data.tokenizer)
         written, ends = _written_anew(config, imported, original)
     built = _build_step(begun, config)
     wanted = built.abstract_state.params
@@ -194,7 +194,7 @@ def _written_anew(
 ) -> tuple[dict[str, bytes], list[int]]:
     """The sidecar files that a run asks for beside those that came with its weights, and the ids that end a text."""
     model = config.model
-    written, ends = sidecars.written_anew(imported, original, config.data.tokenizer, model.vocab)
+    written, ends = sidecars.write_text_sidecars(imported, original, config.data.tokenizer, model.vocab)
     if patches := model.vision.patches if model.vision else model.patches:
         written |= images.write_preprocessing(patches, config.data.images)
     if model.frames:

@@ -200,7 +200,7 @@ def unknown_fields(row: Family, raw: Mapping[str, Any]) -> list[str]:
     null, and a value that is empty, count as not set. false and 0 count as set, because `is_causal: false` means
     something. transformers has no such field and so no default for it; a test checks that.
     """
-    raw, known = row.flat(raw), known_fields(row, raw)
+    raw, known = row.flatten(raw), known_fields(row, raw)
     unknown = raw.keys() - known
     return sorted(name for name in unknown if raw[name] not in (None, "", [], {}) and not DROPOUT.search(name))
 
@@ -216,7 +216,7 @@ def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
     """Sentences about what a config.json says and the settings do not."""
     sentences = _read(row, raw)[0].notes
     rates = {
-        name: rate for name, rate in row.flat(raw).items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)
+        name: rate for name, rate in row.flatten(raw).items() if DROPOUT.search(name) and not _OTHER_HEADS.search(name)
     }
     rates = {name: rate for name, rate in rates.items() if isinstance(rate, int | float) and rate is not True}
     if drops := [f"{name}: {rate}" for name, rate in rates.items() if rate > 0]:
@@ -226,7 +226,7 @@ def notes(row: Family, raw: Mapping[str, Any]) -> list[str]:
 
 def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Collection[str]) -> None:
     """Raises InputError if a field to be ignored does not exist, or has a known meaning."""
-    fields, unknown = row.flat(raw), unknown_fields(row, raw)
+    fields, unknown = row.flatten(raw), unknown_fields(row, raw)
     for name in ignored:
         if name not in fields:
             raise InputError(f"--ignore={name}: not in {place}{did_you_mean(name, unknown)}\n  fix   drop it")
@@ -236,7 +236,7 @@ def check_ignored(row: Family, raw: Mapping[str, Any], place: str, ignored: Coll
 
 def _read(row: Family, raw: Mapping[str, Any]) -> tuple[ConfigReader, Values]:
     """The settings that the codecs of a family read from a config.json, and the reader with its problems."""
-    raw = row.flat(raw)
+    raw = row.flatten(raw)
     reader, values = ConfigReader(raw), Values()
     for codec in (*row.codecs, *EVERY_FAMILY):
         codec.read(reader, values)
@@ -255,13 +255,13 @@ def config_json_of(row: Family, model: config.ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [row.architecture], "model_type": row.model_type}
     for codec in row.codecs:
         written |= codec.write(model)
-    return row.nested(written)
+    return row.nest(written)
 
 
 def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) -> list[str]:
     """The settings of `model` that a config.json contradicts, each with both values."""
     try:
-        values = model_settings(row, raw, row.name, ignored=row.flat(raw))  # unknown ones were dealt with on import
+        values = model_settings(row, raw, row.name, ignored=row.flatten(raw))  # unknown ones were dealt with on import
         sections = _sections(row.name, values, values["context"]) | {"train": {"steps": 1}}
         theirs = config.from_dict(sections, row.name).model
     except InputError as error:
@@ -295,8 +295,8 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
         if not differences(row, like, model):
             return row, dict(like)
         newer = ("rope_parameters", "layer_types")  # these are written again, in the older form or in the same
-        kept = {name: value for name, value in row.flat(like).items() if name not in newer}
-        written = row.nested(kept | row.flat(config_json_of(row, model)))
+        kept = {name: value for name, value in row.flatten(like).items() if name not in newer}
+        written = row.nest(kept | row.flatten(config_json_of(row, model)))
         if differ := differences(row, written, model):
             raise InputError(_inexpressible(row, differ))
         return row, written

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gspmd_lm.convert.safetensors import DTYPES, Stored, picked
+from gspmd_lm.convert.safetensors import DTYPES, Stored, pick
 from gspmd_lm.convert.strict_json import shown
 from gspmd_lm.errors import InputError
 
@@ -50,7 +50,7 @@ class Dequantised(Stored):
             return np.empty((0, *view[1:]), np.float32)[:, *index[1:]]
         start, stop = int(asked.min()), int(asked.max()) + 1
         rows = self.rows(start * size, stop * size).reshape(stop - start, *view[1:])
-        return picked(rows, [asked - start, *index[1:]])
+        return pick(rows, [asked - start, *index[1:]])
 
 
 def split_config(raw: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
@@ -130,7 +130,7 @@ def _block(about: Mapping[str, Any]) -> tuple[int, int]:
     return 0, 0
 
 
-def dequantised(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str) -> dict[str, Stored]:
+def dequantise_tensors(stored: Mapping[str, Stored], about: Mapping[str, Any], place: str) -> dict[str, Stored]:
     """The tensors of a model, in which the parts of a quantised one have become one, named as in a plain model.
 
     Raises InputError if parts are missing, or do not fit each other.

@@ -58,7 +58,7 @@ class Family:
     def is_no_weight(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.no_weights)
 
-    def is_of_head(self, name: str) -> bool:
+    def is_head_tensor(self, name: str) -> bool:
         """Whether a tensor belongs to what stands on the stack of blocks, in this row or in another one."""
         return any(re.search(pattern, name) for pattern in self.heads)
 
@@ -66,7 +66,7 @@ class Family:
         """The name of a tensor whose file may be old."""
         return next((name.removesuffix(old) + new for old, new in self.older_names.items() if name.endswith(old)), name)
 
-    def flat(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def flatten(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json, with those of its parts among them.
 
         transformers once wrote the fields of a part as text_config_dict, too. Where these are, they are what counts.
@@ -80,8 +80,8 @@ class Family:
                 found[part] = inner
         return found
 
-    def nested(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The nested fields that `flat` made flat ones of."""
+    def nest(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The nested fields that `flatten` made flat ones of."""
         made: dict[str, Any] = {}
         for name, value in fields.items():
             part, dot, inner = name.partition(".")
@@ -174,7 +174,7 @@ def llama_fields(
     kv_heads: as for `KeyHeads`. head_dim: 0 means the width divided by the heads. head_dim, eps: or other fields.
     """
     sizes = (Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"))
-    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float) else eps
+    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float | int) else eps
     head = Renamed("head_dim", "head_dim", head_dim or divide_width) if isinstance(head_dim, int) else head_dim
     return (*SIZES, KeyHeads(kv_heads), *sizes, norms, head, rope, activation, TIED if tied else UNTIED)
 

@@ -257,7 +257,7 @@ def check_each_layer(reader: ConfigReader, name: str, found: Any, usual: list[An
     return usual
 
 
-def usually_rotated(reader: ConfigReader, values: Values) -> list[int]:
+def default_rotation(reader: ConfigReader, values: Values) -> list[int]:
     """The default of no_rope_layers: 0 for every no_rope_layer_interval-th layer, and 1 for the others."""
     interval = reader.whole(["no_rope_layer_interval"], 4, 1)
     return [int((i + 1) % interval != 0) for i in range(number_of_layers(values))]

@@ -66,7 +66,7 @@ class Tensor:
     )  # sizes that differ from those of a model
     interleaved_rope: bool = False  # values that are rotated together are neighbours; ours are half a head apart
     float32: bool = False  # whether files have it in float32, whatever the dtype of the others
-    is_of: Callable[[config.ModelConfig], bool] = lambda model: True  # whether a model has this tensor
+    exists_in: Callable[[config.ModelConfig], bool] = lambda model: True  # whether a model has this tensor
 
     @property
     def is_one_of_several(self) -> bool:
@@ -78,7 +78,7 @@ class Tensor:
         """Whether it holds weights of routed experts."""
         return "{expert}" in self.name or "E" in self.axes
 
-    def of(self, model: config.ModelConfig) -> config.ModelConfig:
+    def stack_config(self, model: config.ModelConfig) -> config.ModelConfig:
         """The settings of the stack of blocks whose weights it holds: those of an inner one, or of the model."""
         return inner(self.weights[0], model) or model
 
@@ -99,7 +99,7 @@ class Tensor:
                 inside = False
             elif inside:
                 shape[-1] *= sizes[word]
-            elif word == "x" and (patches := self.of(model).patches):
+            elif word == "x" and (patches := self.stack_config(model).patches):
                 shape += [patches.channels, patches.size, patches.size]
             elif word == "s":
                 shape += [math.isqrt(sizes[word])] * 2
@@ -116,7 +116,7 @@ class Tensor:
 
     def _along(self, weight: str, letter: str, model: config.ModelConfig) -> np.ndarray:
         """For each entry of our weight along an axis, the entry of the tensor; -1 for padding."""
-        sizes, model = self._sizes(model), self.of(model)
+        sizes, model = self._sizes(model), self.stack_config(model)
         padded = {"V": model.padded_vocab or model.vocab}
         if not self.linear:
             padded |= {"N": model.head_rows, "K": model.kv_head_rows}
@@ -131,7 +131,7 @@ class Tensor:
                 each = [count // sizes["K"] for count in heads]  # of one key head
                 entries = entries // each[number] * sum(each) + sum(each[:number]) + entries % each[number]
         elif model.latent_attention and letter in "HP" and weight.startswith("attention."):
-            entries = _of_latent_attention(weight, model)
+            entries = _latent_entries(weight, model)
         elif letter == "F" and "J" in self.axes:
             which = self.weights.index(weight)
             entries = 2 * entries + which if self.interleaved_gate else entries + size * which
@@ -148,7 +148,7 @@ class Tensor:
         return [K if weight[-1] in of_keys else N for weight in self.weights]
 
     def _sizes(self, model: config.ModelConfig) -> Mapping[str, int]:
-        j, model = model.vision.projection if model.vision else 0, self.of(model)
+        j, model = model.vision.projection if model.vision else 0, self.stack_config(model)
         N, K, H = model.heads, model.kv_heads, model.head_dim
         A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):
@@ -176,7 +176,7 @@ def _latent_sizes(model: config.ModelConfig) -> Mapping[str, int]:
     return {"Q": latent.q_rank, "Z": Z, "P": model.rope_dim, "G": Z + model.rope_dim, "X": own + latent.v_head_dim}
 
 
-def _of_latent_attention(weight: str, model: config.ModelConfig) -> np.ndarray:
+def _latent_entries(weight: str, model: config.ModelConfig) -> np.ndarray:
     """For the numbers of a head, or of the key that all heads share, the entries of the tensor.
 
     In files, what is rotated stands last, and numbers that are rotated together are neighbours.
@@ -197,7 +197,7 @@ class AxisOrder:
     along: tuple[np.ndarray, ...]  # for each axis of our weight: the tensor's entries; -1 for padding
     order: tuple[int, ...]  # for each axis of the tensor's view: the axis of our weight
 
-    def picked(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...]]:
+    def pick(self, index: tuple[slice, ...]) -> tuple[list[slice | np.ndarray], tuple[slice, ...]]:
         """The entries of the view that a slice of our array holds, and where they are in the slice, axis by axis.
 
         The rest of the slice is padding.
@@ -216,7 +216,7 @@ class AxisOrder:
         if not self.along:  # a single number
             view[...] = piece
             return
-        take, into = self.picked(index or tuple(slice(0, len(along)) for along in self.along))
+        take, into = self.pick(index or tuple(slice(0, len(along)) for along in self.along))
         values = piece[into].transpose(self.order)
         slices = tuple(at for at in take if isinstance(at, slice))
         if len(slices) == len(take):

@@ -60,7 +60,7 @@ def array_locations(row: Family, model: config.ModelConfig) -> Any:
     held = {
         (weight, tensor.has_experts): tensor
         for tensor in row.tensors
-        if tensor.is_of(model)
+        if tensor.exists_in(model)
         for weight in tensor.weights
     }
     lacking = []
@@ -130,7 +130,7 @@ class Pretrained:
         return named or self.tokenizer is not None or self.config.model.vocab == Bytes.vocab_size
 
     @functools.cached_property
-    def _drawn(self) -> Mapping[str, np.ndarray]:
+    def _new_weights(self) -> Mapping[str, np.ndarray]:
         """The values of the new weights."""
         draw = functools.partial(of_flax.draw_params, functools.partial(init, self.config.model), self.new)
         return jax.device_get(jax.jit(draw)(jax.random.key(self.config.train.seed)))
@@ -171,7 +171,7 @@ class Pretrained:
     def part(self, location: ArrayLocation, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of one of our arrays, read from the files; padding is zero."""
         if location.path in self.new:
-            return np.asarray(self._drawn[location.path][index], location.dtype)
+            return np.asarray(self._new_weights[location.path][index], location.dtype)
         model, tensor = self.config.model, location.tensor
         if not location.shape:
             return np.asarray(self.files[tensor.name].read((), ()), location.dtype)
@@ -185,7 +185,7 @@ class Pretrained:
         return whole
 
     def _fill(self, out: np.ndarray, stored: Stored, rows: AxisOrder, index: tuple[slice, ...], view: tuple[int, ...]):
-        take, into = rows.picked(index)
+        take, into = rows.pick(index)
         theirs = out[into].transpose(rows.order)  # in the tensor's order of dimensions
         step = max(BLOCK_BYTES * view[0] // stored.bytes, 1)
         for start in range(0, len(theirs), step):
@@ -243,9 +243,9 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
         stored = multimodal.text_tensors(stored)
     left_out = len(every) - len(stored)
     if quantised:
-        stored = dequantise.dequantised(stored, quantised, str(folder))
+        stored = dequantise.dequantise_tensors(stored, quantised, str(folder))
     with_unused, stored = len(stored), multimodal.without_unused(stored, raw)
-    stored, of_other_heads = _of_head(row, stored)
+    stored, of_other_heads = _head_tensors(row, stored)
     tokenizer = folder / architecture.TOKENIZER
     weights = [where for name, where in stored.items() if not row.is_no_weight(name) and not row.keeps_float32(name)]
     dtypes = {where.dtype for where in weights if where.dtype in safetensors.DTYPES}
@@ -261,7 +261,7 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     tree = array_locations(row, run_config.model)
     leaves = jax.tree.leaves(tree)
     new = _new_paths(row, raw, leaves, stored)
-    files = _checked(folder, row, run_config.model, [leaf for leaf in leaves if leaf.path not in new], stored)
+    files = _check_leaves(folder, row, run_config.model, [leaf for leaf in leaves if leaf.path not in new], stored)
     like = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
     like["torch_dtype"] = source_dtype
     if text is not whole:
@@ -276,12 +276,12 @@ def _read(folder: Path, overrides: Sequence[str], ignored: Collection[str], fix:
     return Pretrained(run_config, row, like, there, files, tree, left_out, notes, new)
 
 
-def _of_head(row: Family, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
+def _head_tensors(row: Family, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
     """The tensors without those of heads that the row does not have, under today's names; and the names left out."""
     stored = {new if (new := row.todays_name(name)) == name or new not in stored else name: where
               for name, where in stored.items()}  # fmt: skip
     known = {tensor.name for tensor in row.tensors} | row.twice.keys()
-    others = [name for name in stored if row.is_of_head(name) and not {name, row.prefix + name} & known]
+    others = [name for name in stored if row.is_head_tensor(name) and not {name, row.prefix + name} & known]
     return {name: where for name, where in stored.items() if name not in others}, others
 
 
@@ -293,7 +293,7 @@ def _new_paths(
     if isinstance(classes, list) and row.architecture in classes:
         return []
     have = stored.keys() | {row.prefix + name for name in stored}
-    return [leaf.path for leaf in leaves if row.is_of_head(leaf.tensor.name) and not have & {*leaf.names()}]
+    return [leaf.path for leaf in leaves if row.is_head_tensor(leaf.tensor.name) and not have & {*leaf.names()}]
 
 
 def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Mapping[str, Stored]) -> None:
@@ -302,7 +302,7 @@ def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Map
     This comes first, because finding the shapes of all weights takes longer the deeper the model is.
     """
     held = sum(math.prod(where.shape) for where in stored.values())
-    shapes = {tensor.name: tensor.shape(model) for tensor in row.tensors if tensor.is_of(model)}
+    shapes = {tensor.name: tensor.shape(model) for tensor in row.tensors if tensor.exists_in(model)}
     lines = [f"  {name} should be {_times(shape)}" for name, shape in shapes.items() if math.prod(shape) > held]
     if model.layers > len(stored) and not model.shared_layers:
         lines.append(f"  there should be {model.layers:,} layers")
@@ -313,7 +313,7 @@ def _check_sizes(place: str, row: Family, model: config.ModelConfig, stored: Map
         )
 
 
-def _checked(
+def _check_leaves(
     folder: Path, row: Family, model: config.ModelConfig, leaves: list[ArrayLocation], stored: Mapping[str, Stored]
 ) -> dict[str, Stored]:
     """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""

@@ -131,7 +131,7 @@ class Rope:
         """The fields in the older form, which transformers 5 reads too."""
         written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
         if scaling := model.rope_scaling:
-            written["rope_scaling"] = _written(scaling)
+            written["rope_scaling"] = _write_scaling(scaling)
             if scaling.kind == "longrope":
                 written[ORIGINAL] = scaling.original_context
             if self.mscales:
@@ -224,7 +224,7 @@ def _numbers(reader: ConfigReader, name: str, value: Any) -> list[float]:
     return [float(reader.positive(f"{name}[{i}]", number)) for i, number in enumerate(value)]
 
 
-def _written(scaling: config.RopeScaling) -> dict[str, Any]:
+def _write_scaling(scaling: config.RopeScaling) -> dict[str, Any]:
     """The object rope_scaling of a config.json."""
     written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in ("llama3", "yarn", "longrope"):

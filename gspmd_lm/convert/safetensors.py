@@ -54,10 +54,10 @@ class Stored:
         size = math.prod(self.shape)
         dtype = np.dtype(DTYPES[self.dtype])
         mapped = np.memmap(self.path, dtype, "r", self.offset, (size,)).reshape(tuple(view))
-        return picked(mapped, index)
+        return pick(mapped, index)
 
 
-def picked(array: np.ndarray, index: Sequence[slice | np.ndarray]) -> np.ndarray:
+def pick(array: np.ndarray, index: Sequence[slice | np.ndarray]) -> np.ndarray:
     """The part of an array that `index` picks, one slice or array of rows for each dimension."""
     part = array[tuple(at if isinstance(at, slice) else slice(None) for at in index)]
     for axis, at in enumerate(index):

@@ -18,7 +18,7 @@ _TERMS = ("LICENSE*", "LICENCE*", "USE_POLICY*", "NOTICE*", CARD, FORMER_CARD)
 _LICENCE = re.compile(r"^license\w*:.*$", re.MULTILINE)
 
 
-def carried(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TERMS)) -> dict[str, Path]:
+def find_sidecars(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TERMS)) -> dict[str, Path]:
     """The files of a folder that are carried along: name within the folder -> path.
 
     Raises InputError if one of them is a link to a file elsewhere, which would be published with the others. The hub's
@@ -36,12 +36,12 @@ def carried(folder: Path, patterns: Sequence[str] = (*special_tokens.FILES, *_TE
     return {path.relative_to(folder).as_posix(): path for path in sorted(every)}
 
 
-def exported(original: Path | None, name: str) -> dict[str, Path]:
+def choose_sidecars(original: Path | None, name: str) -> dict[str, Path]:
     """The files to export with a run's weights: name -> path. Those about text are of its tokenizer, `name`.
 
     original: the folder of the files that came with the weights. Raises InputError if there is no such tokenizer.
     """
-    imported = carried(original) if original else {}
+    imported = find_sidecars(original) if original else {}
     if name == "bytes":
         return imported
     try:
@@ -52,11 +52,11 @@ def exported(original: Path | None, name: str) -> dict[str, Path]:
         raise
     if original and path.parent.samefile(original):
         return imported
-    kept = carried(original, (*_TERMS, GENERATION)) if original else {}
-    return kept | carried(path.parent, special_tokens.FILES) | {"tokenizer.json": path}
+    kept = find_sidecars(original, (*_TERMS, GENERATION)) if original else {}
+    return kept | find_sidecars(path.parent, special_tokens.FILES) | {"tokenizer.json": path}
 
 
-def written_anew(
+def write_text_sidecars(
     imported: Mapping[str, Path], original: Path | None, name: str, vocab: int
 ) -> tuple[dict[str, bytes], list[int]]:
     """The files about text that a run's own tokenizer asks for, name -> content, and the ids that end a text.

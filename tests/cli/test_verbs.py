@@ -268,13 +268,13 @@ def test_the_original_is_found_by_way_of_other_runs_and_the_tokenizer_is_the_one
         (tmp_path / "first" / name).touch()
     (tmp_path / "second" / "mine.json").touch()
     (tmp_path / "second" / "chat_template.jinja").touch()
-    assert sidecars.exported(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
+    assert sidecars.choose_sidecars(tmp_path / "first", str(tmp_path / "second" / "mine.json")) == {
         "generation_config.json": tmp_path / "first" / "generation_config.json",
         "chat_template.jinja": tmp_path / "second" / "chat_template.jinja",
         "tokenizer.json": tmp_path / "second" / "mine.json",
     }
     with pytest.raises(errors.InputError, match="no such file"):
-        sidecars.exported(None, str(tmp_path / "gone.json"))
+        sidecars.choose_sidecars(None, str(tmp_path / "gone.json"))
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,19 @@ def compute(row: Family) -> list[list[dict[str, Any]]]:
     said = {name: value for name, value in _SAID.get(row.model_type, {}).items() if name not in _SIZES_OF_DISTANCES}
     usual = _made(row, said)
     smaller = dict(said)
-    for name, value in row.flat(usual).items():
+    for name, value in row.flatten(usual).items():
         divisor = next((by for pattern, by in _SMALLER.items() if re.search(pattern, name)), 1)
         fits = not name.endswith((*_NOT_SMALLER, *_FIXED.get(row.model_type, ())))
         if divisor > 1 and type(value) is int and fits:
             smaller[name] = value // divisor
-    return [[_kept(row, row.nested(given)), _kept(row, _made(row, given))] for given in (said, smaller)]
+    return [[_kept(row, row.nest(given)), _kept(row, _made(row, given))] for given in (said, smaller)]
 
 
 def _made(row: Family, given: dict[str, Any]) -> dict[str, Any]:
     """The config.json that transformers makes of some fields, flat names of parts among them."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    nested = row.nested(given)
+    nested = row.nest(given)
     if row.text_type:
         nested["text_config"] = {"model_type": row.text_type, **nested.get("text_config", {})}
     kind = references.UNDER_ANOTHER_TYPE.get(row.model_type, row.model_type)
@@ -68,8 +68,8 @@ def _made(row: Family, given: dict[str, Any]) -> dict[str, Any]:
 def _kept(row: Family, raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config.json that a family reads, and those that say which family it is."""
     read = architecture._read(row, raw)[0].names_read | {"text_config.model_type"}
-    kept = {name: value for name, value in row.flat(raw).items() if name in read}
-    return json.loads(json.dumps({"model_type": row.model_type} | row.nested(kept)))
+    kept = {name: value for name, value in row.flatten(raw).items() if name in read}
+    return json.loads(json.dumps({"model_type": row.model_type} | row.nest(kept)))
 
 
 def recorded() -> dict[str, list[list[dict[str, Any]]]]:

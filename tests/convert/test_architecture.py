@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.convert import architecture, multimodal
+from gspmd_lm.convert import architecture, families, multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
 from gspmd_lm.errors import InputError
@@ -298,3 +300,10 @@ def test_any_field_may_hold_a_value_of_any_type(name):
             changed = multimodal.text_config(raw | {field: value}, "x")
             with contextlib.suppress(InputError):
                 model_of(changed)
+
+
+def test_a_file_of_families_is_in_the_table_by_being_there():
+    for path in Path(families.__file__).parent.glob("*.py"):
+        if path.stem != "__init__":
+            rows = importlib.import_module(f"{families.__name__}.{path.stem}").FAMILIES
+            assert rows and all(row in FAMILIES for row in rows), path

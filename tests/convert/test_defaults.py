@@ -38,11 +38,11 @@ def test_a_missing_field_means_what_it_means_to_transformers(row):
         for name, less in without_each(made):
             found = settings(row, less)
             if isinstance(found, str) and "missing" in found:
-                needed[name] = row.flat(made)[name]
-            elif found != whole and name not in row.flat(given):
+                needed[name] = row.flatten(made)[name]
+            elif found != whole and name not in row.flatten(given):
                 differ.append(f"{name}: {changed(whole, found)}")
         assert not differ, "\n".join(differ)
-        assert settings(row, row.nested(row.flat(given) | needed)) == whole
+        assert settings(row, row.nest(row.flatten(given) | needed)) == whole
 
 
 def changed(whole: Mapping[str, Any], found: Mapping[str, Any] | str) -> Any:

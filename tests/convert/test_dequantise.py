@@ -207,7 +207,7 @@ def test_experts_in_one_float8_tensor_have_blocks_each(tmp_path):
     scale = rng_of("scales").random((3, 3, 3)).astype(np.float32)
     write(tmp_path / "a", {}, {"experts.up": weight, "experts.up_scale_inv": scale})
     about = FP8 | {"weight_block_size": [16, 24]}
-    (found,) = dequantise.dequantised(safetensors.stored_tensors(tmp_path / "a"), about, "a").values()
+    (found,) = dequantise.dequantise_tensors(safetensors.stored_tensors(tmp_path / "a"), about, "a").values()
     each = np.stack([np.kron(one, np.ones((16, 24), np.float32))[:40, :50] for one in scale])
     wanted = weight.astype(np.float32) * each
     assert found.shape == wanted.shape

@@ -64,7 +64,7 @@ def _tensors(kind):
     row, model = _model(_config(kind))
     draw, names = np.random.default_rng(0), {}
     for tensor in row.tensors:
-        if tensor.weights != ("unembedding",) and tensor.is_of(model):
+        if tensor.weights != ("unembedding",) and tensor.exists_in(model):
             for layer in range(model.layers if "{}" in tensor.name else 1):
                 names[tensor.name.format(layer)] = tensor.shape(model)
     return {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in names.items()}

@@ -260,7 +260,7 @@ def test_links_lead_no_other_files_into_an_export(run, folder, tmp_path, name):
     assert code == 2 and f"{folder / name}: a link to {secret}, outside of the folder" in err
     assert not (tmp_path / "w").exists()
     with pytest.raises(InputError, match="outside of the folder"):
-        sidecars.exported(folder, "bytes")
+        sidecars.choose_sidecars(folder, "bytes")
 
 
 def test_links_of_the_hubs_cache_and_within_a_folder_are_followed(folder, tmp_path):
@@ -273,12 +273,12 @@ def test_links_of_the_hubs_cache_and_within_a_folder_are_followed(folder, tmp_pa
     (snapshot / "NOTICE").symlink_to("LICENSE")
     (tmp_path / "linked").symlink_to(snapshot)
     for place in (snapshot, tmp_path / "linked"):
-        assert {*sidecars.carried(place)} == {"LICENSE", "NOTICE", "additional_chat_templates/x.jinja"}
+        assert {*sidecars.find_sidecars(place)} == {"LICENSE", "NOTICE", "additional_chat_templates/x.jinja"}
     (snapshot / "NOTICE").unlink()
     (snapshot / "NOTICE").symlink_to("../../refs")
     (tmp_path / "hub" / "refs").touch()
     with pytest.raises(InputError, match="NOTICE: a link to"):
-        sidecars.carried(snapshot)
+        sidecars.find_sidecars(snapshot)
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def test_a_copy_of_the_tokenizer_that_came_with_the_weights_changes_nothing(tmp_
 
     def written():
         name = str(kept / "tokenizer.json")
-        return sidecars.written_anew(sidecars.exported(original, name), original, name, 2)
+        return sidecars.write_text_sidecars(sidecars.choose_sidecars(original, name), original, name, 2)
 
     for name, content in special_tokens.files_of(original / "tokenizer.json").items():
         (kept / name).write_bytes(content)

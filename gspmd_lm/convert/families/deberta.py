@@ -116,7 +116,7 @@ def _has_types(model: config.ModelConfig) -> bool:
 
 _TABLES = (
     Tensor("deberta.embeddings.word_embeddings.weight", "V D", ("embedding",)),
-    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",), is_of=_has_types),
+    Tensor("deberta.embeddings.token_type_embeddings.weight", "t D", ("type_embedding",), exists_in=_has_types),
     *norm("deberta.embeddings.LayerNorm", "embedding_norm", bias=True),
     Tensor("deberta.encoder.rel_embeddings.weight", "r D", ("relative_embedding",)),
 )
@@ -124,8 +124,8 @@ _CONV, _CONV_BIAS = "deberta.encoder.conv", ("convolution_bias",)
 _LATER_TENSORS = (
     *_TABLES,
     *norm("deberta.encoder.LayerNorm", "relative_norm", bias=True),
-    *linear(f"{_CONV}.conv", "D O A", "convolution", biases=_CONV_BIAS, is_of=_has_convolution),
-    *norm(f"{_CONV}.LayerNorm", "convolution_norm", bias=True, is_of=_has_convolution),
+    *linear(f"{_CONV}.conv", "D O A", "convolution", biases=_CONV_BIAS, exists_in=_has_convolution),
+    *norm(f"{_CONV}.LayerNorm", "convolution_norm", bias=True, exists_in=_has_convolution),
     *bert_blocks("deberta.", ("query_proj", "key_proj", "value_proj")),
 )
 _SELF = "deberta.encoder.layer.{}.attention.self"

@@ -161,7 +161,4 @@ DEEPSEEK_V3 = LLAMA.relative(
     irrelevant=DEEPSEEK_TRAINING,
     also=("kimi_k2",),
 )
-FAMILIES = (
-    DEEPSEEK_V3,
-    DEEPSEEK_V3.relative("DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", _V2, also=()),
-)
+FAMILIES = (DEEPSEEK_V3, DEEPSEEK_V3.relative("DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", _V2, also=()))

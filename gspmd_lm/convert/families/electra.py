@@ -22,8 +22,9 @@ _ELECTRA = (
 )
 _GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
 _REPLACED = Given(classes=1, classes_of="tokens", pooler_activation="gelu")
-_NARROW: dict[str, Any] = {"is_of": lambda model: model.embedding_width > 0}  # a token table with a width of its own
-_WIDE: dict[str, Any] = {"is_of": lambda model: model.embedding_width == 0}
+# Whether the token table has a width of its own.
+_NARROW: dict[str, Any] = {"exists_in": lambda model: model.embedding_width > 0}
+_WIDE: dict[str, Any] = {"exists_in": lambda model: model.embedding_width == 0}
 _TENSORS = (
     *embedding_tables("electra.embeddings", **_WIDE),
     *embedding_tables("electra.embeddings", "W", **_NARROW),
@@ -47,9 +48,7 @@ _MASKED = Family(
 FAMILIES = (
     _MASKED,
     _MASKED.classifier(
-        "ElectraForPreTraining",
-        (*_ELECTRA, _REPLACED, _GELU),
-        (*_TENSORS, *class_tensors(*_DISCRIMINATOR)),
+        "ElectraForPreTraining", (*_ELECTRA, _REPLACED, _GELU), (*_TENSORS, *class_tensors(*_DISCRIMINATOR))
     ),
     _MASKED.classifier(
         "ElectraForSequenceClassification",

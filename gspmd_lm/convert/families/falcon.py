@@ -73,10 +73,10 @@ def _has_two_norms(model: config.ModelConfig) -> bool:
 
 _TENSORS = (
     *megatron_tensors("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),
-    *norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, is_of=_has_one_norm),
-    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, is_of=_has_one_norm),
-    *norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, is_of=_has_two_norms),
-    *norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, is_of=_has_two_norms),
+    *norm("transformer.h.{}.input_layernorm", "attention_norm", bias=True, exists_in=_has_one_norm),
+    *norm("transformer.h.{}.post_attention_layernorm", "mlp_norm", bias=True, exists_in=_has_one_norm),
+    *norm("transformer.h.{}.ln_attn", "attention_norm", bias=True, exists_in=_has_two_norms),
+    *norm("transformer.h.{}.ln_mlp", "mlp_norm", bias=True, exists_in=_has_two_norms),
 )
 FAMILIES = (
     Family(

@@ -19,13 +19,7 @@ from gspmd_lm.convert.families.deepseek import (
 from gspmd_lm.convert.families.gpt2 import QKV
 from gspmd_lm.convert.families.gpt_neox import NORM_BEFORE
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors, post_norms, qk_norm
-from gspmd_lm.convert.family import (
-    ROTATED,
-    UNTIED,
-    Family,
-    llama_fields,
-    mixture,
-)
+from gspmd_lm.convert.family import ROTATED, UNTIED, Family, llama_fields, mixture
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Renamed, Values, number_of_layers
 from gspmd_lm.convert.layout import Tensor, linear, norm
 from gspmd_lm.convert.rope import Rope
@@ -120,11 +114,7 @@ _GLM_TENSORS = llama_tensors(interleaved_rope=True, fused="gate_up")
 FAMILIES = (
     LLAMA.relative("GLM-4", "glm", "GlmForCausalLM", _GLM, _GLM_TENSORS),
     LLAMA.relative(
-        "GLM-4-0414",
-        "glm4",
-        "Glm4ForCausalLM",
-        (*_GLM, Given(post_norms=True)),
-        (*_GLM_TENSORS, *_POST_NORMS),
+        "GLM-4-0414", "glm4", "Glm4ForCausalLM", (*_GLM, Given(post_norms=True)), (*_GLM_TENSORS, *_POST_NORMS)
     ),
     LLAMA.relative(
         "GLM-4.5",

@@ -6,13 +6,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA, ROUTER_TRAINING, llama_tensors
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
-    NO_HEAD_DIM,
-    llama_fields,
-    mixture,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, MLP_BIAS, NO_HEAD_DIM, llama_fields, mixture
 from gspmd_lm.convert.fields import QueryScale, Renamed, Values, find_root
 from gspmd_lm.convert.layout import Tensor
 
@@ -51,12 +45,7 @@ _EXPERTS = (
     Tensor("model.layers.{}.shared_mlp.output_linear.weight", "D F", ("mlp.shared.w_down",), mlp="shared_mlp"),
 )
 GRANITE_MOE = LLAMA.relative(
-    "Granite-MoE",
-    "granitemoe",
-    "GraniteMoeForCausalLM",
-    _MOE,
-    llama_tensors(more=_EXPERTS),
-    irrelevant=ROUTER_TRAINING,
+    "Granite-MoE", "granitemoe", "GraniteMoeForCausalLM", _MOE, llama_tensors(more=_EXPERTS), irrelevant=ROUTER_TRAINING
 )
 FAMILIES = (
     LLAMA.relative("Granite", "granite", "GraniteForCausalLM", _GRANITE),

@@ -23,9 +23,9 @@ from gspmd_lm.convert.fields import (
     Renamed,
     Values,
     check_each_layer,
+    default_rotation,
     number_of_layers,
     shortest_pattern,
-    usually_rotated,
 )
 from gspmd_lm.convert.layout import Tensor, linear, norm, separate_qkv
 from gspmd_lm.convert.rope import Rope
@@ -51,10 +51,7 @@ def llama_tensors(
     attention, mlp = f"{layer}.self_attn", f"{layer}.{mlp_name}"
     each_qkv = separate_qkv(attention, interleaved_rope=interleaved_rope)
     one_qkv = linear(f"{attention}.qkv_proj", "(R H) D", "attention.wq", "attention.wk", "attention.wv", bias=False)
-    separate_mlp = (
-        *linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"),
-        *linear(f"{mlp}.{up}", "F D", "mlp.w_up"),
-    )
+    separate_mlp = (*linear(f"{mlp}.gate_proj", "F D", "mlp.w_gate"), *linear(f"{mlp}.{up}", "F D", "mlp.w_up"))
     one_mlp = linear(f"{mlp}.gate_up_proj", "J D", "mlp.w_gate", "mlp.w_up", bias=False)
     return (
         Tensor("model.embed_tokens.weight", "V D", ("embedding",)),
@@ -143,7 +140,7 @@ class ChunkedLayers:
     """Llama 4's layers: those with positions attend within chunks, and those with 0 in no_rope_layers to all tokens."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        usual = usually_rotated(reader, values)
+        usual = default_rotation(reader, values)
         rotated = check_each_layer(
             reader, "no_rope_layers", reader.get(["no_rope_layers"], usual) or usual, usual, "01"
         )

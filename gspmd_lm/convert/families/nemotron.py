@@ -1,13 +1,7 @@
 """Nemotron."""
 
 from gspmd_lm.convert.families.llama import LLAMA
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    MLP_BIAS,
-    PLAIN_LAYERNORM,
-    TANH,
-    llama_fields,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, MLP_BIAS, PLAIN_LAYERNORM, TANH, llama_fields
 from gspmd_lm.convert.fields import Activation, Given, Renamed
 from gspmd_lm.convert.rope import Rope
 

@@ -35,8 +35,8 @@ _FIELDS = (
 _DECODER, _LAYER = "model.decoder", "model.decoder.layers.{}"
 _TABLE = f"{_DECODER}.embed_tokens.weight"
 _TENSORS = (
-    Tensor(_TABLE, "V D", ("embedding",), is_of=lambda model: not model.embedding_width),
-    Tensor(_TABLE, "V W", ("embedding",), is_of=lambda model: model.embedding_width > 0),
+    Tensor(_TABLE, "V D", ("embedding",), exists_in=lambda model: not model.embedding_width),
+    Tensor(_TABLE, "V W", ("embedding",), exists_in=lambda model: model.embedding_width > 0),
     Tensor(f"{_DECODER}.project_in.weight", "D W", ("embedding_in",)),
     Tensor(f"{_DECODER}.project_out.weight", "W D", ("embedding_out",)),
     Tensor(f"{_DECODER}.embed_positions.weight", "p D", ("position_embedding",)),

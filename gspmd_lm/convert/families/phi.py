@@ -2,14 +2,7 @@
 
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, qk_norm
 from gspmd_lm.convert.families.mistral import MIXTRAL
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    BIASES,
-    GELU_NEW,
-    LAYERNORM_EPS,
-    PLAIN_LAYERNORM,
-    llama_fields,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, BIASES, GELU_NEW, LAYERNORM_EPS, PLAIN_LAYERNORM, llama_fields
 from gspmd_lm.convert.fields import Activation, Fixed, Flag, Given, Renamed, Window
 from gspmd_lm.convert.rope import Rope
 

@@ -14,13 +14,7 @@ from gspmd_lm.convert.families.llama import (
     routed_experts,
     shared_experts,
 )
-from gspmd_lm.convert.family import (
-    ATTENTION_BIAS,
-    NO_HEAD_DIM,
-    ROTATED,
-    llama_fields,
-    mixture,
-)
+from gspmd_lm.convert.family import ATTENTION_BIAS, NO_HEAD_DIM, ROTATED, llama_fields, mixture
 from gspmd_lm.convert.fields import (
     FieldCodec,
     Fixed,
@@ -180,7 +174,7 @@ def _linear(name: str, axes: str, *weights: str, **options: Any) -> Tensor:
     """A tensor of a layer with linear attention."""
     ours = tuple(f"linear_attention.{weight}" for weight in weights)
     has_linear_layers = lambda model: model.linear_attention is not None  # noqa: E731
-    return Tensor(f"{_LINEAR}.{name}", axes, ours, linear=True, is_of=has_linear_layers, **options)
+    return Tensor(f"{_LINEAR}.{name}", axes, ours, linear=True, exists_in=has_linear_layers, **options)
 
 
 _NEXT = (

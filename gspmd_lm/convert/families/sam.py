@@ -68,12 +68,12 @@ class MaskParts:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         values["masks"] = {ours: reader.whole([f"{_MASKS}.{name}"], usual, 1) for name, ours, usual in self.settings}
-        wanted = self._repeated(values["masks"]["embed"], config.Patches(**values["patches"]))
+        wanted = self._repeated_sizes(values["masks"]["embed"], config.Patches(**values["patches"]))
         for name, value in wanted.items():
             if (found := reader.get([name], value)) != value:
                 reader.refuse(name, found, f"is not {value}, as other fields have it, which is not supported")
 
-    def _repeated(self, width: int, patches: config.Patches) -> dict[str, int]:
+    def _repeated_sizes(self, width: int, patches: config.Patches) -> dict[str, int]:
         """Fields that repeat a size."""
         return {
             f"{_VISION}.output_channels": width, f"{_VISION}.num_pos_feats": width // 2,
@@ -86,7 +86,7 @@ class MaskParts:
         if not (model.masks and model.patches):
             return {}
         written = {f"{_MASKS}.{name}": getattr(model.masks, ours) for name, ours, _ in self.settings}
-        return written | self._repeated(model.masks.embed, model.patches)
+        return written | self._repeated_sizes(model.masks.embed, model.patches)
 
 
 def _fixed(name: str, value: Any) -> Fixed:

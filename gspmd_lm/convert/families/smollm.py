@@ -7,7 +7,7 @@ from gspmd_lm import config
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA
 from gspmd_lm.convert.family import ATTENTION_BIAS, MLP_BIAS, llama_fields
-from gspmd_lm.convert.fields import Values, check_each_layer, shortest_pattern, usually_rotated
+from gspmd_lm.convert.fields import Values, check_each_layer, default_rotation, shortest_pattern
 from gspmd_lm.convert.rope import Rope
 
 
@@ -16,7 +16,7 @@ class NoRopeLayers:
     """SmolLM3's layers without positions: those with 0 in no_rope_layers, or every no_rope_layer_interval-th."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        usual = usually_rotated(reader, values)
+        usual = default_rotation(reader, values)
         rotated = check_each_layer(reader, "no_rope_layers", reader.get(["no_rope_layers"], usual), usual, "01")
         reader.names_read.update(("sliding_window", "use_sliding_window"))
         if reader.raw.get("use_sliding_window") and reader.raw.get("sliding_window"):

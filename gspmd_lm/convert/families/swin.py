@@ -79,7 +79,7 @@ def _level_tensors(number: int) -> tuple[Tensor, ...]:
     merge = f"swin.encoder.layers.{number - 1}.downsample"
     merged: Any = {"others": lambda level: dict.fromkeys("DO", 2 * level.embed)}
     return tuple(
-        dataclasses.replace(tensor, is_of=lambda model: len(config.levels(model)) > number)
+        dataclasses.replace(tensor, exists_in=lambda model: len(config.levels(model)) > number)
         for tensor in (
             *norm(f"{layer}.layernorm_before", f"{ours}attention_norm", bias=True),
             *separate_qkv(f"{attention}.self", QUERY_KEY_VALUE, f"{ours}attention"),

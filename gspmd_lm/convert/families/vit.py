@@ -108,12 +108,7 @@ VIT = Family(
     heads=(r"^(vit\.|deit\.)?pooler\.", r"^(cls_|distillation_)?classifier\."),
 )
 DEIT = VIT.relative(
-    "DeiT",
-    "deit",
-    "DeiTForImageClassification",
-    _fields("row"),
-    image_tensors("deit.", "classifier"),
-    prefix="deit.",
+    "DeiT", "deit", "DeiTForImageClassification", _fields("row"), image_tensors("deit.", "classifier"), prefix="deit."
 )
 FAMILIES = (
     VIT,
