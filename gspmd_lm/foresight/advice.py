@@ -55,15 +55,15 @@ def warnings(
     return (
         *_too_large(memory),
         *_workspace(memory, module),
-        *_unpriced(predicted),
+        *_find_unpriced(predicted),
         *_above_floor(report),
         *_reshards(rules, moved, looked_up),
         *_slow_links(config.model.layers if config else 1, rules, moved),
         *_bubble(rules),
-        *_unfused(fused, predicted),
+        *_find_unfused(fused, predicted),
         *_involuntary(notes),
-        *_replicated(rules.mesh, arrays, memory),
-        *_repeated(rules, arrays),
+        *_find_replicated(rules.mesh, arrays, memory),
+        *_find_repeated(rules, arrays),
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(memory),
         *(_padded_vocabulary(config) if config else ()),
@@ -78,11 +78,11 @@ def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
     memory = report.memory
     return (
         *_too_large(memory, "a smaller batch, or arguments that are split over more devices"),
-        *_unpriced(report.prediction),
+        *_find_unpriced(report.prediction),
         *_above_floor(report),
         *_involuntary(notes, "constrain the arrays around it alike (jax.lax.with_sharding_constraint)"),
-        *_not_donated(memory),
-        *_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
+        *_find_not_donated(memory),
+        *_find_replicated(report.mesh, report.arrays, memory, "a PartitionSpec with {axis} for {dimension} of it"),
     )
 
 
@@ -98,7 +98,7 @@ def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:
         )
 
 
-def _not_donated(memory: Memory) -> Iterator[Finding]:
+def _find_not_donated(memory: Memory) -> Iterator[Finding]:
     if memory.results_bytes > max(LARGE_BYTES, LARGE_SHARE * (memory.limit_bytes or 0)):
         yield Finding(
             "not-donated",
@@ -218,7 +218,7 @@ def _slow_links(layers: int, rules: Rules, moved: Sequence[Collective]) -> Itera
         )
 
 
-def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
+def _find_unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
     share = predicted.attention_s / predicted.step_time_s if predicted else 0.0
     if fused and share > UNFUSED:
         yield Finding(
@@ -228,7 +228,7 @@ def _unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]:
         )
 
 
-def _unpriced(predicted: Prediction | None) -> Iterator[Finding]:
+def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
     """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
@@ -274,7 +274,7 @@ def _involuntary(
         )
 
 
-def _replicated(
+def _find_replicated(
     mesh: Mapping[str, int],
     arrays: Sequence[PlacedArray],
     memory: Memory,
@@ -309,7 +309,7 @@ def _replicated(
         )
 
 
-def _repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
+def _find_repeated(rules: Rules, arrays: Sequence[PlacedArray]) -> Iterator[Finding]:
     """Mesh axes that split weights, but nothing that is computed. A split weight in use splits its matmuls."""
     known = any(array.at_rest is None for array in arrays)
     for name, size in rules.mesh.items():

@@ -74,8 +74,8 @@ class BuiltProgram:
 def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
     """The program for `devices`, traced and lowered. Raises InputError for what is wrong or not supported."""
     name = program.name
-    function = _imported(program.step) if isinstance(program.step, str) else program.step
-    traced = _called(name, function, devices)
+    function = _import(program.step) if isinstance(program.step, str) else program.step
+    traced = _call(name, function, devices)
     traced = getattr(traced, "traced", traced)  # flax.nnx.jit has it there
     if not isinstance(traced, jax.stages.Traced):
         raise InputError(
@@ -92,7 +92,7 @@ def build(program: Program, devices: Sequence[Any]) -> BuiltProgram:
                 "diffrax, lineax and optimistix leave out with throw=False or with EQX_ON_ERROR=nan in the environment"
             )
     # jax has no public name for the shardings of a step that is not compiled yet, nor for the options of jax.jit.
-    lowered = _called(name, traced.lower)
+    lowered = _call(name, traced.lower)
     lowering: Any = lowered._lowering
     known = lowering.compile_args
     shardings = [*known["in_shardings"], *known["out_shardings"], *known["intermediate_shardings"]]
@@ -139,7 +139,7 @@ def split(like: jax.ShapeDtypeStruct) -> list[list[str]]:
     return [[axes] if isinstance(axes, str) else [*(axes or ())] for axes in spec]
 
 
-def _imported(place: str) -> Any:
+def _import(place: str) -> Any:
     """The function at module:function or file.py:function. Raises InputError where there is none."""
     module_name, colon, function = place.rpartition(":")
     if not (colon and module_name and function):
@@ -151,7 +151,7 @@ def _imported(place: str) -> Any:
         sys.path.insert(0, str(file.absolute().parent))  # as when the file runs
         spec: Any = importlib.util.spec_from_file_location(f"program_{file.stem}", file)  # a name that nothing else has
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        _called(place, spec.loader.exec_module, module)
+        _call(place, spec.loader.exec_module, module)
     else:
         try:
             missing = importlib.util.find_spec(module_name) is None
@@ -162,7 +162,7 @@ def _imported(place: str) -> Any:
                 f"{place}: there is no module {module_name} in {Path.cwd()} or in what is installed\n"
                 "  fix   module:function, in the folder where the command runs, or file.py:function"
             )
-        module = _called(place, importlib.import_module, module_name)
+        module = _call(place, importlib.import_module, module_name)
     try:
         return functools.reduce(getattr, function.split("."), module)
     except AttributeError as error:
@@ -172,7 +172,7 @@ def _imported(place: str) -> Any:
         ) from error
 
 
-def _called(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function of the user. What it raises becomes an InputError that names its line."""
     try:
         return function(*arguments)

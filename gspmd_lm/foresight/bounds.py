@@ -34,7 +34,7 @@ class LowerBounds:
     by_array: tuple[ArrayTransfers, ...] = ()  # what communication is made of, the largest first
 
 
-def of_training(
+def training_bounds(
     task: Task, rules: Rules, arrays: Arrays, chip: Chip | None, graph: DataflowGraph, reading: Reading
 ) -> LowerBounds:
     """The lower bounds of a train step under `rules`, filled and checked; `chip` is None if simulated.
@@ -61,7 +61,7 @@ def of_training(
     return _bounds(chip, reading, task.compute_dtype, flops / rules.devices, moved_bytes, narrow)
 
 
-def of_generation(
+def generation_bounds(
     config: Config,
     rules: Rules,
     arrays: Arrays,
@@ -72,8 +72,8 @@ def of_generation(
 ) -> LowerBounds:
     """The lower bounds of prefill (all slots of a prompt) or decode (one token per row).
 
-    The same logic as in `of_training`, of the forward pass alone, whose graph is given. Every weight and, in decode,
-    every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
+    The same logic as in `training_bounds`, of the forward pass alone, whose graph is given. Every weight and, in
+    decode, every slot of the cache is read once; prefill writes the cache. Sources: the counts of arXiv 2211.05102.
 
     `cache_bytes` is what one device holds of keys and values, of as many slots as a row has tokens.
     """
@@ -85,7 +85,7 @@ def of_generation(
     return _bounds(chip, reading, model.compute_dtype, flops, round(state_bytes), narrow)
 
 
-def of_program(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
+def program_bounds(chip: Chip | None, devices: int, reading: Reading) -> LowerBounds:
     """The lower bounds of a program of which nothing is known but its trace."""
     dtype = "float32" if reading.bytes_if_wider(FLOAT32_BYTES) == reading.communication_bytes else "bfloat16"
     moved_bytes = reading.held_bytes + 2 * _waiting_bytes(reading)

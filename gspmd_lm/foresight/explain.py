@@ -56,7 +56,7 @@ def reports(
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
     filled = [_settled(task, rules, target, phase) for rules in filled]
-    checked = [_checked(task, rules, target.platform, phase) for rules in filled]
+    checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None
     compiled = programs(
@@ -86,17 +86,17 @@ def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
     """The rules with the attention kernel that the compiled program will have."""
     if phase == "train":
         return choices.settled(task, rules, target.processor)
-    return settled(rules, task.config, target.processor, _asked(task.config, phase)) if task.config else rules
+    return settled(rules, task.config, target.processor, _required_pass(task.config, phase)) if task.config else rules
 
 
-def _asked(config: Config, phase: str) -> Pass:
+def _required_pass(config: Config, phase: str) -> Pass:
     """What a program asks of attention."""
     if phase == "train":
         return state.attention_pass(config)
     return generation.attention_pass(generation.whole_context(config))
 
 
-def _checked(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
+def _check(task: Task, rules: Rules, platform: str, phase: str) -> tuple[Arrays, list[Problem]]:
     if phase == "train":
         return state.arrays_and_warnings(task, rules, platform)
     if not task.config:
@@ -128,9 +128,9 @@ def report(
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
     if config and phase != "train":
         cache_bytes = program.state_bytes["cache"]
-        lower_bounds = bounds.of_generation(config, rules, arrays, target.chip, graph, program.reading, cache_bytes)
+        lower_bounds = bounds.generation_bounds(config, rules, arrays, target.chip, graph, program.reading, cache_bytes)
     else:
-        lower_bounds = bounds.of_training(task, rules, arrays, target.chip, graph, program.reading)
+        lower_bounds = bounds.training_bounds(task, rules, arrays, target.chip, graph, program.reading)
         needed = bounds.necessary_flops(config, rules, graph) if config else lower_bounds.flops
     narrow = matmul_operands(config, rules, target.processor) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
@@ -140,7 +140,7 @@ def report(
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     attention = ""
     if config and phase != "decode":
-        attention = kernel_choice(rules, config, target.processor, _asked(config, phase))
+        attention = kernel_choice(rules, config, target.processor, _required_pass(config, phase))
     gather = choices.gather_choice(task, rules, target.processor) if phase == "train" else ""
     report = Report(
         target=target.text,
@@ -179,7 +179,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
     step, target = Program(function), targets.parse(target_text)
     (program,) = programs([CompileRequest(step, NO_RULES, target)], say)
     assert program.step
-    mesh, lower_bounds = program.step["mesh"], bounds.of_program(target.chip, target.devices, program.reading)
+    mesh, lower_bounds = program.step["mesh"], bounds.program_bounds(target.chip, target.devices, program.reading)
     arrays = [
         PlacedArray(path, tuple(f"dimension_{n}" for n in range(len(shape))), tuple(shape), spec, spec, held)
         for path, shape, split, held in program.step["arguments"]
@@ -242,7 +242,7 @@ def _read(
         refused = memory.refused(program.refusal, program.state_bytes, limit_bytes)
         return _Read(None, refused, (), None, "the compiler refused the program: it does not fit")
     module = hlo.parse(program.text, program.slices)
-    known, accepted = _known(named, rules), target.platform == "tpu"
+    known, accepted = _device_arrays(named, rules), target.platform == "tpu"
     device_memory = memory.measure(program.memory, program.state_bytes, limit_bytes, module, known, accepted)
     moved = collectives.find(module, rules, {row.path: row.axes for row in named}, network, graph)
     if not target.chip:
@@ -258,7 +258,7 @@ def _versions(program: CompiledProgram) -> dict[str, str]:
     return {**program.versions, **{name: str(value) for name, value in program.options.items()}}
 
 
-def _known(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
+def _device_arrays(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
     """What a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):

@@ -184,9 +184,9 @@ def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tup
     layers = {size for named in known for axis, size in zip(named.axes, named.shape, strict=True) if axis == "layers"}
     fitting: list[tuple[DeviceArray, list[str]]] = []
     for named in known if wanted else ():
-        if (axes := _aligned(wanted, named)) is not None:
+        if (axes := _align(wanted, named)) is not None:
             fitting.append((named, axes))
-        elif wanted[0] in layers and "layers" not in named.axes and (axes := _aligned(wanted[1:], named)) is not None:
+        elif wanted[0] in layers and "layers" not in named.axes and (axes := _align(wanted[1:], named)) is not None:
             fitting.append((named, ["layers", *axes]))
     if not fitting:
         return ()
@@ -194,7 +194,7 @@ def _axes(dimensions: tuple[int, ...], op: str, known: list[DeviceArray]) -> tup
     return ("",) * first + tuple(axes)
 
 
-def _aligned(dimensions: tuple[int, ...], named: DeviceArray) -> list[str] | None:
+def _align(dimensions: tuple[int, ...], named: DeviceArray) -> list[str] | None:
     """The axes of an array that are the dimensions of a buffer. The buffer may lack those of size 1 alone."""
     axes: list[str] = []
     left = [*zip(named.axes, named.shape, strict=True)]

@@ -12,8 +12,9 @@ class AnyModelTransfers(Transfers):
     """The transfers of any model.
 
     Nothing is known but how arrays are sharded: weights are gathered, their gradients are reduced, and a matmul that
-    sums over a split axis is reduced. What a model moves between two shardings of its activations is not among them,
-    but for what `gathered` and `reduced` of matmuls.py move, and for keys and values that all queries read.
+    sums over a split axis is reduced. Of what a model moves between two shardings of its activations, these moves are
+    counted: those of `gathered` and `reduced` of matmuls.py, of keys and values that all queries read, of rows that are
+    looked up, and of an array that is made of another one without a matmul (`add_moves`).
     """
 
     def add_model(self) -> None:

@@ -88,7 +88,7 @@ class Overlap:
         least_exposed_s: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(4)]
         activation_share = ACTIVATIONS_EXPOSED[network.chip.torus_dimensions][gathers_of_activations]
         total_s = 0.0
-        for kind, axes, times, in_loop, size_bytes in _combined(transfers):
+        for kind, axes, times, in_loop, size_bytes in _combine(transfers):
             link = network.link(groups[axes])
             whole_bytes = size_bytes / sent_bytes("all-gather", 1, len(groups[axes][0]))
             if kind in ("stages", "waiting"):
@@ -201,7 +201,7 @@ def _add(sent_s: dict[str, float], least_exposed_s: dict[str, float], axes: str,
     least_exposed_s[axes] += share * seconds
 
 
-def _combined(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str, int, bool, float]]:
+def _combine(transfers: Iterable[EstimatedTransfer]) -> Iterable[tuple[str, str, int, bool, float]]:
     """Kind, mesh axes, times, whether in a loop, and bytes of each transfer. An iteration sends its weights together.
 
     Weights that are gathered for both passes are sent twice in an iteration.

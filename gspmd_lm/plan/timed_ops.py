@@ -79,7 +79,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
                 kernels = [(grouped_gpu.speed(rows, experts, round(along), round(across), outer), 0.0)
                            for (along, across), outer in sides]  # fmt: skip
             of_matrix = "bf16" if bits(dtype) == 8 else dtype  # see moe_dispatch.py
-            multiplied = [_multiplied(chip, dtype, rows / experts)] * 2 + [(of_matrix, of_matrix)]
+            multiplied = [_multiplied_dtypes(chip, dtype, rows / experts)] * 2 + [(of_matrix, of_matrix)]
             widened_bytes = 3 * w if multiplied[0][1] != dtype else 0.0  # of each, one is read and two are written
         passes = zip((y, x, w), kernels, multiplied, (widened_bytes, widened_bytes, 0.0), strict=True)
         forward_s, *backward_s = (
@@ -105,7 +105,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
         yield TimedOp("other", beside_s[0], backward * beside_s[1], times, attention_op)
 
 
-def _multiplied(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
+def _multiplied_dtypes(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
     """The dtypes in which a kernel multiplies rows and the weights of experts, so many rows for each expert."""
     if dtype != "f8e4m3fn" or not grouped_gpu.on_hopper(chip.kinds[0]):
         return dtype, dtype
@@ -136,7 +136,7 @@ def _move_s(chip: Chip, move: MoveOp, shards: Shards) -> float:
         return gathers.sort_s(elements, round(min(length, elements)), max(2, len(node.inputs)), chip)
     rows = math.prod(node.inputs[1].shape[:-1]) / devices
     width = node.shape[-1] if elements > rows else 1
-    sizes, found_bytes = (round(elements / rows / width), width), elements / width * _padded(width) * node.itemsize
+    sizes, found_bytes = (round(elements / rows / width), width), elements / width * _pad(width) * node.itemsize
     bandwidth, on_sparse_cores = op_time.hbm_bytes_per_s(chip), chip.name in gathers.SPARSECORE_CHIPS
     return gathers.gather_s(rows, sizes, found_bytes, 8 * node.itemsize, chip, bandwidth, found_bytes, on_sparse_cores)
 
@@ -144,11 +144,11 @@ def _move_s(chip: Chip, move: MoveOp, shards: Shards) -> float:
 def _sum_s(chip: Chip, sum_op: MoveOp, shards: Shards) -> float:
     """Seconds of a sum over few rows."""
     *_, few, width = sum_op.node.inputs[0].shape
-    elements = math.prod(sum_op.node.shape) * few / width * _padded(width)
+    elements = math.prod(sum_op.node.shape) * few / width * _pad(width)
     return gathers.sum_s(elements / shards.count(sum_op.sharded_like), few, chip)
 
 
-def _padded(width: int) -> int:
+def _pad(width: int) -> int:
     return -(-width // gathers.LANES) * gathers.LANES
 
 

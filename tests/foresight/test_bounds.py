@@ -10,7 +10,7 @@ from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
 from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision
 from gspmd_lm.foresight import equations
-from gspmd_lm.foresight.bounds import necessary_flops, of_training, step_flops
+from gspmd_lm.foresight.bounds import necessary_flops, step_flops, training_bounds
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.hardware.chips import CHIPS
@@ -64,7 +64,7 @@ def floor_of(llama, built, read):
         rows = step.rules.microbatches
         if rows not in graphs:
             graphs[rows] = graph(config, step.rules, arrays)
-        return of_training(step.task, step.rules, arrays, chip, graphs[rows], traced[key])
+        return training_bounds(step.task, step.rules, arrays, chip, graphs[rows], traced[key])
 
     return found
 
@@ -244,7 +244,7 @@ def test_model_flops_are_those_of_the_gradients_that_a_step_computes(small, buil
     step, found = built(config, rules), step_flops(rules, recorded)
     reading = read(step)
     assert found == reading.model_flops
-    assert of_training(step.task, rules, arrays, None, recorded, reading).flops == found
+    assert training_bounds(step.task, rules, arrays, None, recorded, reading).flops == found
 
 
 def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys_are_made_of(small):

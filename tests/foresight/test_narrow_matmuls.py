@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm.foresight import hlo
-from gspmd_lm.foresight.bounds import of_training
+from gspmd_lm.foresight.bounds import training_bounds
 from gspmd_lm.foresight.graph import DataflowGraph
 from gspmd_lm.foresight.propagation import read_step
 from gspmd_lm.foresight.timing import op_time
@@ -40,7 +40,7 @@ def floor_of(dtype, chip, *more):
     recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
     traced = built.trace_train()
     reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
-    return of_training(built.task, built.rules, arrays, CHIPS[chip], recorded, reading)
+    return training_bounds(built.task, built.rules, arrays, CHIPS[chip], recorded, reading)
 
 
 def test_the_floor_of_a_step():

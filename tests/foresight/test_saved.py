@@ -175,5 +175,5 @@ def test_what_waits_is_no_part_of_the_floor_where_the_program_leaves_open_how_it
     sure = Reading((), {}, {}, saved_bytes=8e9, held_bytes=1e9)
     left_open = dataclasses.replace(sure, unknown={"fft": 1})
     chip = CHIPS["h100"]
-    floors = [bounds.of_program(chip, 8, reading).memory_s * chip.hbm_bytes_per_s for reading in (sure, left_open)]
+    floors = [bounds.program_bounds(chip, 8, reading).memory_s * chip.hbm_bytes_per_s for reading in (sure, left_open)]
     assert floors == pytest.approx([1e9 + 2 * 8e9, 1e9])

@@ -195,12 +195,12 @@ def _lines(text: str) -> Iterator[str]:
     lines = iter(text.split("\n"))
     for line in lines:
         opens = line.endswith("{") and not line[0].isspace() and not line.startswith("HloModule")
-        while not opens and not _closed(line) and (more := next(lines, None)) is not None:
+        while not opens and not _is_closed(line) and (more := next(lines, None)) is not None:
             line += f"\n{more}"
         yield line
 
 
-def _closed(line: str) -> bool:
+def _is_closed(line: str) -> bool:
     if '"' in line:
         line = _STRING.sub("", line)
         if '"' in line:

@@ -94,7 +94,7 @@ class Instruction:
     @functools.cached_property
     def config(self) -> Mapping:
         """The backend_config. A value that is not JSON has the key 'text'."""
-        text = _unquoted(self.attributes.get("backend_config", ""))
+        text = _unquote(self.attributes.get("backend_config", ""))
         try:
             config = json.loads(text or "{}")
         except json.JSONDecodeError:
@@ -105,7 +105,7 @@ class Instruction:
     def frontend(self) -> Mapping[str, str]:
         """The frontend_attributes. A value in braces keeps its braces and line ends."""
         text = self.attributes.get("frontend_attributes", "{}")
-        return {key: _unquoted(value) for key, value in attributes_of("," + text[1:-1]).items()}
+        return {key: _unquote(value) for key, value in attributes_of("," + text[1:-1]).items()}
 
     @functools.cached_property
     def estimated_cycles(self) -> int | None:
@@ -208,18 +208,18 @@ class Instruction:
 
     @functools.cached_property
     def custom_call_target(self) -> str:
-        return _unquoted(self.attributes.get("custom_call_target", "")) if self.opcode == "custom-call" else ""
+        return _unquote(self.attributes.get("custom_call_target", "")) if self.opcode == "custom-call" else ""
 
     @property
     def thread(self) -> str:
         """The thread of an asynchronous computation: sparsecore, host, ...; '' for the main thread."""
-        return _unquoted(self.attributes.get("async_execution_thread", ""))
+        return _unquote(self.attributes.get("async_execution_thread", ""))
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, str]:
         """The metadata: op_name, stack_frame_id and so on."""
         text = self.attributes.get("metadata", "")
-        return {key: _unquoted(value) for key, value in _METADATA.findall(text)}
+        return {key: _unquote(value) for key, value in _METADATA.findall(text)}
 
     @property
     def op_name(self) -> str:
@@ -326,7 +326,7 @@ def attributes_of(text: str) -> dict[str, str]:
     return attributes
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     if not text.startswith('"'):
         return text
     return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t"}.get(m.group(1), m.group(1)), text[1:-1], flags=re.S)

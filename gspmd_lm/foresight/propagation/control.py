@@ -23,17 +23,19 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     which nothing leaves a loop that changes any of its operands.
     """
     inner = called_jaxprs(operation.params)[0]
-    operands = _as_asked(reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands)
+    operands = _move_as_asked(
+        reader, operation, operation.params.get("in_shardings", ()), inner.invars, operation.operands
+    )
     if operation.params.get("prevent_cse"):
         depth = max((operand.loop_depth for operand in operands), default=0)
-        operands = [dataclasses.replace(_renamed(reader, operand), loop_depth=depth) for operand in operands]
+        operands = [dataclasses.replace(_rename(reader, operand), loop_depth=depth) for operand in operands]
     asked = operation.params.get("out_shardings", ())
     wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
     for number, sharding in enumerate(asked):
         if hasattr(sharding, "spec"):
             wanted[number] = reader.mesh.dims(sharding.spec, inner.outvars[number].aval.ndim)
     results = reader.read(inner, operands, operation.stack, wanted, operation.terms)
-    return _as_asked(reader, operation, asked, inner.outvars, results)
+    return _move_as_asked(reader, operation, asked, inner.outvars, results)
 
 
 def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -44,7 +46,7 @@ def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
     return reader.read(solve, [*captured, *operation.operands[sum(lengths) :]], operation.stack)
 
 
-def _renamed(reader: Reader, array: ArraySharding) -> ArraySharding:
+def _rename(reader: Reader, array: ArraySharding) -> ArraySharding:
     """The array under a new identity, so that its collectives are not taken for those of the old one."""
     renamed = dataclasses.replace(array, identity=object())
     if array.identity is not None:
@@ -71,7 +73,7 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
     def inside(one: ArraySharding, outside: ArraySharding) -> ArraySharding:
         if once:
-            return dataclasses.replace(_renamed(reader, one), loop_depth=outside.loop_depth)
+            return dataclasses.replace(_rename(reader, one), loop_depth=outside.loop_depth)
         return dataclasses.replace(one, loop_depth=depth, identity=object())
 
     added = terms(body, range(carried), use_counts(body))
@@ -204,16 +206,16 @@ def _least_split(shardings: Iterable[Dims]) -> Dims:
 
 def barrier(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A barrier changes no array, but XLA sends what stands behind it anew."""
-    return [_renamed(reader, operand) for operand in operation.operands]
+    return [_rename(reader, operand) for operand in operation.operands]
 
 
 def device_put(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """Moves arrays to another memory, or to the sharding that the program asks for."""
     atoms = operation.equation.invars
-    return _as_asked(reader, operation, operation.params["devices"], atoms, barrier(reader, operation))
+    return _move_as_asked(reader, operation, operation.params["devices"], atoms, barrier(reader, operation))
 
 
-def _as_asked(
+def _move_as_asked(
     reader: Reader, operation: Operation, shardings: Iterable[Any], atoms: Sequence[Any],
     arrays: Sequence[ArraySharding],
 ) -> list[ArraySharding]:  # fmt: skip

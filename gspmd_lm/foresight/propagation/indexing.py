@@ -276,9 +276,9 @@ def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
     names = _lead(reader, operation).dims[joined]
     shards = reader.mesh.shards(names)
     if not 1 < shards <= size[joined] or (wanted and wanted[joined] != names):
-        return _joined(reader, operation, [joined])
+        return _join(reader, operation, [joined])
     split = [one.dims[joined] == names and not one.is_constant for one in operation.operands]
-    result, begin = _joined(reader, operation, ()), 0
+    result, begin = _join(reader, operation, ()), 0
     for number, (aval, is_split) in enumerate(zip(operation.inputs, split, strict=True)):
         if is_split:
             rows = _foreign_rows(size[joined], aval.shape[joined], begin, shards)
@@ -291,7 +291,7 @@ def _lead(reader: Reader, operation: Operation) -> ArraySharding:
     return max(operation.operands, key=lambda one: reader.mesh.shards(one.mesh_axes))
 
 
-def _joined(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArraySharding:
+def _join(reader: Reader, operation: Operation, gone: Sequence[int]) -> ArraySharding:
     target = tuple(() if d in gone else names for d, names in enumerate(_lead(reader, operation).dims))
     sums = {one.unreduced for one in operation.operands if not one.is_constant}
     keeps = len(sums) == 1
@@ -322,7 +322,7 @@ def reverse(reader: Reader, operation: Operation) -> ArraySharding:
 
 def stack(reader: Reader, operation: Operation) -> ArraySharding:
     """Arrays along a new dimension."""
-    result, axis = _joined(reader, operation, ()), operation.params.get("axis", 0)
+    result, axis = _join(reader, operation, ()), operation.params.get("axis", 0)
     return dataclasses.replace(result, dims=(*result.dims[:axis], (), *result.dims[axis:]))
 
 

@@ -282,7 +282,7 @@ class Reader:
         """
         wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
         added = terms(jaxpr, accumulated, uses)
-        known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_identified, operands), strict=True))
+        known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_with_identity, operands), strict=True))
         known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
         constrained: dict[Any, ArraySharding] = {}
 
@@ -301,7 +301,7 @@ class Reader:
                         )
             flops_before = sum(self.record.flops.values())
             if operation.primitive in CONSTRAINTS:
-                results = [self._constrained(operation, constrained, uses[equation.outvars[0]])]
+                results = [self._constrain(operation, constrained, uses[equation.outvars[0]])]
             else:
                 results = self._results(operation)
             depth = max((one.loop_depth for one in operation.operands), default=0)
@@ -360,7 +360,7 @@ class Reader:
         shardings = rule(self, operation)
         return [shardings] * len(outputs) if isinstance(shardings, ArraySharding) else list(shardings)
 
-    def _constrained(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
+    def _constrain(self, operation: Operation, seen: dict[Any, ArraySharding], uses: int) -> ArraySharding:
         """An array where the program says that it is. XLA does the same constraint of the same array once."""
         operand, aval = operation.operands[0], operation.inputs[0]
         spec = operation.params[CONSTRAINTS[operation.primitive]].spec
@@ -384,7 +384,7 @@ def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
     return [replicated(rank_of(var.aval)) for var in operation.equation.outvars]
 
 
-def _identified(array: ArraySharding) -> ArraySharding:
+def _with_identity(array: ArraySharding) -> ArraySharding:
     return array if array.identity is not None else dataclasses.replace(array, identity=object())
 
 

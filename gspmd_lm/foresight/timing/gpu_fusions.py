@@ -71,7 +71,7 @@ def _of_rows_apart(fusion: Instruction) -> int:
     """
     tiles = fusion.config.get("fusion_backend_config", {}).get("block_level_fusion_config", {}).get("output_tiles")
     sums = [one for one in fusion.inside if one.opcode == "reduce"]
-    if not tiles or not any(len(_sides(one.operands[0])) - 1 in _summed(one) for one in sums):
+    if not tiles or not any(len(_sides(one.operands[0])) - 1 in _summed_dimensions(one) for one in sums):
         return 0
     (computation,) = fusion.called["calls"]
     results = computation.root.operands if computation.root.opcode == "tuple" else (computation.root,)
@@ -79,7 +79,7 @@ def _of_rows_apart(fusion: Instruction) -> int:
     sides, sizes = _sides(root), [*map(int, tile.get("sizes", ()))]
     if root.opcode == "reduce":
         sides = _sides(root.operands[0])
-        for d in sorted(_summed(root)):
+        for d in sorted(_summed_dimensions(root)):
             sizes.insert(d, sides[d])
     if len(sizes) != len(sides):  # a tile of another view of the result
         return 0
@@ -94,7 +94,7 @@ def _sides(instruction: Instruction) -> tuple[int, ...]:
     return instruction.shape.arrays[0].dimensions
 
 
-def _summed(reduction: Instruction) -> list[int]:
+def _summed_dimensions(reduction: Instruction) -> list[int]:
     return gathers.whole_numbers(reduction.attributes["dimensions"])
 
 

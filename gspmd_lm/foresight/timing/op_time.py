@@ -239,7 +239,7 @@ def matmul_share(chip: Chip, grouped: bool, dtypes: Collection[str]) -> float:
 
 
 def _flops_s(matmul: Instruction, chip: Chip, operations: float) -> float:
-    dtypes = _multiplied(matmul)
+    dtypes = _multiplied_dtypes(matmul)
     share = matmul_share(chip, not matmul.flops, dtypes) / _slowdown(matmul, chip)
     if chip.gpu and matmul.flops:
         elements = matmul.shape.arrays[0].elements
@@ -274,10 +274,10 @@ def tile_share(elements: float, depth_bytes: float, cores: int) -> float:
 
 def _peak(matmul: Instruction, chip: Chip) -> float:
     """The peak FLOPs/s of the wider factor."""
-    return min(map(chip.matmul_flops_per_s, _multiplied(matmul)), default=chip.peak_bf16_flops_per_s)
+    return min(map(chip.matmul_flops_per_s, _multiplied_dtypes(matmul)), default=chip.peak_bf16_flops_per_s)
 
 
-def _multiplied(matmul: Instruction) -> list[str]:
+def _multiplied_dtypes(matmul: Instruction) -> list[str]:
     """The dtypes of the factors: of the first two operands, or of the two largest of a kernel, but for its scales."""
     arrays = [array for operand in matmul.operands for array in operand.shape.arrays]
     if not matmul.flops:
