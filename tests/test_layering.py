@@ -76,7 +76,8 @@ NOT_AT_START = ("jax", "flax", "numpy", "orbax", "grain")
 # All that a model and its kernels may know of what is installed: nothing counts devices or says how arrays are split.
 WITHOUT_DEVICES = (
     "collections.abc.", "dataclasses.", "einops.", "flax.linen.initializers.", "flax.traverse_util.", "functools.",
-    "gspmd_lm.", "jax.nn.", "jax.numpy.", "jax.random.", "jax.scipy.special.", "jax.tree.", "math.", "numpy.", "typing.",
+    "gspmd_lm.", "jax.nn.", "jax.numpy.", "jax.random.", "jax.scipy.special.", "jax.tree.", "math.", "numpy.",
+    "typing.",
 )  # fmt: skip
 SINGLE_DEVICE = {
     "flax.linen": "Module PARTITION_NAME broadcast compact nowrap remat scan share_scope with_logical_partitioning",
