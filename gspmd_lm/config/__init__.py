@@ -19,6 +19,7 @@ from gspmd_lm.config.layers import RelativePositions as RelativePositions
 from gspmd_lm.config.layers import RelativeVectors as RelativeVectors
 from gspmd_lm.config.layers import RopeScaling as RopeScaling
 from gspmd_lm.config.masks import Masks as Masks
+from gspmd_lm.config.masks import problems_of_masks
 from gspmd_lm.config.media import Frames as Frames
 from gspmd_lm.config.media import Images as Images
 from gspmd_lm.config.media import Patches as Patches
@@ -212,8 +213,6 @@ class Config:
             f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
             f"{self.image_rows} to as many, or above for padding":
                 model.of_vision and self.image_rows < model.of_vision.context,
-            "objective: masks needs model.masks, and model.masks needs objective: masks":
-                (objective == "masks") != bool(model.masks),
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
@@ -230,8 +229,6 @@ class Config:
                 len(data.fields) > 2 and objective != "masks",
             f"{predicts} needs data.fields=[source, text], without data.label":
                 (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
-            "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
-                objective == "masks" and (data.label or len(data.fields) not in (0, 2, 3)),
             f"model.token_types goes with objective: masked, replaced or classes, not {objective}":
                 model.token_types > 0 and objective not in ("masked", "replaced", "classes"),
             f"{predicts} needs data.packing: documents, which keeps texts and padding apart":
@@ -239,7 +236,8 @@ class Config:
             f"train.samples needs objective: causal, not {objective}, and no images":
                 (queries or objective != "causal") and self.train.samples is not None,
         }  # fmt: skip
-        return [message for message, is_wrong in problems.items() if is_wrong] + self._wrong_patches()
+        wrong = [message for message, is_wrong in problems.items() if is_wrong]
+        return wrong + problems_of_masks(self) + self._wrong_patches()
 
     def _wrong_patches(self) -> list[str]:
         """What does not go with images."""
@@ -266,8 +264,6 @@ class Config:
             "relative_positions.side and patches.distillation":
                 model.relative_positions and not model.windows and (
                     model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
-            "model.masks does not go with data.images.resize and keep_ratio, which cut off what may be an object: set "
-            "data.images.pad": model.masks and (data.images.keep_ratio or data.images.resize > patches.image),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,

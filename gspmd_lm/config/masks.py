@@ -56,3 +56,17 @@ class Masks:
             f"masks.embed={self.embed} must be a multiple of 8": self.embed % 8,
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
+
+
+def problems_of_masks(config: Any) -> list[str]:
+    """What of a whole config does not go with its masks, or with its objective: masks."""
+    data, masks, patches = config.data, config.model.masks, config.model.patches
+    predicted = config.objective == "masks"
+    problems = {
+        "objective: masks needs model.masks, and model.masks needs objective: masks": predicted != bool(masks),
+        "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
+            predicted and (data.label or len(data.fields) not in (0, 2, 3)),
+        "model.masks does not go with data.images.resize and keep_ratio, which cut off what may be an object: set "
+        "data.images.pad": masks and (data.images.keep_ratio or data.images.resize > patches.image),
+    }  # fmt: skip
+    return [message for message, is_wrong in problems.items() if is_wrong]

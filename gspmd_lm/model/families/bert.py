@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config, ModelConfig
+from gspmd_lm.config import Config
 from gspmd_lm.model.ends import class_scores, embedded
 from gspmd_lm.model.families.family import Family
 from gspmd_lm.model.objectives import (
@@ -33,22 +33,11 @@ class TextClassifier(Stack):
         return class_scores(self, self.cfg, self.blocks(x_BTD, batch, keys_BT)[0])
 
 
-class TextClassifiers(Family):
-    """Models of texts with `classes`."""
-
-    def fits(self, cfg: ModelConfig) -> bool:
-        """Whether the model gives classes."""
-        return cfg.classes > 0
-
-    def module(self, cfg: ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return TextClassifier(cfg)
-
-    def objective(self, config: Config) -> Objective:
-        """Which tokens stand in place of others, or what `data.label_kind` says of a text."""
-        if config.objective == "replaced":
-            return REPLACED
-        return {"class": CLASSES, "classes": SEVERAL, "number": NUMBERS}[config.data.label_kind]
+def text_objective(config: Config) -> Objective:
+    """Which tokens stand in place of others, or what `data.label_kind` says of a text."""
+    if config.objective == "replaced":
+        return REPLACED
+    return {"class": CLASSES, "classes": SEVERAL, "number": NUMBERS}[config.data.label_kind]
 
 
 # Which tokens stand in place of others (ELECTRA, arXiv 2003.10555)
@@ -99,4 +88,4 @@ def _scores_of_replaced(totals: Mapping[str, float]) -> dict[str, float]:
 REPLACED = Objective(
     target_inputs, _sums_of_replaced, count_targets, _totals_of_replaced, _means_of_replaced, _scores_of_replaced
 )
-FAMILY = TextClassifiers()
+FAMILY = Family(module=TextClassifier, fits=lambda cfg: cfg.classes, objective=text_objective)

@@ -11,6 +11,7 @@ from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
+from gspmd_lm.model.families import family as decoder
 from gspmd_lm.model.families import t5
 from gspmd_lm.model.families.clip import VisionTower, image_input
 from gspmd_lm.model.families.family import Family
@@ -107,48 +108,37 @@ def put_first(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) ->
     return put
 
 
-class Blip2(Family):
-    """Models with `vision.queries`, whose decoder may have an encoder."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether learned rows read an image."""
-        return cfg.of_queries is not None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return ImageDecoder(cfg)
-
-    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
-        """Those of the text model, and patches."""
-        patches = {"patches": image_input(cfg, shape.batch, shape.image_rows)}
-        return _text(cfg).inputs(cfg, shape._replace(segments=True)) | patches
-
-    def smallest(self, cfg: config.ModelConfig) -> Shape:
-        """An image and the token behind it."""
-        assert cfg.vision and cfg.vision.queries
-        rows = 1 + cfg.vision.queries.rows
-        return Shape(seq=rows, source_seq=rows, image_rows=cfg.vision.patches.rows)
-
-    def prompts(self, cfg: config.ModelConfig, rows: int, seq: int) -> Input:
-        """The patches of images."""
-        return image_input(cfg, rows, seq)
-
-    def prompt_batch(self, cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
-        """Prompts are images. Their rows, and the token behind them, are what a text goes on from, or its source."""
-        assert cfg.vision and cfg.vision.queries
-        queries = cfg.vision.queries
-        tokens_BT = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)
-        return _text(cfg).prompt_batch(cfg, tokens_BT, ahead_BT) | {"patches": prompts}
-
-    def start_token(self, cfg: config.ModelConfig) -> int | None:
-        """See `Family.start_token`."""
-        assert cfg.vision and cfg.vision.queries
-        return cfg.encoder.start_token if cfg.encoder else cfg.vision.queries.start_token
-
-
 def _text(cfg: config.ModelConfig) -> Family:
     """The family of the text model behind the images."""
-    return t5.FAMILY if cfg.encoder else Family()
+    return t5.FAMILY if cfg.encoder else decoder.FAMILY
 
 
-FAMILY = Blip2()
+def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+    patches = {"patches": image_input(cfg, shape.batch, shape.image_rows)}
+    return _text(cfg).inputs(cfg, shape._replace(segments=True)) | patches
+
+
+def _smallest(cfg: config.ModelConfig) -> Shape:
+    """An image and the token behind it."""
+    assert cfg.vision and cfg.vision.queries
+    rows = 1 + cfg.vision.queries.rows
+    return Shape(seq=rows, source_seq=rows, image_rows=cfg.vision.patches.rows)
+
+
+def _prompt_batch(cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
+    """Prompts are images. Their rows, and the token behind them, are what a text goes on from, or its source."""
+    assert cfg.vision and cfg.vision.queries
+    queries = cfg.vision.queries
+    tokens_BT = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)
+    return _text(cfg).prompt_batch(cfg, tokens_BT, ahead_BT) | {"patches": prompts}
+
+
+FAMILY = Family(
+    module=ImageDecoder,
+    fits=lambda cfg: cfg.vision and cfg.vision.queries,
+    inputs=_inputs,
+    smallest=_smallest,
+    prompts=image_input,
+    prompt_batch=_prompt_batch,
+    start_token=lambda cfg: (cfg.encoder or cfg.vision.queries).start_token,
+)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import SCORES, embedded
-from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.families.family import Family, text_inputs
 from gspmd_lm.model.families.vit import PATCHES, encode_image
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
@@ -78,36 +78,15 @@ def _project(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, siz
     return x_BP * jax.lax.rsqrt(jnp.maximum(square_B1, LEAST_LENGTH**2))
 
 
-class Clip(Family):
-    """Models with `vision` whose texts and images are compared."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether texts and images are compared."""
-        return cfg.vision is not None and cfg.vision.queries is None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return Towers(cfg)
-
-    def objective(self, config: config.Config) -> Objective:
-        """Which image belongs to a text, and which text to an image."""
-        return PAIRS
-
-    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
-        """See `Towers`."""
-        patches = {"patches": image_input(cfg, shape.batch, shape.image_rows)}
-        return super().inputs(cfg, shape._replace(segments=True)) | patches
-
-    def smallest(self, cfg: config.ModelConfig) -> Shape:
-        """A token, and one image."""
-        assert cfg.vision
-        return Shape(image_rows=cfg.vision.patches.rows)
-
-
 def image_input(cfg: config.ModelConfig, batch: int, rows: int) -> Input:
     """The patches of images that stand beside texts."""
     assert cfg.vision
     return Input((batch, rows, cfg.vision.patches.pixels), "float32", PATCHES)
+
+
+def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+    patches = {"patches": image_input(cfg, shape.batch, shape.image_rows)}
+    return text_inputs(cfg, shape._replace(segments=True)) | patches
 
 
 # Texts and images that belong together
@@ -165,4 +144,10 @@ def _scores_of_pairs(totals: Mapping[str, float]) -> dict[str, float]:
 
 
 PAIRS = Objective(lambda shape: {}, _sums_of_pairs, _pairs, _totals_of_pairs, _means_of_pairs, _scores_of_pairs)
-FAMILY = Clip()
+FAMILY = Family(
+    module=Towers,
+    fits=lambda cfg: cfg.vision and not cfg.vision.queries,
+    objective=lambda config: PAIRS,
+    inputs=_inputs,
+    smallest=lambda cfg: Shape(image_rows=cfg.vision.patches.rows),
+)

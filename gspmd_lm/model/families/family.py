@@ -1,6 +1,7 @@
 """What a kind of model answers about itself: its module, the arrays of a batch, its objective, and its prompts."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -10,54 +11,49 @@ from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.objectives import ROW_SPEC, TOKEN_SPEC, TOKENS, Input, Objective, Shape
 
+Arrays = dict[str, jax.Array]
+Inputs = dict[str, Input]
 
+
+def text_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:
+    """The arrays that `Decoder` reads."""
+    tokens = Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)
+    names = ["tokens", "positions"] + ["segment_ids"] * shape.segments + ["token_types"] * (cfg.token_types > 0)
+    return dict.fromkeys(names, tokens) | {"row": Input((shape.batch,), "int32", ROW_SPEC)}
+
+
+def text_prompts(cfg: ModelConfig, rows: int, seq: int) -> Input:
+    """Tokens."""
+    return Input((rows, seq), "int32", TOKEN_SPEC)
+
+
+def text_prompt_batch(cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> Arrays:
+    """The batch of a text that goes on from its prompt. Padding is a segment of its own."""
+    given = {"positions": jnp.maximum(ahead_BT, 0), "segment_ids": (ahead_BT >= 0).astype(jnp.int32)}
+    return {"tokens": prompts} | given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model. The answers here are those of the plain decoder, which every model of texts has by default."""
+    """A kind of model. The defaults are the answers of the plain decoder."""
 
-    def fits(self, cfg: ModelConfig) -> bool:
-        """Whether a config describes a model of this family."""
-        return True
+    fits: Callable[[ModelConfig], object]  # whether a config describes a model of this family
+    module: Callable[[ModelConfig], nn.Module] = Decoder
+    objective: Callable[[Config], Objective] = lambda config: TOKENS
+    inputs: Callable[[ModelConfig, Shape], Inputs] = text_inputs  # what the module reads of a batch
+    smallest: Callable[[ModelConfig], Shape] = lambda cfg: Shape()  # a batch that makes all weights
+    untrained_inputs: Callable[[ModelConfig], Inputs] = lambda cfg: {}  # of weights that training leaves out
+    # Generation: the array that holds prompts of up to so many tokens, or rows of an image or sound; and the batch that
+    # fills a cache with it, from the position of each token, which is negative for padding.
+    prompts: Callable[[ModelConfig, int, int], Input] = text_prompts
+    prompt_batch: Callable[[ModelConfig, jax.Array, jax.Array], Arrays] = text_prompt_batch
+    # The token that a generated text begins with, where the prompt is no part of it; None where it goes on from that.
+    start_token: Callable[[ModelConfig], int | None] = lambda cfg: None
 
-    def module(self, cfg: ModelConfig) -> nn.Module:
-        """The module, with `cfg` as its attribute."""
-        return Decoder(cfg)
-
-    def objective(self, config: Config) -> Objective:
-        """What is predicted, and the arrays of a batch that it needs."""
-        return TOKENS
-
-    def inputs(self, cfg: ModelConfig, shape: Shape) -> dict[str, Input]:
-        """The arrays that the module reads: what it calls `batch` explains them."""
-        tokens = Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)
-        names = ["tokens", "positions"] + ["segment_ids"] * shape.segments + ["token_types"] * (cfg.token_types > 0)
-        return dict.fromkeys(names, tokens) | {"row": Input((shape.batch,), "int32", ROW_SPEC)}
-
-    def smallest(self, cfg: ModelConfig) -> Shape:
-        """The sizes of the smallest batch that makes all weights."""
-        return Shape()
-
-    def dummy(self, cfg: ModelConfig) -> dict[str, jax.Array]:
+    def dummy(self, cfg: ModelConfig) -> Arrays:
         """The smallest batch that makes all weights, of zeros."""
-        inputs = self.inputs(cfg, self.smallest(cfg))
+        inputs = self.inputs(cfg, self.smallest(cfg)) | self.untrained_inputs(cfg)
         return {name: jnp.zeros(one.shape, one.dtype) for name, one in inputs.items()}
 
-    # Generation
 
-    def prompts(self, cfg: ModelConfig, rows: int, seq: int) -> Input:
-        """The array that holds prompts of up to `seq` tokens, or of so many rows of an image or sound."""
-        return Input((rows, seq), "int32", TOKEN_SPEC)
-
-    def prompt_batch(self, cfg: ModelConfig, prompts: Any, ahead_BT: jax.Array) -> dict[str, jax.Array]:
-        """The batch that fills a cache with `prompts`. ahead_BT: the position of each token, negative for padding."""
-        # Padding is a segment of its own.
-        given = {"positions": jnp.maximum(ahead_BT, 0), "segment_ids": (ahead_BT >= 0).astype(jnp.int32)}
-        return {"tokens": prompts} | given
-
-    def start_token(self, cfg: ModelConfig) -> int | None:
-        """The token that a generated text begins with, where the prompt is no part of it; None where the text goes on
-        from its prompt.
-        """
-        return None
-
-
-FAMILY = Family()
+FAMILY = Family(fits=lambda cfg: True)

@@ -2,7 +2,6 @@
 
 import jax
 
-from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families.family import Family
 from gspmd_lm.model.parts.altup import LayerInputs
@@ -16,16 +15,4 @@ class LayerInputDecoder(Decoder):
         return LayerInputs(self.cfg, name="per_layer_inputs")(x_BTD, batch["tokens"])
 
 
-class Gemma3n(Family):
-    """A decoder with `layer_embed`."""
-
-    def fits(self, cfg: ModelConfig) -> bool:
-        """Whether layers have inputs of their own."""
-        return cfg.layer_embed > 0
-
-    def module(self, cfg: ModelConfig) -> LayerInputDecoder:
-        """See `Family.module`."""
-        return LayerInputDecoder(cfg)
-
-
-FAMILY = Gemma3n()
+FAMILY = Family(module=LayerInputDecoder, fits=lambda cfg: cfg.layer_embed)

@@ -14,7 +14,7 @@ from gspmd_lm import config
 from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED
-from gspmd_lm.model.families.vit import ImageClassifiers, encode_image
+from gspmd_lm.model.families import vit
 from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, head_numbers, masked
 from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
 from gspmd_lm.model.norm import Norm
@@ -60,7 +60,7 @@ class Masker(Stack):
         """
         assert self.cfg.masks
         of_masks = self.cfg.masks.of(self.cfg)
-        x_BTD = apply_neck(self, self.cfg, of_masks, encode_image(self, batch, dropout_key))
+        x_BTD = apply_neck(self, self.cfg, of_masks, vit.encode_image(self, batch, dropout_key))
         return MaskDecoder(of_masks, self.cfg, name="masks")(x_BTD, batch)
 
 
@@ -250,31 +250,11 @@ class Crossing(nn.Module):
         return reduced(unreduced_matmul(out, wo) + bias(self, "bo", "embed", sizes[:1], cfg), *queries.specs)
 
 
-class Sam(ImageClassifiers):
-    """Models with `masks`."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether the model draws masks."""
-        return cfg.masks is not None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return Masker(cfg)
-
-    def objective(self, config: config.Config) -> Objective:
-        """Which pixels are of the object that a prompt means."""
-        return MASKS
-
-    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
-        """Those of an image, and a prompt in points: see `Masker`."""
-        prompt = shape.batch, POINTS
-        points = Input((*prompt, 2), "float32", "prompts: batch prompt channels")
-        kinds = Input(prompt, "int32", "prompts: batch prompt")
-        return super().inputs(cfg, shape) | {"points": points, "point_kinds": kinds}
-
-    def dummy(self, cfg: config.ModelConfig) -> dict[str, jax.Array]:
-        """With a mask as a prompt, which batches of training do not have."""
-        return super().dummy(cfg) | {"prompt_mask": jnp.zeros((1, cfg.context, PARTS**2))}
+def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+    prompt = shape.batch, POINTS
+    points = Input((*prompt, 2), "float32", "prompts: batch prompt channels")
+    kinds = Input(prompt, "int32", "prompts: batch prompt")
+    return vit.image_inputs(cfg, shape) | {"points": points, "point_kinds": kinds}
 
 
 # Masks of objects that prompts mean
@@ -342,4 +322,11 @@ def _object_inputs(shape: Shape) -> dict[str, Input]:
 
 
 MASKS = Objective(_object_inputs, _sums_of_masks, _objects, _totals_of_masks, _means_of_masks, _scores_of_masks)
-FAMILY = Sam()
+FAMILY = dataclasses.replace(
+    vit.FAMILY,
+    module=Masker,
+    fits=lambda cfg: cfg.masks,
+    objective=lambda config: MASKS,
+    inputs=_inputs,
+    untrained_inputs=lambda cfg: {"prompt_mask": Input((1, cfg.context, PARTS**2), "float32", DRAWN)},
+)

@@ -1,5 +1,7 @@
 """Swin: levels of blocks over windows of an image; from level to level, four patches become one (arXiv 2103.14030)."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import before_blocks, scored, token_keys
-from gspmd_lm.model.families.vit import ImageClassifiers, embed_patches, mean_of_patches
+from gspmd_lm.model.families import vit
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix
@@ -27,7 +29,7 @@ class LevelsClassifier(nn.Module):
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
         """[B, classes], float32. `batch`: see `vit.ImageClassifier`; no learned row stands before the patches."""
         first, *rest = levels = config.levels(self.cfg)
-        x_BTD, keys_BT = before_blocks(first, embed_patches(self, first, batch["patches"]), batch, dropout_key)
+        x_BTD, keys_BT = before_blocks(first, vit.embed_patches(self, first, batch["patches"]), batch, dropout_key)
         x_BTD = Level(first, name="level_0")(x_BTD, keys_BT)
         for number, cfg in enumerate(rest, 1):
             if keys_BT is not None and dropout_key is not None:
@@ -35,7 +37,7 @@ class LevelsClassifier(nn.Module):
                 keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
             x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
         last = levels[-1]
-        return scored(self, last, mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
+        return scored(self, last, vit.mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
 
 
 class Level(Stack):
@@ -62,16 +64,4 @@ def _merge(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.
         return like(like(project(in_BTO, merge), BLOCK_INPUT), RESIDUAL)
 
 
-class Swin(ImageClassifiers):
-    """Image classifiers with `windows`."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether attention is within windows."""
-        return cfg.patches is not None and cfg.windows is not None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return LevelsClassifier(cfg)
-
-
-FAMILY = Swin()
+FAMILY = dataclasses.replace(vit.FAMILY, module=LevelsClassifier, fits=lambda cfg: cfg.patches and cfg.windows)

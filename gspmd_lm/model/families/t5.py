@@ -10,7 +10,7 @@ from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import embedded
-from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.families.family import Arrays, Family, Inputs, text_inputs, text_prompt_batch
 from gspmd_lm.model.objectives import TOKEN_SPEC, Input, Shape
 from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack
@@ -75,35 +75,26 @@ class EncoderDecoder(Decoder):
         return self.decoded(x_BTD, table, keys_BT, batch, cache)
 
 
-class EncoderDecoders(Family):
-    """Models with an `encoder`."""
-
-    def fits(self, cfg: ModelConfig) -> bool:
-        """Whether there is an encoder."""
-        return cfg.encoder is not None
-
-    def module(self, cfg: ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return EncoderDecoder(cfg)
-
-    def inputs(self, cfg: ModelConfig, shape: Shape) -> dict[str, Input]:
-        """Those of a text that is kept apart from padding, and those of its source."""
-        source = Input((shape.batch, shape.source_seq), "int32", TOKEN_SPEC)
-        names = (f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids"))
-        return super().inputs(cfg, shape._replace(segments=True)) | dict.fromkeys(names, source)
-
-    def prompt_batch(self, cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
-        """Prompts are sources; a text begins with the start token."""
-        assert cfg.encoder
-        start_B1 = jnp.full((len(prompts), 1), cfg.encoder.start_token, jnp.int32)
-        text = {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
-        source = super().prompt_batch(cfg, prompts, ahead_BT)
-        return {f"{SOURCE}{name}": x for name, x in source.items()} | text
-
-    def start_token(self, cfg: ModelConfig) -> int | None:
-        """See `Family.start_token`."""
-        assert cfg.encoder
-        return cfg.encoder.start_token
+def source_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:
+    """The arrays that `EncoderDecoder` reads."""
+    source = Input((shape.batch, shape.source_seq), "int32", TOKEN_SPEC)
+    names = (f"{SOURCE}{name}" for name in ("tokens", "positions", "segment_ids"))
+    return text_inputs(cfg, shape._replace(segments=True)) | dict.fromkeys(names, source)
 
 
-FAMILY = EncoderDecoders()
+def source_prompt_batch(cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> Arrays:
+    """Prompts are sources; a text begins with the start token."""
+    assert cfg.encoder
+    start_B1 = jnp.full((len(prompts), 1), cfg.encoder.start_token, jnp.int32)
+    text = {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}
+    source = text_prompt_batch(cfg, prompts, ahead_BT)
+    return {f"{SOURCE}{name}": x for name, x in source.items()} | text
+
+
+FAMILY = Family(
+    module=EncoderDecoder,
+    fits=lambda cfg: cfg.encoder,
+    inputs=source_inputs,
+    prompt_batch=source_prompt_batch,
+    start_token=lambda cfg: cfg.encoder.start_token,
+)

@@ -9,7 +9,7 @@ from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import before_blocks, scored
 from gspmd_lm.model.families.family import Family
 from gspmd_lm.model.norm import Norm
-from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Objective, Shape
+from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Shape
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -84,30 +84,17 @@ def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.A
     return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
 
 
-class ImageClassifiers(Family):
-    """Models with `patches`."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether the model reads images alone."""
-        return cfg.patches is not None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return ImageClassifier(cfg)
-
-    def objective(self, config: config.Config) -> Objective:
-        """The class of an image."""
-        return CLASSES
-
-    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
-        """See `ImageClassifier`."""
-        assert cfg.patches
-        patches = Input((shape.batch, shape.seq, cfg.patches.pixels), "float32", PATCHES)
-        return {"patches": patches, "row": Input((shape.batch,), "int32", ROW_SPEC)}
-
-    def smallest(self, cfg: config.ModelConfig) -> Shape:
-        """One image."""
-        return Shape(seq=cfg.context)
+def image_inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+    """The arrays that `ImageClassifier` reads."""
+    assert cfg.patches
+    patches = Input((shape.batch, shape.seq, cfg.patches.pixels), "float32", PATCHES)
+    return {"patches": patches, "row": Input((shape.batch,), "int32", ROW_SPEC)}
 
 
-FAMILY = ImageClassifiers()
+FAMILY = Family(
+    module=ImageClassifier,
+    fits=lambda cfg: cfg.patches,
+    objective=lambda config: CLASSES,
+    inputs=image_inputs,
+    smallest=lambda cfg: Shape(seq=cfg.context),
+)

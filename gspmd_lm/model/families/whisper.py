@@ -1,5 +1,6 @@
 """Whisper: an encoder-decoder whose encoder reads sounds through two convolutions over frames (arXiv 2212.04356)."""
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import before_blocks, embedded
-from gspmd_lm.model.families.t5 import SOURCE, Encoder, EncoderDecoders
+from gspmd_lm.model.families import t5
 from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.objectives import Input, Shape
 from gspmd_lm.model.rope import sinusoids
@@ -24,10 +25,11 @@ from gspmd_lm.sharding.partial_sums import reduced
 
 FRAMES = "frames: batch seq taps bands"
 HIDDEN = "frames_hidden: batch seq taps mlp"
+_READ, _HEARD = f"{t5.SOURCE}tokens", f"{t5.SOURCE}frames"  # the source of an encoder of texts, and of this one
 TAPS = 3  # frames that a convolution sees
 
 
-class SoundEncoder(Encoder):
+class SoundEncoder(t5.Encoder):
     """A stack of blocks from the frames of a sound to what a decoder reads."""
 
     def before_blocks(
@@ -51,7 +53,7 @@ class SoundDecoder(Decoder):
         """`batch` is that of `t5.EncoderDecoder`, with source_frames as `embed_frames` reads them for source_tokens."""
         cfg = self.cfg
         x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key)
-        if f"{SOURCE}positions" in batch:
+        if f"{t5.SOURCE}positions" in batch:
             assert cfg.of_encoder
             batch = SoundEncoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key)
         return self.decoded(x_BTD, table, keys_BT, batch, cache)
@@ -88,32 +90,27 @@ def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.fl
     return sinusoids(jnp.arange(shape[0])[None], shape[1])[0].astype(dtype)
 
 
-class Whisper(EncoderDecoders):
-    """Encoder-decoders with `frames`."""
-
-    def fits(self, cfg: config.ModelConfig) -> bool:
-        """Whether sources are sounds."""
-        return cfg.frames is not None
-
-    def module(self, cfg: config.ModelConfig) -> nn.Module:
-        """See `Family.module`."""
-        return SoundDecoder(cfg)
-
-    def inputs(self, cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
-        """Those of an encoder-decoder, with frames for the tokens of the source."""
-        inputs = super().inputs(cfg, shape)
-        del inputs[f"{SOURCE}tokens"]
-        return inputs | {f"{SOURCE}frames": self.prompts(cfg, shape.batch, shape.source_seq)}
-
-    def prompts(self, cfg: config.ModelConfig, rows: int, seq: int) -> Input:
-        """The frames of sounds."""
-        assert cfg.frames
-        return Input((rows, seq, WINDOW, cfg.frames.bands), "float32", FRAMES)
-
-    def prompt_batch(self, cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
-        """Prompts are sounds; a text begins with the start token."""
-        batch = super().prompt_batch(cfg, prompts, ahead_BT)
-        return {f"{SOURCE}frames" if name == f"{SOURCE}tokens" else name: x for name, x in batch.items()}
+def frames_input(cfg: config.ModelConfig, rows: int, seq: int) -> Input:
+    """The frames of sounds."""
+    assert cfg.frames
+    return Input((rows, seq, WINDOW, cfg.frames.bands), "float32", FRAMES)
 
 
-FAMILY = Whisper()
+def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
+    inputs = t5.source_inputs(cfg, shape) | {_HEARD: frames_input(cfg, shape.batch, shape.source_seq)}
+    return {name: one for name, one in inputs.items() if name != _READ}
+
+
+def _prompt_batch(cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
+    batch = t5.source_prompt_batch(cfg, prompts, ahead_BT)
+    return {_HEARD if name == _READ else name: x for name, x in batch.items()}
+
+
+FAMILY = dataclasses.replace(
+    t5.FAMILY,
+    module=SoundDecoder,
+    fits=lambda cfg: cfg.frames,
+    inputs=_inputs,
+    prompts=frames_input,
+    prompt_batch=_prompt_batch,
+)
