@@ -4,7 +4,7 @@ import jax
 
 from gspmd_lm.model.altup import LayerInputs
 from gspmd_lm.model.decoder import Decoder
-from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.families.text import Family
 
 
 class LayerInputDecoder(Decoder):

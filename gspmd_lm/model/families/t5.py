@@ -11,7 +11,7 @@ from gspmd_lm.model.attention import MEMORY
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import embedded
-from gspmd_lm.model.families.family import Arrays, Family, Inputs, text_inputs, text_prompt_batch
+from gspmd_lm.model.families.text import Arrays, Family, Inputs, text_inputs, text_prompt_batch
 from gspmd_lm.model.objectives import TOKEN_SPEC, Input, Shape
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.sharding.annotate import Weight, shard

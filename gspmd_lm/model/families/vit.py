@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.ends import before_blocks, scored
-from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
 from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Shape
 from gspmd_lm.model.stack import Stack
