@@ -16,7 +16,7 @@ SEEN = {"positions": "learned", "vision": Vision(patches=Patches(image=8, size=4
 READ = {"vision": Vision(patches=Patches(image=8, size=4), queries=Queries(rows=2))}
 SOURCE = {"encoder": Encoder(start_token=1)}
 SETTINGS = {
-    "family": [{}, FULL],
+    "text": [{}, FULL],
     "gemma3n": [{"layer_embed": 4, "residual_streams": 2}],
     "bert": [FULL | {"classes": 3}],
     "t5": [SOURCE],
@@ -37,7 +37,7 @@ SETTINGS = {
 def test_the_family_of_a_config_makes_the_arrays_that_it_is_initialised_with(name, settings):
     cfg = ModelConfig(**SIZES | settings)
     chosen = families.family(cfg)
-    assert chosen is getattr(families, {"family": "decoder"}.get(name, name)).FAMILY
+    assert chosen is getattr(families, name).FAMILY
     assert {"row"} < chosen.dummy(cfg).keys()
     assert chosen.module(cfg).cfg is cfg
 

@@ -6,14 +6,13 @@ import jax
 
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.cache import Cache
-from gspmd_lm.model.families import bert, blip2, clip, dinov2, gemma3n, sam, swin, t5, vit, whisper
-from gspmd_lm.model.families import family as decoder
-from gspmd_lm.model.families.family import Family as Family
+from gspmd_lm.model.families import bert, blip2, clip, dinov2, gemma3n, sam, swin, t5, text, vit, whisper
+from gspmd_lm.model.families.text import Family as Family
 from gspmd_lm.sharding.annotate import Weight
 
 # The first one that fits.
 _FAMILIES: tuple[Family, ...] = tuple(
-    one.FAMILY for one in (sam, swin, dinov2, vit, blip2, clip, whisper, t5, bert, gemma3n, decoder)
+    one.FAMILY for one in (sam, swin, dinov2, vit, blip2, clip, whisper, t5, bert, gemma3n, text)
 )
 
 

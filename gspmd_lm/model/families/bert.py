@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_lm.config import Config
 from gspmd_lm.model.ends import class_scores, embedded
-from gspmd_lm.model.families.family import Family
+from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.objectives import (
     CLASSES,
     NUMBERS,

@@ -11,11 +11,15 @@ from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
-from gspmd_lm.model.families import family as decoder
-from gspmd_lm.model.families import t5
+from gspmd_lm.model.families import t5, text
 from gspmd_lm.model.families.clip import VisionTower, image_input
+<<<<<<< HEAD
 from gspmd_lm.model.families.family import Family
 from gspmd_lm.model.norm import Norm
+=======
+from gspmd_lm.model.families.text import Family
+from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
+>>>>>>> wt-B
 from gspmd_lm.model.objectives import Input, Shape
 from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack
@@ -110,7 +114,7 @@ def put_first(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) ->
 
 def _text(cfg: config.ModelConfig) -> Family:
     """The family of the text model behind the images."""
-    return t5.FAMILY if cfg.encoder else decoder.FAMILY
+    return t5.FAMILY if cfg.encoder else text.FAMILY
 
 
 def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import SCORES, embedded
-from gspmd_lm.model.families.family import Family, text_inputs
+from gspmd_lm.model.families.text import Family, text_inputs
 from gspmd_lm.model.families.vit import PATCHES, encode_image
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output

@@ -10,7 +10,7 @@ from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import embedded
-from gspmd_lm.model.families.family import Arrays, Family, Inputs, text_inputs, text_prompt_batch
+from gspmd_lm.model.families.text import Arrays, Family, Inputs, text_inputs, text_prompt_batch
 from gspmd_lm.model.objectives import TOKEN_SPEC, Input, Shape
 from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack

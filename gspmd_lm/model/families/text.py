@@ -1,7 +1,8 @@
-"""What a kind of model answers about itself: its module, the arrays of a batch, its objective, and its prompts."""
+"""What a family answers about itself: its module, arrays, objective and prompts; by default, the plain decoder's."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -41,14 +42,18 @@ class Family:
     module: Callable[[ModelConfig], nn.Module] = Decoder
     objective: Callable[[Config], Objective] = lambda config: TOKENS
     inputs: Callable[[ModelConfig, Shape], Inputs] = text_inputs  # what the module reads of a batch
+<<<<<<< HEAD:gspmd_lm/model/families/family.py
     smallest: Callable[[ModelConfig], Shape] = lambda cfg: Shape()  # a batch that makes all weights
+=======
+    smallest: Callable[[Any], Shape] = lambda cfg: Shape()  # a batch that makes all weights
+>>>>>>> wt-B:gspmd_lm/model/families/text.py
     untrained_inputs: Callable[[ModelConfig], Inputs] = lambda cfg: {}  # of weights that training leaves out
     # Generation: the array that holds prompts of up to so many tokens, or rows of an image or sound; and the batch that
     # fills a cache with it, from the position of each token, which is negative for padding.
     prompts: Callable[[ModelConfig, int, int], Input] = text_prompts
     prompt_batch: Callable[[ModelConfig, jax.Array, jax.Array], Arrays] = text_prompt_batch
     # The token that a generated text begins with, where the prompt is no part of it; None where it goes on from that.
-    start_token: Callable[[ModelConfig], int | None] = lambda cfg: None
+    start_token: Callable[[Any], int | None] = lambda cfg: None
 
     def dummy(self, cfg: ModelConfig) -> Arrays:
         """The smallest batch that makes all weights, of zeros."""
