@@ -13,13 +13,8 @@ from gspmd_lm.model.decoder import Decoded, Decoder
 from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
 from gspmd_lm.model.families import t5, text
 from gspmd_lm.model.families.clip import VisionTower, image_input
-<<<<<<< HEAD
-from gspmd_lm.model.families.family import Family
-from gspmd_lm.model.norm import Norm
-=======
 from gspmd_lm.model.families.text import Family
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
->>>>>>> wt-B
+from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import Input, Shape
 from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack

@@ -3,12 +3,8 @@
 import jax
 
 from gspmd_lm.model.decoder import Decoder
-<<<<<<< HEAD
-from gspmd_lm.model.families.family import Family
-from gspmd_lm.model.parts.altup import LayerInputs
-=======
 from gspmd_lm.model.families.text import Family
->>>>>>> wt-B
+from gspmd_lm.model.parts.altup import LayerInputs
 
 
 class LayerInputDecoder(Decoder):

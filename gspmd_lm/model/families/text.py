@@ -42,11 +42,7 @@ class Family:
     module: Callable[[ModelConfig], nn.Module] = Decoder
     objective: Callable[[Config], Objective] = lambda config: TOKENS
     inputs: Callable[[ModelConfig, Shape], Inputs] = text_inputs  # what the module reads of a batch
-<<<<<<< HEAD:gspmd_lm/model/families/family.py
-    smallest: Callable[[ModelConfig], Shape] = lambda cfg: Shape()  # a batch that makes all weights
-=======
     smallest: Callable[[Any], Shape] = lambda cfg: Shape()  # a batch that makes all weights
->>>>>>> wt-B:gspmd_lm/model/families/text.py
     untrained_inputs: Callable[[ModelConfig], Inputs] = lambda cfg: {}  # of weights that training leaves out
     # Generation: the array that holds prompts of up to so many tokens, or rows of an image or sound; and the batch that
     # fills a cache with it, from the position of each token, which is negative for padding.

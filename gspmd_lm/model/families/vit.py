@@ -7,13 +7,8 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import before_blocks, scored
-<<<<<<< HEAD
-from gspmd_lm.model.families.family import Family
-from gspmd_lm.model.norm import Norm
-=======
 from gspmd_lm.model.families.text import Family
-from gspmd_lm.model.layers import BLOCK_INPUT, RESIDUAL, Norm
->>>>>>> wt-B
+from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Shape
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
