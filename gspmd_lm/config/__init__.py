@@ -25,6 +25,15 @@ from gspmd_lm.config.media import Images as Images
 from gspmd_lm.config.media import Patches as Patches
 from gspmd_lm.config.model import ModelConfig
 from gspmd_lm.config.paths import find_file, read_text
+from gspmd_lm.config.sections import Attention as Attention
+from gspmd_lm.config.sections import Classes as Classes
+from gspmd_lm.config.sections import Embedding as Embedding
+from gspmd_lm.config.sections import Experts as Experts
+from gspmd_lm.config.sections import FeedForward as FeedForward
+from gspmd_lm.config.sections import Logits as Logits
+from gspmd_lm.config.sections import Norm as Norm
+from gspmd_lm.config.sections import Residual as Residual
+from gspmd_lm.config.sections import Rope as Rope
 from gspmd_lm.config.stacks import Encoder as Encoder
 from gspmd_lm.config.stacks import Queries as Queries
 from gspmd_lm.config.stacks import Vision as Vision
@@ -32,6 +41,13 @@ from gspmd_lm.config.types import STRICT as _STRICT
 from gspmd_lm.config.types import Count, Decay, NotNegative, Positive, Seed, Share, Size, explained
 from gspmd_lm.config.types import Stack as Stack
 from gspmd_lm.config.types import StackName as StackName
+from gspmd_lm.config.values import default_at as default_at
+from gspmd_lm.config.values import differing as differing
+from gspmd_lm.config.values import flat as flat
+from gspmd_lm.config.values import from_values as from_values
+from gspmd_lm.config.values import nested as nested
+from gspmd_lm.config.values import value_at as value_at
+from gspmd_lm.config.values import with_values as with_values
 from gspmd_lm.config.windows import Windows as Windows
 from gspmd_lm.config.windows import is_whole as is_whole
 from gspmd_lm.config.windows import levels as levels
@@ -180,26 +196,25 @@ class Config:
 
     def _wrong_objective(self) -> list[str]:
         """The settings of other sections that contradict `objective`, in words."""
-        model, objective, data = self.model, self.objective, self.data
+        model, objective, data, classes = self.model, self.objective, self.data, self.model.classes
         queries = model.vision.queries if model.vision else None
         predicts = "model.vision.queries" if queries else f"objective: {objective}"
         problems = {
-            f"model.mask: full shows a token what objective: {objective} asks for: "
-            "set objective: masked or mask: causal":
-                objective in ("causal", "seq2seq") and model.mask == "full",
-            f"objective: {objective} needs model.mask: full":
-                objective in ("masked", "replaced") and model.mask == "causal",
+            f"model.attention.mask: full shows a token what objective: {objective} asks for: "
+            "set objective: masked or attention.mask: causal":
+                objective in ("causal", "seq2seq") and model.attention.mask == "full",
+            f"objective: {objective} needs model.attention.mask: full":
+                objective in ("masked", "replaced") and model.attention.mask == "causal",
             "objective: classes needs model.classes, and model.classes needs objective: classes":
-                (objective in ("classes", "replaced")) != (model.classes > 0),
-            "objective: replaced needs model.classes_of: tokens, which needs objective: replaced":
-                (objective == "replaced") != (model.classes_of == "tokens"),
-            "model.classes_of: tokens needs model.classes: 1": model.classes_of == "tokens" and model.classes != 1,
-            "model.classes: 1 is the number that data.label_kind: number predicts, which needs it":
-                objective == "classes" and (model.classes == 1) != (self.data.label_kind == "number"),
-            f"data.label_kind: classes supports up to {MOST_OF_SEVERAL} classes, and model.classes is {model.classes}":
-                self.data.label_kind == "classes" and model.classes > MOST_OF_SEVERAL,
-            "objective: classes needs model.mask: full: a text is read at its first token":
-                objective == "classes" and model.mask == "causal",
+                (objective in ("classes", "replaced")) != bool(classes),
+            "objective: replaced needs model.classes.of: tokens, which needs objective: replaced":
+                classes and (objective == "replaced") != (classes.of == "tokens"),
+            "model.classes.count: 1 is the number that data.label_kind: number predicts, which needs it":
+                objective == "classes" and (model.num_classes == 1) != (self.data.label_kind == "number"),
+            f"data.label_kind: classes supports up to {MOST_OF_SEVERAL} classes, and model.classes.count is "
+            f"{model.num_classes}": self.data.label_kind == "classes" and model.num_classes > MOST_OF_SEVERAL,
+            "objective: classes needs model.attention.mask: full: a text is read at its first token":
+                objective == "classes" and model.attention.mask == "causal",
             "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":
                 (objective == "contrastive") != bool(model.vision and not queries),
             "model.vision.queries needs objective: causal or seq2seq":
@@ -229,8 +244,8 @@ class Config:
                 len(data.fields) > 2 and objective != "masks",
             f"{predicts} needs data.fields=[source, text], without data.label":
                 (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
-            f"model.token_types goes with objective: masked, replaced or classes, not {objective}":
-                model.token_types > 0 and objective not in ("masked", "replaced", "classes"),
+            f"model.embedding.token_types goes with objective: masked, replaced or classes, not {objective}":
+                model.embedding.token_types > 0 and objective not in ("masked", "replaced", "classes"),
             f"{predicts} needs data.packing: documents, which keeps texts and padding apart":
                 (queries or objective != "causal") and data.packing != "documents",
             f"train.samples needs objective: causal, not {objective}, and no images":
@@ -246,9 +261,9 @@ class Config:
         if model.vision:
             key, patches = "model.vision.patches", model.vision.patches
         if not patches:
-            plane = model.relative_positions and model.relative_positions.side
-            return ["model.relative_positions.side needs model.patches"] if plane else []
-        rows = patches.rows
+            plane = model.attention.relative_positions and model.attention.relative_positions.side
+            return ["model.attention.relative_positions.side needs model.patches"] if plane else []
+        rows, relative = patches.rows, model.attention.relative_positions
         problems = {
             f"data.images.resize={data.images.resize} is below {key}.image={patches.image}":
                 0 < data.images.resize < patches.image,
@@ -261,9 +276,8 @@ class Config:
             f"data.fields={list(data.fields)}: a record of an image with a class has one":
                 self.objective == "classes" and len(data.fields) > 1,
             f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
-            "relative_positions.side and patches.distillation":
-                model.relative_positions and not model.windows and (
-                    model.relative_positions.side, model.patches.first) != (model.patches.side, 1),
+            "attention.relative_positions.side and patches.distillation":
+                relative and not model.windows and (relative.side, model.patches.first) != (model.patches.side, 1),
             f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
             f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
                 model.context != rows,
@@ -271,9 +285,6 @@ class Config:
                 data.seq < rows,
             f"model.patches goes with positions: learned or none, not {model.positions}":
                 model.positions not in ("learned", "none"),
-            "model.patches does not go with token_types": model.token_types > 0,
-            "model.patches does not go with embedding_width": model.embedding_width > 0,
-            "model.patches does not go with position_offset": model.position_offset > 0,
         }  # fmt: skip
         return [message for message, is_wrong in problems.items() if is_wrong]
 

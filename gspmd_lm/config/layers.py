@@ -1,6 +1,5 @@
 """The parts of the section `model` of a config that say what a layer is: its attention, experts and adapters."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
@@ -15,13 +14,13 @@ class RopeScaling:
     linear (arXiv 2306.15595) slows all frequencies. llama3 slows those whose wavelength is above original_context /
     low_freq_factor, and blends those whose wavelength is between that and original_context / high_freq_factor. yarn
     (arXiv 2309.00071) has the same two limits and blends between them by the number of the frequency. dynamic raises
-    rope_theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
+    rope.theta for rows that are longer than original_context. longrope (arXiv 2402.13753) divides each frequency by a
     number of its own: one of long_factors for rows that are longer than original_context, else one of short_factors.
     A row's length is data.seq in training; in generation it is the prompt and all that may follow.
     """
 
     kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"] = "llama3"  # which of them
-    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of rope_theta's growth
+    factor: Positive = 8.0  # by how much the slowed frequencies are divided; dynamic: the factor of theta's growth
     low_freq_factor: Positive = 1.0  # llama3, yarn (beta_slow): turns in original_context below which one is slowed
     high_freq_factor: Positive = 4.0  # llama3, yarn (beta_fast): turns in original_context above which one stays
     original_context: Size = 8192  # the context that the model was trained with before; linear does not use it
@@ -37,15 +36,17 @@ class RopeScaling:
             )
 
     def problems(self, turned: int, theta: float) -> list[str]:
-        """What does not fit `turned` rotated dimensions of a head, and a rope_theta of `theta`."""
+        """What does not fit `turned` rotated dimensions of a head, and a base of frequencies of `theta`."""
         wrong, pairs = [], turned // 2
         if self.kind == "dynamic" and pairs < 2:
-            wrong.append("rope_scaling.kind: dynamic needs a head_dim and a rope_dim of at least 4")
+            wrong.append("attention.rope.scaling.kind: dynamic needs a head_dim and a rope.dim of at least 4")
         if self.kind == "yarn" and theta <= 1:
-            wrong.append(f"rope_scaling.kind: yarn needs a rope_theta above 1, not {theta}")
+            wrong.append(f"attention.rope.scaling.kind: yarn needs a rope.theta above 1, not {theta}")
         lists = (self.short_factors, self.long_factors) if self.kind == "longrope" else ()
         if any(len(factors) != pairs for factors in lists):
-            wrong.append(f"rope_scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates")
+            wrong.append(
+                f"attention.rope.scaling.short_factors and long_factors need {pairs} numbers each, half of what rotates"
+            )
         return wrong
 
 
@@ -54,7 +55,7 @@ class RelativePositions:
     """A learned number for each head and range of distances, which is added to attention scores (arXiv 1910.10683).
 
     Half of the ranges hold one distance each, beginning with 0. The others grow with the logarithm of the distance.
-    With mask: full, half of the ranges are of keys that come after the query.
+    With attention.mask: full, half of the ranges are of keys that come after the query.
 
     With a side, distances are those of the patches of an image in two dimensions, each of which has a range of its own
     (BEiT, arXiv 2106.08254).
@@ -96,20 +97,20 @@ class RelativeVectors:
     distance: Size = 512  # from this distance on, all keys are in the last range
     own_projections: bool = False  # each layer has projections for the vectors alone, and they have no norm (DeBERTa 1)
 
+    def __post_init__(self):
+        if self.ranges % 4 or self.distance < self.ranges // 2:
+            raise ValueError(
+                f"ranges={self.ranges} must be a multiple of 4, and distance={self.distance} at least half of it"
+            )
+
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with vectors of distances."""
+        """What of a model does not fit vectors of distances."""
         problems = {
-            "mask: causal": model.mask == "causal", "latent_attention": model.latent_attention,
-            "relative_positions": model.relative_positions, "lora": model.lora, "qk_norm": model.qk_norm,
-            f"kv_heads={model.kv_heads}": model.kv_heads != model.heads, "linear_attention": model.linear_attention,
-            f"positions: {model.positions}": model.positions == "rope", "patches": model.patches,
-            "shared_layers": model.shared_layers, "attention_softcap": model.attention_softcap,
-            "attention_sinks": model.attention_sinks, "qkv_bias: false": not model.qkv_bias,
-            "key_bias: false": not model.key_bias and not self.own_projections,
-            f"ranges={self.ranges}, no multiple of 4": self.ranges % 4,
-            f"distance={self.distance}, less than half of ranges={self.ranges}": self.distance < self.ranges // 2,
-        }  # fmt: skip
-        return [f"relative_vectors does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+            f"kv_heads={model.kv_heads}": model.kv_heads != model.heads,
+            "attention.key_bias: false": not model.attention.key_bias and not self.own_projections,
+        }
+        wrong = [what for what, is_wrong in problems.items() if is_wrong]
+        return [f"attention.relative_vectors does not go with {what}" for what in wrong]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -121,16 +122,9 @@ class Convolution:
     taps: Size = 3  # how many tokens it sees: as many before a token as after it
     activation: Literal["tanh", "gelu"] = "tanh"  # of its output
 
-    def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with a convolution beside the first layer."""
-        problems = {
-            "mask: causal": model.mask == "causal", "encoder": model.encoder, "patches": model.patches,
-            "experts": model.experts, "sparse_layers": model.sparse_layers, "shared_layers": model.shared_layers,
-            "shared_kv_layers": model.shared_kv_layers, "lora": model.lora,
-            f"residual_streams={model.residual_streams}": model.residual_streams > 1,
-            f"taps={self.taps}, an even number": self.taps % 2 == 0,
-        }  # fmt: skip
-        return [f"convolution does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
+    def __post_init__(self):
+        if self.taps % 2 == 0:
+            raise ValueError(f"taps={self.taps}: must be an odd number")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -164,8 +158,8 @@ class LinearAttention:
 class LatentAttention:
     """Keys and values of all heads are made from one short vector of a token, as DeepSeek-V2 has it (arXiv 2405.04434).
 
-    A key of a head has head_dim numbers. The first rope_dim of them are rotated, and all heads share them. So a cache
-    keeps kv_rank + rope_dim numbers of a token in a layer.
+    A key of a head has head_dim numbers. The first rope.dim of them are rotated, and all heads share them. So a cache
+    keeps kv_rank + rope.dim numbers of a token in a layer.
     """
 
     kv_rank: Size  # the size of the vector that keys and values are made from (kv_lora_rank)
@@ -173,22 +167,18 @@ class LatentAttention:
     v_head_dim: Size  # the size of a value of a head
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with latent attention."""
+        """What of a model does not fit latent attention."""
+        turned = model.attention.rope.dim
         problems = {
             f"kv_heads={model.kv_heads}: each of heads={model.heads} has keys of its own: set kv_heads to "
             f"{model.heads}": model.kv_heads != model.heads,
-            f"rope_dim={model.rope_dim}: set the size of the key that all heads share, below head_dim={model.head_dim}":
-                not 0 < model.rope_dim < model.head_dim,
+            f"attention.rope.dim={turned}: set the size of the key that all heads share, below head_dim="
+            f"{model.head_dim}": not 0 < turned < model.head_dim,
             f"v_head_dim={self.v_head_dim} is above head_dim={model.head_dim}": self.v_head_dim > model.head_dim,
-            "qkv_bias is not supported": model.qkv_bias,
-            "qk_norm is not supported": model.qk_norm,
-            "value_norm is not supported": model.value_norm,
-            "attention_gate is not supported": model.attention_gate,
-            "shared_kv_layers is not supported": model.shared_kv_layers,
             "lora.targets: there are no wk and wv, and no wq with a q_rank":
                 model.lora and {"wk", "wv", *(["wq"] * bool(self.q_rank))} & {*model.lora.targets},
         }  # fmt: skip
-        return [f"latent_attention: {message}" for message, is_wrong in problems.items() if is_wrong]
+        return [f"attention.latent: {message}" for message, is_wrong in problems.items() if is_wrong]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -207,29 +197,3 @@ class Lora:
     def scale(self) -> float:
         """The factor that an adapter's output is multiplied by."""
         return self.alpha / self.rank
-
-
-def problems_of_experts(model: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of experts, of which `defaults` are those of a model without any."""
-    E, k, groups, used = model.experts, model.experts_per_token, model.expert_groups, model.groups_per_token
-    if not E:
-        set_ = [name for name, default in defaults.items() if getattr(model, name) != default]
-        return [f"experts=0, so {', '.join(set_)} would have no effect: set experts"] if set_ else []
-    wrong = []
-    if not 0 < k <= E:
-        wrong.append(f"experts_per_token={k} must be from 1 to experts={E}")
-    if model.dense_layers >= model.layers:
-        wrong.append(f"dense_layers={model.dense_layers} leaves no layer of layers={model.layers} with experts")
-    elif model.dense_layers // model.sparse_step == model.layers // model.sparse_step:
-        wrong.append(f"sparse_step={model.sparse_step} leaves no layer of layers={model.layers} with experts")
-    if E % groups or used > groups:
-        wrong.append(f"expert_groups={groups} must divide experts={E} and be at least groups_per_token={used}")
-    elif k > used * (E // groups):
-        wrong.append(f"experts_per_token={k} is more than groups_per_token={used} groups of {E // groups} have")
-    elif groups > 1 and model.routing == "sigmoid" and E // groups < 2:
-        wrong.append(f"expert_groups={groups}: with sigmoid, a group needs at least two of the {E} experts")
-    if model.routing == "sparsemixer" and (model.normalized_weights or groups > 1 or model.balance_bias):
-        wrong.append("routing: sparsemixer goes with normalized_weights: false, one group, and no bias on scores")
-    if model.shared_gate and not model.shared_mlp:
-        wrong.append("shared_gate: there are no shared experts: set shared_mlp")
-    return wrong

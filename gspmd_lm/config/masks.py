@@ -1,11 +1,11 @@
 """The section `model.masks` of a config: what cuts the object that a prompt means out of an image."""
 
-import dataclasses
 from typing import Any
 
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Size
+from gspmd_lm.config.values import with_values
 
 PARTS = 4  # pixels of a mask on each side of a patch
 POINTS = 2  # of a prompt in a row of training: a point and none, or the corners of a box
@@ -36,19 +36,17 @@ class Masks:
     def of(self, model: Any) -> Any:
         """The settings of the decoder as those of a stack of blocks, from those of the stack that sees the image."""
         own = {"masks": None, "patches": None, "windows": None, "layer_pattern": (), "positions": "none",
-               "mask": "full", "context": 1, "vocab": 1, "activation": "relu", "mlp_kind": "plain", "norm_eps": 1e-6,
-               "dropout": 0.0, "layers": self.layers, "embed": self.embed, "heads": self.heads, "kv_heads": self.heads,
-               "head_dim": self.embed // self.narrowing // self.heads, "mlp": self.mlp, "classes": self.count,
-               "query_scale": 0.0, "attention_softcap": 0.0}  # fmt: skip
-        return dataclasses.replace(model, **own)
+               "attention.mask": "full", "context": 1, "vocab": 1, "feed_forward.activation": "relu",
+               "feed_forward.kind": "plain", "norm.eps": 1e-6, "dropout": 0.0, "layers": self.layers,
+               "embed": self.embed, "heads": self.heads, "kv_heads": self.heads,
+               "head_dim": self.embed // self.narrowing // self.heads, "mlp": self.mlp, "classes.count": self.count,
+               "attention.scale": 0.0, "attention.softcap": 0.0}  # fmt: skip
+        return with_values(model, own)
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with masks."""
-        keys = ("encoder", "vision", "experts", "shared_layers", "lora", "qk_norm", "padded_heads",
-                "attention_sinks", "relative_vectors", "matmul_dtype")  # fmt: skip
+        """What of a model does not fit masks."""
         patches, narrow = model.patches, self.embed / self.narrowing / self.heads
         problems = {
-            **{f"masks does not go with {key}": getattr(model, key) for key in keys},
             "masks needs patches without a row before them: set patches.class_row to false":
                 not patches or patches.first,
             f"masks.embed={self.embed} / narrowing={self.narrowing} does not divide over heads={self.heads}":

@@ -8,14 +8,15 @@ from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.media import Patches
 from gspmd_lm.config.types import STRICT, BelowOne, Count, Size
+from gspmd_lm.config.values import from_values, value_at, with_values
 
 Token = Annotated[int, pydantic.Field(ge=0)]
 # What stacks of BLIP-2 have in common, whatever the decoder has, and what they have like it.
 _PLAIN: dict[str, Any] = {
-    "mask": "full", "vocab": 0, "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "qkv_bias": True,
-    "attention_out_bias": True, "mlp_bias": True,
+    "vocab": 0, "attention.mask": "full", "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain",
+    "attention.qkv_bias": True, "attention.out_bias": True, "feed_forward.bias": True,
 }  # fmt: skip
-_SHARED = ("compute_dtype", "weight_dtype", "matmul_dtype", "matmul_precision", "attention_scores_dtype", "dropout",
+_SHARED = ("compute_dtype", "weight_dtype", "matmul_dtype", "matmul_precision", "attention.scores_dtype", "dropout",
            "init_std", "frozen")  # fmt: skip
 
 
@@ -38,16 +39,6 @@ class OtherStack:
     def with_all_sizes(self, model: Any) -> Self:
         """These settings with every size written out that is by default the model's."""
         return dataclasses.replace(cast(Any, self), **self.all_sizes(model))
-
-    def in_no_other_stack(self, model: Any, section: str) -> dict[str, Any]:
-        """What neither of two stacks may have -> whether the model has it. section: the name of this one's settings."""
-        keys = ("experts", "layer_embed", "sliding_window", "attention_chunk", "linear_attention", "latent_attention",
-                "shared_kv_layers", "sparse_layers", "padded_heads", "token_types", "relative_vectors")  # fmt: skip
-        return {
-            **{key: getattr(model, key) for key in keys}, **self.undivided_heads(model, section),
-            "residual_streams": model.residual_streams > 1,
-            "block: parallel": model.block == "parallel",
-        }  # fmt: skip
 
     def undivided_heads(self, model: Any, section: str) -> dict[str, Any]:
         """What is said of heads that do not divide -> whether they do not."""
@@ -81,9 +72,9 @@ class Encoder(OtherStack):
 
     def of(self, model: Any) -> Any:
         """The settings of the encoder, from those of the decoder."""
-        own: dict[str, Any] = {"encoder": None, "vision": None, "mask": "full", "layer_pattern": ()}
-        own |= {"positions": "learned", "position_offset": 0} if model.frames else {}
-        return dataclasses.replace(model, **own, **self.sizes)
+        own: dict[str, Any] = {"encoder": None, "vision": None, "attention.mask": "full", "layer_pattern": ()}
+        own |= {"positions": "learned", "embedding.position_offset": 0} if model.frames else {}
+        return with_values(model, own | self.sizes)
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -92,11 +83,10 @@ class Encoder(OtherStack):
         return {"start_token": (self.start_token,), **{name: getattr(self, name) for name in names}}
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with an encoder."""
+        """What of a model does not fit an encoder."""
         problems = {
-            **self.in_no_other_stack(model, "encoder"),
+            **self.undivided_heads(model, "encoder"),
             f"layer_pattern={list(model.layer_pattern)}": {*model.layer_pattern} - {"full"},
-            f"positions: {model.positions}": model.positions in ("alibi", "alibi_bf16"),
             **{f"encoder.{name}={max(ids)}, which is not below vocab={model.vocab}": 0 < model.vocab <= max(ids)
                for name, ids in self.tokens.items() if ids},
         }  # fmt: skip
@@ -135,9 +125,9 @@ class Queries(Tower):
     def of(self, model: Any) -> Any:
         """The settings of their stack, from those of the model."""
         pattern: Any = ("reading", *["full"] * (self.every - 1))
-        own = {"positions": "none", "context": self.rows, "embedding_norm": True, "pre_norms": False, "sum_norms": True,
-               "final_norm": False, "layer_pattern": pattern, "memory_width": model.of_vision.embed}  # fmt: skip
-        return _plain(self, model, own | {"activation": self.activation, "norm_eps": self.norm_eps})
+        own = {"positions": "none", "context": self.rows, "embedding.norm": True, "norm.pre": False, "norm.sum": True,
+               "norm.final": False, "layer_pattern": pattern, "memory_width": model.of_vision.embed}  # fmt: skip
+        return _plain(self, model, own | {"feed_forward.activation": self.activation, "norm.eps": self.norm_eps})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -161,30 +151,23 @@ class Vision(Tower):
         """The settings of the stack that sees images, from those of the model."""
         own: dict[str, Any] = {"context": self.patches.rows, "patches": self.patches}
         if self.queries:
-            more = {"positions": "learned", "activation": self.activation, "norm_eps": self.norm_eps}
+            more = {"positions": "learned", "feed_forward.activation": self.activation, "norm.eps": self.norm_eps}
             return _plain(self, model, own | more)
-        own |= {"vision": None, "mask": "full", "layer_pattern": (), "vocab": 0, "padded_vocab": 0,
-                "position_offset": 0, "embedding_norm": True}  # fmt: skip
-        return dataclasses.replace(model, **own, **self.sizes)
+        own |= {"vision": None, "attention.mask": "full", "layer_pattern": (), "vocab": 0, "padded_vocab": 0,
+                "embedding.position_offset": 0, "embedding.norm": True}  # fmt: skip
+        return with_values(model, own | self.sizes)
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with images beside texts."""
-        keys = ("embedding_width", "patches", "classes", "layer_embed", "convolution", "frames")
+        """What of a model does not fit images beside texts."""
         problems = {
-            **{key: getattr(model, key) for key in keys},
-            "mask: full": model.mask == "full",
-            "residual_streams": model.residual_streams > 1,
-            "lora: adapters would leave the projections as they are": model.lora,
+            **self.undivided_heads(model, "vision"),
             "patches.distillation and patches.pool: mean": (self.patches.first, self.patches.pool) != (1, "first"),
             **{f"vision.queries.{name}={token}, which is not below vocab={model.vocab}": 0 < model.vocab <= token
                for name in ("token", "start_token") if (token := getattr(self.queries, name, 0))},
         }  # fmt: skip
         if self.queries:
-            problems |= self.undivided_heads(model, "vision") | self.queries.undivided_heads(model, "vision.queries")
+            problems |= self.queries.undivided_heads(model, "vision.queries")
         else:
-            keys = ("encoder", "relative_positions", "layer_pattern", "head_transform", "unembedding_bias",
-                    "tied_embeddings", "layer_scale", "shared_layers")  # fmt: skip
-            problems |= self.in_no_other_stack(model, "vision") | {key: getattr(model, key) for key in keys}
             problems |= {f"positions: {model.positions}": model.positions != "learned"}
         wrong = [f"vision does not go with {what}" for what, is_wrong in problems.items() if is_wrong]
         one_of_both = (self.projection > 0) != bool(self.queries)
@@ -193,4 +176,5 @@ class Vision(Tower):
 
 def _plain(part: Tower, model: Any, own: dict[str, Any]) -> Any:
     """The settings of a stack with the sizes of a section, which has of the model only how numbers are computed."""
-    return type(model)(**_PLAIN, **{name: getattr(model, name) for name in _SHARED}, **part.all_sizes(model), **own)
+    shared = {name: value_at(model, name) for name in _SHARED}
+    return from_values(type(model), _PLAIN | shared | part.all_sizes(model) | own)

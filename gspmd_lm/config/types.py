@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import pydantic
 
+from gspmd_lm.config.renamed import RENAMED
 from gspmd_lm.errors import did_you_mean
 
 STRICT = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -90,6 +91,7 @@ def explained(problem: Any, settings: type) -> list[str]:
         below = ".".join([*(str(part) for part in section if isinstance(part, str)), ""])
         elsewhere.sort(key=lambda path: not path.startswith(below))  # a section inside of this one comes first
         message = f"unknown key{f' (did you mean {elsewhere[0]}?)' if elsewhere else near}"
+        message = f"this key is now {RENAMED[where]}" if where in RENAMED else message
     elif kind in ("missing", "missing_argument"):
         message = "missing"
     elif kind in _BOUNDS:
@@ -100,6 +102,8 @@ def explained(problem: Any, settings: type) -> list[str]:
         hint = did_you_mean(str(got), problem["ctx"]["expected"].split("'")) if kind == "literal_error" else ""
         if kind == "string_type" and isinstance(got, int | float):
             hint = f'; with quotes it is text: "{got}"'
+        if kind == "dataclass_type" and where in RENAMED:
+            hint = f"; its key is now {RENAMED[where]}"
         message = f"{_KINDS.get(kind) or problem['msg'].replace('Input should be', 'must be')}, got {got!r}{hint}"
     return [f"  {where}: {message}"]
 
@@ -108,7 +112,7 @@ def _fields_at(kind: Any, path: Sequence[Any]) -> list[str]:
     for part in path:
         if isinstance(part, str) and not part.startswith("<"):
             kind = get_type_hints(kind).get(part, object)
-            kind = _dataclass_in(kind) or kind
+            kind = dataclass_in(kind) or kind
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
@@ -116,12 +120,12 @@ def _paths(kind: Any, above: str = "") -> list[str]:
     """The paths of all keys of a mapping and of those that it contains: train.samples.prompts."""
     paths = []
     for name, hint in get_type_hints(kind).items() if dataclasses.is_dataclass(kind) else ():
-        paths += [above + name, *_paths(_dataclass_in(hint), f"{above}{name}.")]
+        paths += [above + name, *_paths(dataclass_in(hint), f"{above}{name}.")]
     return paths
 
 
-def _dataclass_in(kind: Any) -> Any:
+def dataclass_in(kind: Any) -> Any:
     """The dataclass that a type is, or is made of; None if there is none."""
     if dataclasses.is_dataclass(kind):
         return kind
-    return next(filter(None, map(_dataclass_in, getattr(kind, "__args__", ()))), None)
+    return next(filter(None, map(dataclass_in, getattr(kind, "__args__", ()))), None)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Count, Size
+from gspmd_lm.config.values import with_values
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -43,18 +44,13 @@ class Windows:
         return self if kind == "shifted" else dataclasses.replace(self, shift=0, **whole)
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not go with windows."""
+        """What of a model does not fit windows."""
         if not (patches := model.patches):
             return ["windows needs patches"]
-        keys = ("latent_attention", "shared_layers", "padded_heads", "attention_sinks", "attention_temperature", "lora",
-                "laurel_rank", "shared_kv_layers", "attention_chunk", "matmul_dtype")  # fmt: skip
         sides = [patches.side / 2**number for number in range(1 + len(self.levels))]
-        relative, kinds = model.relative_positions, {*model.layer_pattern}
+        relative, kinds = model.attention.relative_positions, {*model.layer_pattern}
         problems = {
-            **{f"windows does not go with {key}": getattr(model, key) for key in keys},
-            "windows does not go with residual_streams": model.residual_streams > 1,
             "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
-            "windows needs mask: full": model.mask != "full",
             f"windows goes with positions: learned or none, not {model.positions}":
                 model.positions not in ("learned", "none"),
             "windows needs patches without a row before them: set patches.class_row to false": patches.first,
@@ -64,10 +60,10 @@ class Windows:
             f"windows.shift={self.shift} must be below windows.size={self.size}": self.shift >= self.size,
             f"layer_pattern={list(model.layer_pattern)}: windows goes with layers of kind full, shifted and whole":
                 kinds - {"full", "shifted", "whole"},
-            "windows.vectors and layers of kind whole do not go with relative_positions and levels":
+            "windows.vectors and layers of kind whole do not go with attention.relative_positions and levels":
                 (self.vectors or "whole" in kinds) and (relative or self.levels),
             "layer_pattern has shifted layers: set windows.shift": "shifted" in kinds and not self.shift,
-            f"windows has windows of {self.size} patches on a side: set relative_positions.side to as many, "
+            f"windows has windows of {self.size} patches on a side: set attention.relative_positions.side to as many, "
             "learned_row and shared to false":
                 relative and (relative.side != self.size or relative.learned_row or relative.shared),
         }  # fmt: skip
@@ -94,12 +90,12 @@ def levels(model: Any) -> tuple[Any, ...]:
         patches = dataclasses.replace(model.patches, size=model.patches.size * 2**number)
         own: dict[str, Any] = {
             "windows": dataclasses.replace(model.windows, levels=()), "patches": patches, "context": patches.rows,
-            "final_norm": model.final_norm and number == last, "classes": model.classes * (number == last),
+            "norm.final": model.norm.final and number == last, "classes": model.classes if number == last else None,
         }  # fmt: skip
         if patches.side == model.windows.size:
             own["layer_pattern"] = ()
         if level:
             own |= {"layers": level.layers, "embed": level.embed, "mlp": level.mlp}
             own |= {"heads": level.heads, "kv_heads": level.heads}
-        found.append(dataclasses.replace(model, **own))
+        found.append(with_values(model, own))
     return tuple(found)
