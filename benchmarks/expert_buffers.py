@@ -25,8 +25,8 @@ from gspmd_lm.train.choices import settled
 
 RESULTS = "expert_buffers"
 ROWS = 2  # of each device
-SIZES = ("layers=8", "embed=2048", "heads=16", "kv_heads=16", "mlp=1024", "experts=64", "experts_per_token=4",
-         "context=4096", "balance=row")  # fmt: skip
+SIZES = ("layers=8", "embed=2048", "heads=16", "kv_heads=16", "mlp=1024", "experts.count=64", "experts.per_token=4",
+         "context=4096", "experts.balance=row")  # fmt: skip
 # target, devices along `expert`, remat
 LAYOUTS = (
     ("h100:8", 8, "block"), ("h100:8x8", 64, "block"), ("b200:8", 8, "none"), ("b200:8x8", 64, "none"),

@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config as configs
+from gspmd_lm.config import nested
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
 from gspmd_lm.model.families import init
@@ -29,13 +30,14 @@ from gspmd_lm.sharding import rules_file
 PROMPT = 64
 GPT2 = {
     "layers": 12, "embed": 768, "heads": 12, "kv_heads": 12, "head_dim": 64, "mlp": 3072, "vocab": 50257,
-    "context": 1024, "norm": "layernorm", "norm_bias": True, "norm_eps": 1e-5, "mlp_kind": "plain",
-    "activation": "gelu_tanh", "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
-    "tied_embeddings": True, "compute_dtype": "float32",
+    "context": 1024, "norm.kind": "layernorm", "norm.bias": True, "norm.eps": 1e-5, "feed_forward.kind": "plain",
+    "feed_forward.activation": "gelu_tanh", "positions": "learned", "attention.qkv_bias": True,
+    "attention.out_bias": True, "feed_forward.bias": True,
+    "embedding.tied": True, "compute_dtype": "float32",
 }  # fmt: skip
 MIXTURE = {
     "layers": 8, "embed": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "mlp": 1024, "vocab": 32000, "context": 1024,
-    "experts": 8, "experts_per_token": 2, "compute_dtype": "float32",
+    "experts.count": 8, "experts.per_token": 2, "compute_dtype": "float32",
 }  # fmt: skip
 MODELS = {"gpt2": GPT2, "mixture": MIXTURE}
 
@@ -53,7 +55,7 @@ Run = Callable[[], Times]
 
 def ours(name: str, prompts: np.ndarray, new: int) -> Run:
     """Our generator."""
-    cfg = configs.from_dict({"name": name, "model": MODELS[name], "train": {"steps": 1}}, "benchmark")
+    cfg = configs.from_dict({"name": name, "model": nested(MODELS[name]), "train": {"steps": 1}}, "benchmark")
     rules, rows = rules_file.load("single"), prompts.tolist()
     built, _ = generate.programs_for(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
     shardings = jax.tree.map(lambda like: like.sharding, built.abstract_params)
@@ -81,7 +83,7 @@ def theirs(name: str, prompts: np.ndarray, new: int) -> Run:
         sizes = {
             "num_hidden_layers": "layers", "hidden_size": "embed", "num_attention_heads": "heads",
             "num_key_value_heads": "kv_heads", "intermediate_size": "mlp", "vocab_size": "vocab",
-            "num_local_experts": "experts", "num_experts_per_tok": "experts_per_token",
+            "num_local_experts": "experts", "num_experts_per_tok": "experts.per_token",
             "max_position_embeddings": "context",
         }  # fmt: skip
         settings = {field: MIXTURE[key] for field, key in sizes.items()}

@@ -115,9 +115,9 @@ def build(cfg: config.Config, layout: Layout) -> tuple[Mesh, Callable[[Any], Sta
     """
     model, mesh = cfg.model, layout.mesh()
     supported = (
-        model.block == "sequential" and model.norm == "rmsnorm" and model.mlp_kind == "gated"
-        and model.activation == "silu" and model.positions == "rope" and model.heads == model.kv_heads
-        and model.compute_dtype == "float32" and not model.tied_embeddings and cfg.optimizer.name == "adamw"
+        model.block == "sequential" and model.norm.kind == "rmsnorm" and model.feed_forward.kind == "gated"
+        and model.feed_forward.activation == "silu" and model.positions == "rope" and model.heads == model.kv_heads
+        and model.compute_dtype == "float32" and not model.embedding.tied and cfg.optimizer.name == "adamw"
     )  # fmt: skip
     assert supported, "the reference does not cover this config"
     rule = _rule(cfg)
@@ -226,12 +226,12 @@ def _block(x_BTD, layer, angles, cfg: config.ModelConfig, layout: Layout, tensor
 
 
 def _norm(x_BTD, norm, cfg: config.ModelConfig):
-    return x_BTD * jax.lax.rsqrt(jnp.square(x_BTD).mean(-1, keepdims=True) + cfg.norm_eps) * norm["scale"]
+    return x_BTD * jax.lax.rsqrt(jnp.square(x_BTD).mean(-1, keepdims=True) + cfg.norm.eps) * norm["scale"]
 
 
 def _angles(length: int, cfg: config.ModelConfig) -> tuple[jax.Array, jax.Array]:
     half = cfg.head_dim // 2
-    turns = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    turns = cfg.attention.rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_T1H = (jnp.arange(length)[:, None] * turns)[:, None]
     return jnp.cos(angle_T1H), jnp.sin(angle_T1H)
 

@@ -53,7 +53,7 @@ _TP8 = {"mesh": {"tensor": 8}, "rules": _TENSOR, "remat": "block", "attention": 
 _DP = {"mesh": {"data": 8}, "rules": {"batch": "data"}, "remat": "block", "attention": _SPLASH}
 _XLA = {"gpu": "xla"}
 _LONG = ("model.context=32768", "data.seq=32768")
-_EXPERTS = ("model.experts=8", "model.experts_per_token=2", "model.expert_mlp=8192")
+_EXPERTS = ("model.experts.count=8", "model.experts.per_token=2", "model.experts.mlp=8192")
 _KEPT = {"remat": {"save": ["attention_out"]}, "attention": _SPLASH}
 _CP8 = {"mesh": {"context": 8}, "rules": {"seq": "context"}, "weights": {"embed": "context"}, **_KEPT}
 _EP4 = {**_FSDP, "mesh": {"fsdp": 2, "expert": 4}, "rules": {"batch": ["fsdp", "expert"], "expert": "expert"}}

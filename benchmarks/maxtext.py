@@ -46,7 +46,7 @@ def maxtext(python: str, mesh: dict[str, int], steps: int, folder: str, cache: s
         "base_emb_dim": model.embed, "base_num_query_heads": model.heads, "base_num_kv_heads": model.kv_heads,
         "head_dim": model.head_dim, "base_mlp_dim": model.mlp, "base_num_decoder_layers": model.layers,
         "vocab_size": model.vocab, "max_target_length": cfg.data.seq, "per_device_batch_size": cfg.data.batch / 8,
-        "normalization_layer_epsilon": model.norm_eps, "rope_max_timescale": int(model.rope_theta),
+        "normalization_layer_epsilon": model.norm.eps, "rope_max_timescale": int(model.attention.rope.theta),
         "dtype": model.compute_dtype, "weight_dtype": "float32", "attention": "dot_product", "remat_policy": "full",
         "dataset_type": "synthetic", "enable_dropout": False, "enable_checkpointing": False,
         "adam_b1": opt.b1, "adam_b2": opt.b2, "adam_eps": opt.eps, "adam_weight_decay": opt.weight_decay,

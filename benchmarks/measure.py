@@ -56,7 +56,7 @@ def provenance() -> dict[str, Any]:
 def random_batch(built: step.Step, key: jax.Array) -> dict[str, jax.Array]:
     """A batch of random numbers for a step: whole texts where it has texts, whose targets are the next tokens."""
     keys = dict(zip(built.abstract_batch, jax.random.split(key, len(built.abstract_batch)), strict=True))
-    below = built.config.model.vocab or built.config.model.classes
+    below = built.config.model.vocab or built.config.model.num_classes
 
     def values(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if name in ("tokens", "targets"):

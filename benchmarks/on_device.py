@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import layouts, measure, op_times
 from gspmd_lm import config
-from gspmd_lm.config import Config
+from gspmd_lm.config import Config, from_values
 from gspmd_lm.foresight import hlo, known_errors
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.hardware import target
@@ -57,12 +57,12 @@ class Case(NamedTuple):
 
 
 _FOUR_LAYERS = ("model.layers=4",)
-DEEPSEEK = ("model.layers=2", "model.dense_layers=1", "model.experts=16", "model.expert_groups=4",
-            "model.groups_per_token=2", "model.vocab=32768")  # fmt: skip
+DEEPSEEK = ("model.layers=2", "model.experts.dense_layers=1", "model.experts.count=16", "model.experts.groups=4",
+            "model.experts.groups_per_token=2", "model.vocab=32768")  # fmt: skip
 LINEAR = ("model.layer_pattern=[linear, linear, linear, full]",
-          "model.linear_attention={key_heads: 16, value_heads: 32, head_dim: 128}")  # fmt: skip
+          "model.attention.linear={key_heads: 16, value_heads: 32, head_dim: 128}")  # fmt: skip
 MIXTRAL = ("model.layers=2", "data.seq=4096", "model.context=4096")
-WINDOWS = ("model.layer_pattern=[sliding, full]", "model.sliding_window=1024", "model.attention_sinks=true")
+WINDOWS = ("model.layer_pattern=[sliding, full]", "model.attention.window=1024", "model.attention.sinks=true")
 
 
 def _model(name: str) -> str:
@@ -84,7 +84,7 @@ CASES = {
     "deepseek_v3, 16 experts, 2 layers": Case("deepseek_v3", DEEPSEEK),
     "llama_8b, 3 of 4 layers linear": Case("llama3_8b", (*_FOUR_LAYERS, *LINEAR)),
     "llama_8b, 4 layers, windows and sinks": Case("llama3_8b", (*_FOUR_LAYERS, *WINDOWS)),
-    "vit_22b, 2 layers": Case("vit_22b", ("model.layers=2", "model.classes=1000"), (64,)),
+    "vit_22b, 2 layers": Case("vit_22b", ("model.layers=2", "model.classes.count=1000"), (64,)),
     "t5_11b, 2 + 2 layers": Case("t5_11b", ("model.layers=2",), (16,)),
     "bert_large": Case(_model("bert_large"), rows=(64,)),
     "deberta_v3_large": Case(_model("deberta_v3_large"), rows=(16,)),
@@ -106,14 +106,14 @@ COLUMNS = {"device": "on", "case": "model", "rows": "rows", "remat": "remat", "p
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"sliding_window": 300},
-    "sinks": {"attention_sinks": True},
-    "sinks and a window": {"attention_sinks": True, "sliding_window": 300},
+    "window": {"attention.window": 300},
+    "sinks": {"attention.sinks": True},
+    "sinks and a window": {"attention.sinks": True, "attention.window": 300},
     "heads of 64": {"head_dim": 64},
     "heads of 256": {"head_dim": 256},
-    "heads of 256 with a window": {"head_dim": 256, "sliding_window": 300},
-    "soft-cap": {"attention_softcap": 30.0},
-    "full mask": {"mask": "full"},
+    "heads of 256 with a window": {"head_dim": 256, "attention.window": 300},
+    "soft-cap": {"attention.softcap": 30.0},
+    "full mask": {"attention.mask": "full"},
 }
 PARTS = ("result", "dq", "dk", "dv", "dsinks")
 KERNEL_COLUMNS = {"case": "attention", "packed": "documents", "kernel": "kernel", "worst": "worst part",
@@ -141,7 +141,7 @@ def kernel_cases(
     for name, changes in ATTENTION.items():
         if only not in (None, name):
             continue
-        cfg = config.ModelConfig(**(sizes | changes))
+        cfg = from_values(config.ModelConfig, sizes | changes)
         for packed in (False, True):
             if not attention.unsupported(kernel, cfg, seq=T, segments=packed, capability=capability):
                 segments = _documents(T) if packed else None
@@ -260,7 +260,7 @@ def run(cfg: config.Config, layout: Rules, device: Any, steps: int = STEPS) -> d
     predicted_ms = predicted and predicted.step_time_s * 1e3
     row = {
         "device": device.device_kind,
-        "kind": str(known_errors.kind_of(here, built.rules, cfg.model.experts)) if here.chip else "",
+        "kind": str(known_errors.kind_of(here, built.rules, cfg.model.num_experts)) if here.chip else "",
         "predicted_ms": predicted_ms and round(predicted_ms, 2),
         "compiled_gb": round(found.memory.peak_bytes / 1e9, 2),
         "limit_gb": found.memory.limit_bytes and round(found.memory.limit_bytes / 1e9, 2),

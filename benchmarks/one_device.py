@@ -73,12 +73,12 @@ def torch_step(cfg: config.Config, params: Any, batch: dict[str, jax.Array]) -> 
     rates = [float(schedule(i)) for i in range(cfg.train.steps)]
     tokens_BT, targets_BT = (torch.tensor(np.asarray(batch[name]), dtype=torch.long) for name in ("tokens", "targets"))
     half = model.head_dim // 2
-    turns = model.rope_theta ** (-torch.arange(half) / half)
+    turns = model.attention.rope.theta ** (-torch.arange(half) / half)
     angle_1TH = torch.arange(cfg.data.seq)[:, None] * turns
     cos, sin = angle_1TH.cos(), angle_1TH.sin()
 
     def norm(x_BTD: Any, scale: Any) -> Any:
-        return functional.rms_norm(x_BTD, scale.shape, scale, model.norm_eps)
+        return functional.rms_norm(x_BTD, scale.shape, scale, model.norm.eps)
 
     def rotated(x_BNTH: Any) -> Any:
         first, second = x_BNTH.chunk(2, -1)

@@ -122,7 +122,7 @@ def compared(number: int, row: Row, kept: Mapping[str, Any]) -> dict[str, Any]:
     config, chip = row.config(), CHIPS[row.chip]
     # As PaLM counts them (arXiv 2204.02311): every token sees the whole row.
     model, arrays = config.model, state.arrays(config)
-    looked_up = ("position_embedding", *(() if model.tied_embeddings else ("embedding",)))
+    looked_up = ("position_embedding", *(() if model.embedding.tied else ("embedding",)))
     sizes = {leaf.path: like.size for leaf, like in pairs(arrays.named_params, arrays.params)}
     multiplied = arrays.active_count(model) - sum(sizes.get(path, 0) for path in looked_up)
     per_token = 6 * multiplied + 12 * model.layers * model.heads * model.head_dim * row.seq

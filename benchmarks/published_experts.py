@@ -55,7 +55,7 @@ def differences(row: step_times.Row) -> Iterator[tuple[str, float]]:
     with mock.patch.object(grouped, "_tile", _default_tile):
         other = Estimator(row.config(), estimator.target, estimator.traces)
         tiled_s, ops = other.estimate(rules).step_time_s, list(_of_experts(other, rules))
-    if row.more.get("mlp_bias"):  # this run had another kernel, and kept the results of experts on the host
+    if row.more.get("feed_forward.bias"):  # this run had another kernel, and kept the results of experts on the host
         row_s = copies * row.L / chip.tensor_cores / chip.clock_hz  # for each cycle of a row, in all layers
         yield "biases are looked up for each row, three times forward and twice again", 5 * LOOKED_UP * row_s
         yield "their gradients are added up row by row, three times", 3 * ADDED * row_s
@@ -65,7 +65,7 @@ def differences(row: step_times.Row) -> Iterator[tuple[str, float]]:
         yield "tiles of 512 x 1024 x 1024", tiled_s - step_s
         downs = [one for one in ops if isinstance(one.op, Op) and one.op.grouped][2::3]
         combined = [one for one in ops if isinstance(one.op, MoveOp) and one.op.node.primitive == "gather"][1::2]
-        if not row.more.get("weighted_input"):
+        if not row.more.get("experts.weighted_input"):
             again_s = sum(one.trip_count * one.forward_s for one in (*downs, *combined))
             yield "results of experts are computed and gathered again, for the gradients of their weights", again_s
     if row.experts_per_token > 1:

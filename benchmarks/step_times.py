@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config, core_yaml, paths
+from gspmd_lm.config import Config, core_yaml, nested, paths
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
@@ -176,20 +176,21 @@ class Row:
         """What was computed."""
         raw = {
             "name": self.model,
-            "model": {
+            "model": nested({
                 "layers": self.L, "embed": self.D, "heads": self.N, "kv_heads": self.K, "head_dim": self.H,
-                "mlp": self.F, "vocab": self.V, "context": self.seq, "mlp_kind": "gated" if self.gated else "plain",
-                "activation": self.activation, "tied_embeddings": self.tied, "weight_dtype": self.weights,
+                "mlp": self.F, "vocab": self.V, "context": self.seq,
+                "feed_forward.kind": "gated" if self.gated else "plain",
+                "feed_forward.activation": self.activation, "embedding.tied": self.tied, "weight_dtype": self.weights,
                 "matmul_dtype": self.matmul_dtype,
-                "block": self.block, "shared_norm": self.shared_norm, "norm": self.norm, "norm_bias": self.biases,
-                "qkv_bias": self.biases, "attention_out_bias": self.biases, "mlp_bias": self.biases,
-                "positions": self.positions, "qk_norm": self.qk_norm, "post_norms": self.post_norms,
-                "sliding_window": self.sliding_window,
+                "block": self.block, "norm.shared": self.shared_norm, "norm.kind": self.norm, "norm.bias": self.biases,
+                "attention.qkv_bias": self.biases, "attention.out_bias": self.biases, "feed_forward.bias": self.biases,
+                "positions": self.positions, "attention.qk_norm": self.qk_norm, "norm.post": self.post_norms,
+                "attention.window": self.sliding_window,
                 "layer_pattern": ["sliding"] * 5 + ["full"] if self.sliding_window else [],
-                "experts": self.experts, "experts_per_token": self.experts_per_token,
-                "capacity_factor": self.capacity_factor, "balance": "batch" if self.experts else "none",
+                "experts.count": self.experts, "experts.per_token": self.experts_per_token,
+                "experts.capacity_factor": self.capacity_factor, "experts.balance": "batch" if self.experts else "none",
                 **self.more,
-            },
+            }),
             "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
             "optimizer": {"mu_dtype": self.first_moment},
             "train": {"steps": 1000},

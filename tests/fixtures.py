@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from gspmd_lm import config as configs
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.runtime import startup
 from gspmd_lm.sharding import rules_file
@@ -100,7 +101,7 @@ def small():
     def make(*, optimizer=None, data=None, train=None, objective="causal", **model):
         changed = {
             "objective": objective,
-            "model": dataclasses.replace(base.model, **model),
+            "model": with_values(base.model, model),
             "optimizer": dataclasses.replace(base.optimizer, **(optimizer or {})),
             "data": dataclasses.replace(base.data, **(data or {})),
             "train": dataclasses.replace(base.train, **(train or {})),
@@ -152,7 +153,7 @@ def batch_of():
             "labels": (np.arange(data.batch, dtype=np.int32) % 4) - 1,
             "row": np.arange(data.batch, dtype=np.int32),
         }
-        if model.classes_of == "tokens":
+        if model.classes and model.classes.of == "tokens":
             arrays["targets"] = np.minimum(arrays["targets"], 1)
         if model.encoder and (sources := built_step.config.source_seq):
             cut, place = rng.integers(1, sources, (data.batch, 1)), np.arange(sources)[None]

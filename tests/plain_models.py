@@ -10,6 +10,7 @@ from flax import nnx
 
 from gspmd_lm import Input, Task
 from gspmd_lm import config as configs
+from gspmd_lm.config import nested
 
 
 def annotated(init, *axes):
@@ -146,11 +147,13 @@ def same_decoder(rows=32, length=16, **sizes):
     model = Decoder(**sizes)
     sizes = {
         "layers": model.layers, "embed": model.width, "heads": model.heads, "kv_heads": model.heads,
-        "head_dim": model.width // model.heads, "mlp": model.hidden, "mlp_kind": "plain", "activation": "gelu_tanh",
-        "vocab": model.vocab, "context": length, "positions": "none", "tied_embeddings": False,
+        "head_dim": model.width // model.heads, "mlp": model.hidden, "feed_forward.kind": "plain",
+        "feed_forward.activation": "gelu_tanh",
+        "vocab": model.vocab, "context": length, "positions": "none", "embedding.tied": False,
         "compute_dtype": "float32", "matmul_precision": "highest",
     }  # fmt: skip
-    raw = {"name": "same_decoder", "model": sizes, "data": {"source": "random:64", "batch": rows, "seq": length},
+    raw = {"name": "same_decoder", "model": nested(sizes), "data": {"source": "random:64", "batch": rows,
+                                                                    "seq": length},
            "train": {"steps": 4}}  # fmt: skip
     return configs.from_dict(raw, "tests")
 

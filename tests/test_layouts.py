@@ -30,11 +30,23 @@ DEFAULT = [pair if i % 15 == 0 else pytest.param(*pair, marks=pytest.mark.slow) 
 
 # One variant for every array that a rules file may name.
 BIASED = (
-    *(f"model.{name}=true" for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")),
-    "model.norm=layernorm", "model.positions=learned",
+    *(f"model.{name}=true" for name in ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias", "logits.bias",
+                                        "norm.bias")),
+    "model.norm.kind=layernorm", "model.positions=learned",
 )  # fmt: skip
-ROUTED = ("model.router_bias=true", "model.balance=bias", "model.shared_mlp=64", "model.shared_gate=true")
-OTHERS = ("qk_norm=true", "attention_gate=true", "attention_sinks=true", "embedding_width=64", "tied_embeddings=true")
+ROUTED = (
+    "model.experts.router_bias=true",
+    "model.experts.balance=bias",
+    "model.experts.shared_mlp=64",
+    "model.experts.shared_gate=true",
+)
+OTHERS = (
+    "attention.qk_norm=true",
+    "attention.gate=true",
+    "attention.sinks=true",
+    "embedding.width=64",
+    "embedding.tied=true",
+)
 ADAPTED = "lora={rank: 2, alpha: 4, targets: [wq, wk, wv, wo, w_gate, w_up, w_down]}"
 VARIANTS = [BIASED, tuple(f"model.{one}" for one in ("block=parallel", *OTHERS, ADAPTED))]
 
@@ -158,27 +170,30 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     configs = [config.load(name) for name in names]
     configs += [config.load("tiny", variant) for variant in VARIANTS]
     configs.append(config.load("tiny_experts", ROUTED))
-    linear = "model.linear_attention={key_heads: 2, value_heads: 4, head_dim: 8}"
-    latent = "model.latent_attention={kv_rank: 16, q_rank: 16, v_head_dim: 8}"
-    configs.append(config.load("tiny", [linear, latent, "model.layer_pattern=[linear, full]", "model.rope_dim=8"]))
-    streams = ["residual_streams=2", "laurel_rank=4", "layer_embed=8", "activation_sparsity=0.5"]
-    configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "shared_kv_layers=1")]))
-    full = ["model.mask=full", "model.token_types=2"]
-    narrow = ["model.embedding_width=64", "model.embedding_in=sum", "model.shared_layers=true"]
-    vectors = "model.relative_vectors={own_projections: true}"
-    scored = [vectors, "model.positions=none", "model.qkv_bias=true", "model.convolution={}", *full]
-    configs.append(config.load("tiny", ["objective=masked", "model.head_transform=true", *scored]))
-    near = ["model.relative_positions={}", "model.mlp_kind=plain"]
-    configs.append(config.load("tiny", ["objective=classes", "model.classes=3", *near, *narrow, *full]))
-    seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes=3",
+    linear = "model.attention.linear={key_heads: 2, value_heads: 4, head_dim: 8}"
+    latent = "model.attention.latent={kv_rank: 16, q_rank: 16, v_head_dim: 8}"
+    configs.append(
+        config.load("tiny", [linear, latent, "model.layer_pattern=[linear, full]", "model.attention.rope.dim=8"])
+    )
+    streams = ["residual.streams=2", "residual.laurel_rank=4", "residual.layer_embed=8", "feed_forward.sparsity=0.5"]
+    configs.append(config.load("tiny", [f"model.{one}" for one in (*streams, "attention.shared_kv_layers=1")]))
+    full = ["model.attention.mask=full", "model.embedding.token_types=2"]
+    narrow = ["model.embedding.width=64", "model.embedding.input=sum", "model.shared_layers=true"]
+    vectors = "model.attention.relative_vectors={own_projections: true}"
+    scored = [vectors, "model.positions=none", "model.attention.qkv_bias=true", "model.convolution={}", *full]
+    configs.append(config.load("tiny", ["objective=masked", "model.logits.transform=true", *scored]))
+    near = ["model.attention.relative_positions={}", "model.feed_forward.kind=plain"]
+    configs.append(config.load("tiny", ["objective=classes", "model.classes.count=3", *near, *narrow, *full]))
+    seen_by_images = ["model.vocab=0", "model.padded_vocab=0", "objective=classes", "model.classes.count=3",
                       "model.patches={image: 8, size: 4, distillation: head}", "model.context=6", "data.seq=8",
-                      "model.positions=learned", "model.mask=full"]  # fmt: skip
-    configs.append(config.load("tiny", [*seen_by_images, "model.layer_scale=0.1"]))
+                      "model.positions=learned", "model.attention.mask=full"]  # fmt: skip
+    configs.append(config.load("tiny", [*seen_by_images, "model.residual.layer_scale=0.1"]))
     levels = "{size: 2, levels: [{layers: 1, embed: 8, heads: 8, mlp: 8}]}"
     in_windows = [f"model.windows={levels}", "model.patches={image: 8, size: 2, class_row: false, pool: mean}",
                   "model.context=16", "data.seq=16", "model.positions=none", "model.kv_heads=8"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, *in_windows]))
-    whole = ["objective=masks", "model.classes=0", "model.masks={embed: 16}", "model.windows={size: 2, vectors: true}",
+    whole = ["objective=masks", "model.classes.count=0", "model.masks={embed: 16}",
+             "model.windows={size: 2, vectors: true}",
              "model.layer_pattern=[full, whole]"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, *in_windows, *whole]))
     heard = ["objective=seq2seq", "model.frames={bands: 4}", "model.encoder={context: 8}", "model.positions=learned"]
@@ -193,7 +208,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
         seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
         seen |= set(state.recorded(cfg, arrays, 1, one).arrays)
         # Generation reads the same arrays, and what it has kept of earlier tokens.
-        asked = cfg is configs[0] or cfg.model.linear_attention or len(names) > 1
+        asked = cfg is configs[0] or cfg.model.attention.linear or len(names) > 1
         if asked and cfg.objective == "causal":
             for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
                 seen |= set(recorder.arrays)

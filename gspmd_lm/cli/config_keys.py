@@ -43,7 +43,7 @@ _KINDS = {
 class Key:
     """One key that a file may have."""
 
-    name: str  # model.rope_scaling.factor
+    name: str  # model.attention.rope.scaling.factor
     kind: str  # whole number from 1
     default: str  # as in YAML, or "required"
     meaning: str
@@ -53,7 +53,7 @@ class Key:
 class KeyGroup:
     """The keys of one mapping of a file."""
 
-    name: str  # model.rope_scaling; "" for the whole file
+    name: str  # model.attention.rope.scaling; "" for the whole file
     about: str
     keys: tuple[Key, ...]
 

@@ -25,9 +25,10 @@ TOKENIZER = "tokenizer.json"
 LONGEST_ROW = 2048  # data.seq of a model whose context is longer
 # Settings that no config.json has: how a run computes, and padding, which export removes.
 OURS_ALONE = (
-    "padded_vocab", "padded_heads", "dropout", "z_loss", "init_std", "compute_dtype", "weight_dtype",
-    "attention_scores_dtype", "matmul_dtype", "matmul_precision", "balance", "balance_weight", "balance_rate",
-    "router_z_loss", "row_multiple", "frozen",
+    "padded_vocab", "padded_heads", "dropout", "logits.z_loss", "init_std", "compute_dtype", "weight_dtype",
+    "attention.scores_dtype", "matmul_dtype", "matmul_precision", "experts.balance", "experts.balance_weight",
+    "experts.balance_rate",
+    "experts.z_loss", "row_multiple", "frozen",
 )  # fmt: skip
 _OTHER_HEADS = re.compile(r"classifier|summary")  # of models that do not predict tokens
 # Written as null in a new config.json. Some families have defaults for them that lie beyond a small vocabulary.
@@ -80,7 +81,7 @@ def run_config(
     try:
         return config.from_dict(settings, " ".join([place, *(f"--set {override}" for override in overrides)]))
     except InputError as error:
-        why = [note for note in notes if any(setting in str(error) for setting in re.findall(r"model\.\w+", note))]
+        why = [note for note in notes if any(setting in str(error) for setting in re.findall(r"model\.[\w.]*\w", note))]
         raise InputError("\n".join([str(error), *(f"  {note}" for note in why)])) from error
 
 
@@ -149,22 +150,24 @@ def objective_of(values: Mapping[str, Any]) -> str:
         return "causal" if queries else "contrastive"
     if values.get("masks"):
         return "masks"
-    if values.get("classes_of") == "tokens":
+    if values.get("classes.of") == "tokens":
         return "replaced"
-    return "classes" if values.get("classes") else "masked" if values.get("mask") == "full" else "causal"
+    return (
+        "classes" if values.get("classes.count") else "masked" if values.get("attention.mask") == "full" else "causal"
+    )
 
 
 def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
     seq = padded_rows(values["context"]) if "patches" in values else seq
-    one_number = values.get("classes") == 1 and objective_of(values) == "classes"
+    one_number = values.get("classes.count") == 1 and objective_of(values) == "classes"
     of_data = {"seq": seq} | ({"label_kind": "number"} if one_number else {})
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     if isinstance(vision := values.get("vision"), dict):
         rows = config.Patches(**vision["patches"]).rows
         of_data["source_seq"] = padded_rows(vision["queries"]["rows"] + 1 if values.get("encoder") else rows)
-    return {"name": name, "objective": objective_of(values), "model": values, "data": of_data}
+    return {"name": name, "objective": objective_of(values), "model": config.nested(values), "data": of_data}
 
 
 def _letters(word: str) -> str:
@@ -268,17 +271,16 @@ def differences(row: Family, raw: Mapping[str, Any], model: config.ModelConfig) 
         return str(error).splitlines()
     ours = OURS_ALONE
     if model.balance_bias != theirs.balance_bias:  # a weight of the router
-        ours = tuple(name for name in OURS_ALONE if name != "balance")
+        ours = tuple(name for name in OURS_ALONE if name != "experts.balance")
     model, theirs = (
         dataclasses.replace(one, **{name: part.with_all_sizes(one) for name in ("encoder", "vision")
                                     if (part := getattr(one, name))})
         for one in (model, theirs)
     )  # fmt: skip
-    names = [field.name for field in dataclasses.fields(config.ModelConfig) if field.name not in ours]
     return [
-        f"{name}: {getattr(model, name)!r}, {row.name} would have {getattr(theirs, name)!r}"
-        for name in names
-        if getattr(model, name) != getattr(theirs, name)
+        f"{path}: {mine!r}, {row.name} would have {other!r}"
+        for path, mine, other in config.differing(model, theirs)
+        if path not in ours
     ]
 
 
@@ -289,7 +291,7 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
     the table that can express the model. If none can, raises an InputError that names the settings in the way.
     """
     if like is not None:
-        row = family_of(like, CONFIG, objective_of(vars(model)))
+        row = family_of(like, CONFIG, objective_of(config.flat(model)))
         if row.heads:
             like = {**like, "architectures": [row.architecture]}
         if not differences(row, like, model):

@@ -136,7 +136,7 @@ def four_times(values):
 ONE_WIDTH = Given(kv_heads=heads, head_dim=divide_width)  # heads share the width, each with keys
 BIASES = Given(qkv_bias=True, attention_out_bias=True, mlp_bias=True)
 PLAIN_LAYERNORM = Given(norm="layernorm", norm_bias=True, mlp_kind="plain")
-ALL_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+ALL_BIASES = ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias")
 LAYERS = Renamed("num_hidden_layers", "layers", most=MOST_LAYERS)
 SIZES = (
     Renamed("vocab_size", "vocab"),
@@ -146,16 +146,16 @@ SIZES = (
 )
 
 
-LAYERNORM_EPS = Renamed("layer_norm_eps", "norm_eps", 1e-5)
+LAYERNORM_EPS = Renamed("layer_norm_eps", "norm.eps", 1e-5)
 NO_HEAD_DIM = Given(head_dim=divide_width)
 TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
 GELU_NEW = {"gelu_tanh": "gelu_new"}
 SILU = Activation("hidden_act", "silu", TANH)
 GELU = Activation("hidden_act", "gelu", GELU_NEW)
-UNTIED = Flag("tie_word_embeddings", ("tied_embeddings",), False)
-TIED = Flag("tie_word_embeddings", ("tied_embeddings",), True)
-ATTENTION_BIAS = Flag("attention_bias", ("qkv_bias", "attention_out_bias"), False)
-MLP_BIAS = Flag("mlp_bias", ("mlp_bias",), False)
+UNTIED = Flag("tie_word_embeddings", ("embedding.tied",), False)
+TIED = Flag("tie_word_embeddings", ("embedding.tied",), True)
+ATTENTION_BIAS = Flag("attention_bias", ("attention.qkv_bias", "attention.out_bias"), False)
+MLP_BIAS = Flag("mlp_bias", ("feed_forward.bias",), False)
 NO_CLIP = Fixed("clip_qkv", False, "cuts off large queries, keys and values, which is not supported")
 ROTATED = (r"rotary_(pos_)?emb\.inv_freq$",)  # tensors that follow from the sizes
 CAUSAL_MASKS = (r"\.attn\.(bias|masked_bias)$", r"\.attention\.(bias|masked_bias)$")
@@ -174,7 +174,7 @@ def llama_fields(
     kv_heads: as for `KeyHeads`. head_dim: 0 means the width divided by the heads. head_dim, eps: or other fields.
     """
     sizes = (Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"))
-    norms = Renamed("rms_norm_eps", "norm_eps", eps) if isinstance(eps, float | int) else eps
+    norms = Renamed("rms_norm_eps", "norm.eps", eps) if isinstance(eps, float | int) else eps
     head = Renamed("head_dim", "head_dim", head_dim or divide_width) if isinstance(head_dim, int) else head_dim
     return (*SIZES, KeyHeads(kv_heads), *sizes, norms, head, rope, activation, TIED if tied else UNTIED)
 
@@ -182,7 +182,7 @@ def llama_fields(
 def mixture(names: str, experts: int, per_token: int, width: int = 0) -> tuple[FieldCodec, ...]:
     """How many experts there are, and how many compute a token. width: theirs where no field says it; 0: the MLP's."""
     return (
-        Renamed(names, "experts", experts),
-        Renamed("num_experts_per_tok", "experts_per_token", per_token),
-        *(Renamed("moe_intermediate_size", "expert_mlp", width) for _ in range(width > 0)),
+        Renamed(names, "experts.count", experts),
+        Renamed("num_experts_per_tok", "experts.per_token", per_token),
+        *(Renamed("moe_intermediate_size", "experts.mlp", width) for _ in range(width > 0)),
     )

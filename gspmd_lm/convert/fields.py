@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.convert.config_reader import LARGEST, MISSING, ConfigReader
 
 Values = dict[str, Any]  # name of a setting of config.ModelConfig -> value
@@ -45,7 +46,7 @@ class Renamed:
             values[self.setting] = reader.number(names, default, self.most)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.names.split()[0]: getattr(model, self.setting)}
+        return {self.names.split()[0]: value_at(model, self.setting)}
 
 
 class Given(FieldCodec):
@@ -79,7 +80,7 @@ class Flag:
         values.update(dict.fromkeys(self.settings, value(values) if callable(value) else value))
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        value = getattr(model, self.settings[0])
+        value = value_at(model, self.settings[0])
         return {self.name: value != self.off if callable(self.on) else value == self.on}
 
 
@@ -116,12 +117,12 @@ class Activation:
             ours = known.get(word) if isinstance(word, str) else None
             if ours is None:
                 reader.refuse(name, word, f"is not known; known are {', '.join(sorted(known))}")
-            elif values.setdefault("activation", ours) != ours:
+            elif values.setdefault("feed_forward.activation", ours) != ours:
                 reader.refuse(name, word, f"contradicts {next(iter(words))}")
-        values.setdefault("activation", "silu")
+        values.setdefault("feed_forward.activation", "silu")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.names.split()[0]: self.written.get(model.activation, model.activation)}
+        return {self.names.split()[0]: self.written.get(model.feed_forward.activation, model.feed_forward.activation)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class MustAgree(FieldCodec):
         if self.name in reader.names_read or (stated := reader.get([self.name])) is None:
             return
         for setting in self.settings:
-            default = _DEFAULTS[setting]
+            default = config.default_at(config.ModelConfig, setting)
             value = values.get(setting, default)
             is_set = value != default and default is not dataclasses.MISSING  # a size that every model has is no switch
             if stated != value and not (stated is True and is_set) and (stated or value != default):
@@ -146,7 +147,6 @@ class MustAgree(FieldCodec):
                 return
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(config.ModelConfig)}
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2",
@@ -167,7 +167,7 @@ class MustEqual:
             reader.refuse(self.name, value, self.why)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: getattr(model, self.setting)}
+        return {self.name: value_at(model, self.setting)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class DefaultsTo:
         values[self.setting] = 0 if value == values[self.other] else value
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: getattr(model, self.setting) or getattr(model, self.other)}
+        return {self.name: value_at(model, self.setting) or value_at(model, self.other)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +198,10 @@ class QueryScale:
     def read(self, reader: ConfigReader, values: Values) -> None:
         scale = reader.number([self.name], self.default) ** self.power
         usual = values["head_dim"] ** -0.5 if values["head_dim"] else 0.0
-        values["query_scale"] = 0.0 if scale == usual else float(scale)
+        values["attention.scale"] = 0.0 if scale == usual else float(scale)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        scale = model.query_scale or model.head_dim**-0.5
+        scale = model.attention.scale or model.head_dim**-0.5
         return {self.name: find_root(scale, self.power)}
 
 
@@ -274,15 +274,15 @@ class Window:
         window = read_window(reader, self.default)
         if self.switch and not reader.flag([self.switch], False):
             window = None
-        values["sliding_window"] = window or 0
+        values["attention.window"] = window or 0
         kinds = reader.get(["layer_types"], [])
         wanted = "sliding_attention" if window else "full_attention"
         if not isinstance(kinds, list) or any(kind != wanted for kind in kinds):
             reader.refuse("layer_types", kinds, "does not fit sliding_window, which all layers have or none")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        switch = {self.switch: model.sliding_window > 0} if self.switch else {}
-        return {"sliding_window": model.sliding_window or None} | switch
+        switch = {self.switch: model.attention.window > 0} if self.switch else {}
+        return {"sliding_window": model.attention.window or None} | switch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,12 +306,12 @@ class LayerTypes:
             window = read_window(reader, self.default)
         kinds = check_each_layer(reader, "layer_types", reader.get(["layer_types"], implied), implied, BY_LAYER)
         short = ["sliding" if window and BY_LAYER[kind] == "sliding" else self.full for kind in kinds]
-        values["sliding_window"] = window if "sliding" in short else 0
+        values["attention.window"] = window if "sliding" in short else 0
         values["layer_pattern"] = shortest_pattern(short)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = [("sliding" if kind == "sliding" else "full") + "_attention" for kind in model.kind_of_each_layer]
-        written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+        written: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.attention.window or None}
         if self.switch:
-            written[self.switch] = model.sliding_window > 0
+            written[self.switch] = model.attention.window > 0
         return written | self.older(model)

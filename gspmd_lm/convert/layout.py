@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.model.families.whisper import TAPS
 from gspmd_lm.sharding.axes import AXES
 
@@ -130,7 +131,7 @@ class Tensor:
             else:
                 each = [count // sizes["K"] for count in heads]  # of one key head
                 entries = entries // each[number] * sum(each) + sum(each[:number]) + entries % each[number]
-        elif model.latent_attention and letter in "HP" and weight.startswith("attention."):
+        elif model.attention.latent and letter in "HP" and weight.startswith("attention."):
             entries = _latent_entries(weight, model)
         elif letter == "F" and "J" in self.axes:
             which = self.weights.index(weight)
@@ -138,7 +139,7 @@ class Tensor:
         elif letter == "H" and "X" in self.axes:
             entries += size * self.weights.index(weight)
         elif letter == "H" and self.interleaved_rope and weight.removesuffix("_norm.scale")[-1] in "qk":
-            turned = model.rope_dim or model.head_dim
+            turned = model.attention.rope.dim or model.head_dim
             first = entries[:turned]
             first[:] = np.concatenate([first[::2], first[1::2]])
         return np.pad(entries, (0, padded.get(letter, size) - size), constant_values=-1)
@@ -153,27 +154,34 @@ class Tensor:
         A = model.convolution.taps if model.convolution else TAPS
         if self.weights == ("attention.wo",):
             H = model.v_head_dim
-        if self.linear and (sizes := model.linear_attention):
+        if self.linear and (sizes := model.attention.linear):
             N, K, H, A = sizes.value_heads, sizes.key_heads, sizes.head_dim, sizes.taps
-        F, R = getattr(model, self.mlp), sum(self._heads_of_weights(N, K))
-        of_distances = model.relative_positions or model.relative_vectors
+        F, R = value_at(model, self.mlp), sum(self._heads_of_weights(N, K))
+        of_distances = model.attention.relative_positions or model.attention.relative_vectors
         return {
-            "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding_width,
-            "p": model.position_offset + model.context, "J": 2 * F, "E": model.experts, "X": 2 * H, "A": A,
-            "R": R, "C": model.experts, "1": 1, "L": model.layers, "M": model.residual_streams, "O": model.embed,
-            "Y": model.layer_embed, "r": of_distances.ranges if of_distances else 0,
-            "t": model.token_types, "c": model.classes, "x": model.patches.pixels if model.patches else 0,
-            "b": model.frames.bands if model.frames else 0, "j": j, "k": 0, "m": model.classes, "s": model.context,
+            "V": model.vocab, "D": model.embed, "N": N, "K": K, "H": H, "F": F, "W": model.embedding.width,
+            "p": model.embedding.position_offset + model.context, "J": 2 * F, "E": model.num_experts, "X": 2 * H,
+            "A": A,
+            "R": R, "C": model.num_experts, "1": 1, "L": model.layers, "M": model.residual.streams, "O": model.embed,
+            "Y": model.residual.layer_embed, "r": of_distances.ranges if of_distances else 0,
+            "t": model.embedding.token_types, "c": model.num_classes, "x": model.patches.pixels if model.patches else 0,
+            "b": model.frames.bands if model.frames else 0, "j": j, "k": 0, "m": model.num_classes, "s": model.context,
             **_latent_sizes(model), **self.others(model),
         }  # fmt: skip
 
 
 def _latent_sizes(model: config.ModelConfig) -> Mapping[str, int]:
     """The sizes of axes that only latent attention has, or that it has of another size."""
-    if not (latent := model.latent_attention):
+    if not (latent := model.attention.latent):
         return {"Q": 0, "Z": 0, "P": 0, "G": 0}
-    own, Z = model.head_dim - model.rope_dim, latent.kv_rank
-    return {"Q": latent.q_rank, "Z": Z, "P": model.rope_dim, "G": Z + model.rope_dim, "X": own + latent.v_head_dim}
+    own, Z = model.head_dim - model.attention.rope.dim, latent.kv_rank
+    return {
+        "Q": latent.q_rank,
+        "Z": Z,
+        "P": model.attention.rope.dim,
+        "G": Z + model.attention.rope.dim,
+        "X": own + latent.v_head_dim,
+    }
 
 
 def _latent_entries(weight: str, model: config.ModelConfig) -> np.ndarray:
@@ -181,12 +189,15 @@ def _latent_entries(weight: str, model: config.ModelConfig) -> np.ndarray:
 
     In files, what is rotated stands last, and numbers that are rotated together are neighbours.
     """
-    assert model.latent_attention
-    turned, own = np.r_[0 : model.rope_dim : 2, 1 : model.rope_dim : 2], model.head_dim - model.rope_dim
+    assert model.attention.latent
+    turned, own = (
+        np.r_[0 : model.attention.rope.dim : 2, 1 : model.attention.rope.dim : 2],
+        model.head_dim - model.attention.rope.dim,
+    )
     values = np.arange(model.v_head_dim)
     return {
         "wq": np.r_[own + turned, :own], "wq_up": np.r_[own + turned, :own], "wo": values,
-        "wk_rope": model.latent_attention.kv_rank + turned, "wk_up": np.arange(own), "wv_up": own + values,
+        "wk_rope": model.attention.latent.kv_rank + turned, "wk_up": np.arange(own), "wv_up": own + values,
     }[weight.removeprefix("attention.")]  # fmt: skip
 
 

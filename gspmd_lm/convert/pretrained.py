@@ -319,7 +319,7 @@ def _check_leaves(
     """The tensors by the family's names. Raises InputError if they are not exactly those of the model."""
     wanted = {name: location.tensor.shape(model) for location in leaves for name in location.names()}
     files, unexpected, copies = {}, [], []
-    heads = [tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",) and model.tied_embeddings]
+    heads = [tensor.name for tensor in row.tensors if tensor.weights == ("unembedding",) and model.embedding.tied]
     for published, where in stored.items():
         name = published if published in wanted or row.prefix + published not in wanted else row.prefix + published
         if name in wanted and name not in files:

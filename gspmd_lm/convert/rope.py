@@ -89,10 +89,10 @@ class Rope:
             every = reader.get([ORIGINAL], rope.get(ORIGINAL))
             if BETA not in rope or every is None:
                 reader.refuse(name, rope, f"lacks {BETA} or {ORIGINAL}")
-            values["attention_temperature"] = {"scale": float(rope.get(BETA, 1)), "every": every}
+            values["attention.temperature"] = {"scale": float(rope.get(BETA, 1)), "every": every}
         theta, part = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", part)
-        values["rope_theta"] = theta
-        values["sliding_rope_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
+        values["attention.rope.theta"] = theta
+        values["attention.rope.window_theta"] = 0.0 if local == theta and kind == "default" else local or 0.0
         if part != 1 and not self.part:
             reader.refuse("partial_rotary_factor", part, "is not a setting of this family")
         if self.mscales and kind != "default":
@@ -101,13 +101,13 @@ class Rope:
                 reader.refuse(name, [kind, short, long], "is not longrope with short_mscale equal to long_mscale")
             rope["attention_factor"] = short or 1.0
         turned = reader.number([self.turned_name], 64) if self.turned_name else int(values["head_dim"] * part)
-        values["rope_dim"] = 0 if turned == values["head_dim"] else turned
+        values["attention.rope.dim"] = 0 if turned == values["head_dim"] else turned
         if self.turned_name:
             under = rope.get("mscale_all_dim") if kind != "default" else None
-            values["query_scale"] = _query_scale(values["head_dim"], rope.get("factor", 1), under or 0)
+            values["attention.scale"] = _query_scale(values["head_dim"], rope.get("factor", 1), under or 0)
         scaling = _scaling(reader, kind, name, rope, values, self.original)
         if scaling:
-            values["rope_scaling"] = {"kind": kind, **scaling}
+            values["attention.rope.scaling"] = {"kind": kind, **scaling}
 
     def _kind(self, reader: ConfigReader, name: str, rope: Mapping[str, Any]) -> str:
         named = rope.get("rope_type") or rope.get("type")
@@ -129,27 +129,27 @@ class Rope:
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         """The fields in the older form, which transformers 5 reads too."""
-        written: dict[str, Any] = {self.theta_name: model.rope_theta, "rope_scaling": None}
-        if scaling := model.rope_scaling:
+        written: dict[str, Any] = {self.theta_name: model.attention.rope.theta, "rope_scaling": None}
+        if scaling := model.attention.rope.scaling:
             written["rope_scaling"] = _write_scaling(scaling)
             if scaling.kind == "longrope":
                 written[ORIGINAL] = scaling.original_context
             if self.mscales:
                 written["rope_scaling"] |= dict.fromkeys(_MSCALES, scaling.attention_factor)
-            if self.turned_name and model.query_scale:
+            if self.turned_name and model.attention.scale:
                 written["rope_scaling"]["mscale_all_dim"] = _mscale_all_dim(model, scaling.factor)
-        if self.temperature and (tuned := model.attention_temperature):
+        if self.temperature and (tuned := model.attention.temperature):
             scaled = written["rope_scaling"] or {"rope_type": "default"}
             written["rope_scaling"] = scaled | {BETA: tuned.scale, ORIGINAL: tuned.every}
         if self.turned_name:
-            written[self.turned_name] = model.rope_dim
+            written[self.turned_name] = model.attention.rope.dim
         if self.part:
-            written[self.part_name] = model.rope_dim / model.head_dim if model.rope_dim else 1.0
-        local = model.sliding_rope_theta or model.rope_theta
+            written[self.part_name] = model.attention.rope.dim / model.head_dim if model.attention.rope.dim else 1.0
+        local = model.attention.rope.window_theta or model.attention.rope.theta
         if self.sliding_name:
             written[self.sliding_name] = local
         elif self.sliding_theta:
-            full = (written["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
+            full = (written["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": model.attention.rope.theta}
             sliding = {"rope_type": "default", "rope_theta": local}
             written["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
             written["rope_scaling"] = None
@@ -211,10 +211,10 @@ def _query_scale(head_dim: int, factor: float, weight: float) -> float:
 
 def _mscale_all_dim(model: config.ModelConfig, factor: float) -> float:
     """The weight that gives a model its query_scale, which is a short number in published models."""
-    strength = (model.query_scale * model.head_dim**0.5) ** 0.5
+    strength = (model.attention.scale * model.head_dim**0.5) ** 0.5
     weight = (strength - 1) / (0.1 * math.log(factor)) if factor > 1 else 0.0
     short = round(weight, 6)
-    return short if _query_scale(model.head_dim, factor, short) == model.query_scale else weight
+    return short if _query_scale(model.head_dim, factor, short) == model.attention.scale else weight
 
 
 def _numbers(reader: ConfigReader, name: str, value: Any) -> list[float]:

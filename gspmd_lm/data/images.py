@@ -58,10 +58,11 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
     notes = corpus.FileNotes()
     every, named = media.of_both(data, functools.partial(_found, data, notes, progress))
     classes = labelled.ordered({image.label for image in every}, known)
-    if len(classes) != config.model.classes:
+    if len(classes) != config.model.num_classes:
         raise InputError(
-            f"data.source: images of {len(classes):,} classes, and model.classes is {config.model.classes:,} "
-            f"({labelled.about_classes(classes)})\n  fix   --set model.classes={len(classes)}, or correct the labels"
+            f"data.source: images of {len(classes):,} classes, and model.classes.count is {config.model.num_classes:,} "
+            f"({labelled.about_classes(classes)})\n"
+            f"  fix   --set model.classes.count={len(classes)}, or correct the labels"
         )
     for image in named:
         labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")

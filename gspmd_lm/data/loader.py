@@ -309,17 +309,18 @@ def _source(
     of_record = tokens.document if isinstance(tokens, chat.Chat | labelled.Labelled | pairs.Pairs) else None
     source = source or sources.open_source(data, progress, of_record)
     if isinstance(tokens, labelled.Labelled):
-        if tokens.has_types and config.model.token_types == 1:
+        if tokens.has_types and config.model.embedding.token_types == 1:
             raise InputError(
-                f"data.tokenizer={data.tokenizer} gives a second text the token type 1, and model.token_types is 1\n"
-                "  fix   name the model's own tokenizer.json, or set model.token_types to 2"
+                f"data.tokenizer={data.tokenizer} gives a second text the token type 1, and "
+                "model.embedding.token_types is 1\n"
+                "  fix   name the model's own tokenizer.json, or set model.embedding.token_types to 2"
             )
         tokens.learn_classes(source, known, progress)
-        if data.label_kind != "number" and len(tokens.classes) != config.model.classes:
+        if data.label_kind != "number" and len(tokens.classes) != config.model.num_classes:
             raise InputError(
-                f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes is "
-                f"{config.model.classes:,} ({labelled.about_classes(tokens.classes)})\n"
-                f"  fix   --set model.classes={len(tokens.classes)}, or correct the labels"
+                f"data.label={data.label} has {len(tokens.classes):,} labels, and model.classes.count is "
+                f"{config.model.num_classes:,} ({labelled.about_classes(tokens.classes)})\n"
+                f"  fix   --set model.classes.count={len(tokens.classes)}, or correct the labels"
             )
     return source, tokens, path
 

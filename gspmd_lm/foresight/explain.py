@@ -135,7 +135,7 @@ def report(
     narrow = matmul_operands(config, rules, target.processor) if config else ""
     # No published step that was compared has operands of 8 bits, or stages.
     compared = phase == "train" and target.chip and not narrow and not rules.stages
-    experts = config.model.experts if config else 0
+    experts = config.model.num_experts if config else 0
     error = known_error(kind_of(target, rules, experts)) if compared else NOT_COMPARED
     read = _read(program, rules, target, named, graph, lower_bounds.flops, tokens, error, needed)
     attention = ""

@@ -97,11 +97,11 @@ class Cache(NamedTuple, Generic[Leaf]):
 
 def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0) -> Cache[jax.Array]:
     """An empty cache for `rows` rows of up to `slots` tokens, and for sources of up to `source` tokens."""
-    linear = sum(layer.linear_attention is not None for layer in cfg.each_layer)
-    kv_layers = cfg.layers - linear - cfg.shared_kv_layers
-    sizes, latent = (cfg.kv_head_rows, cfg.head_dim), cfg.latent_attention
+    linear = sum(layer.attention.linear is not None for layer in cfg.each_layer)
+    kv_layers = cfg.layers - linear - cfg.attention.shared_kv_layers
+    sizes, latent = (cfg.kv_head_rows, cfg.head_dim), cfg.attention.latent
     if latent:
-        sizes = 1, latent.kv_rank + cfg.rope_dim
+        sizes = 1, latent.kv_rank + cfg.attention.rope.dim
     zeros = jnp.zeros((kv_layers, rows, slots, *sizes), jnp.dtype(cfg.compute_dtype))
     k, v = shard(zeros, CACHE), None if latent else shard(zeros, CACHE)
     memory = empty_cache(dataclasses.replace(cfg, encoder=None), rows, source) if cfg.encoder else None
@@ -110,7 +110,7 @@ def empty_cache(cfg: config.ModelConfig, rows: int, slots: int, source: int = 0)
 
 def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearState[jax.Array]:
     """The states before the first token."""
-    sizes = cfg.linear_attention
+    sizes = cfg.attention.linear
     assert sizes
     K, N, H, before = sizes.key_heads, sizes.value_heads, sizes.head_dim, sizes.taps - 1
     shapes = (before, K, H), (before, K, H), (before, N, H), (N, H, H)
@@ -122,7 +122,10 @@ def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearStat
 def in_cache(cfg: config.ModelConfig) -> list[int]:
     """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
     that shares keys has the place of the layer whose keys it has."""
-    kinds, makers = cfg.kind_of_each_layer, range(cfg.layers - cfg.shared_kv_layers)  # they make keys of their own
+    kinds, makers = (
+        cfg.kind_of_each_layer,
+        range(cfg.layers - cfg.attention.shared_kv_layers),
+    )  # they make keys of their own
     linear = [kind == "linear" for kind in kinds]
     keys_of = [i if i in makers else max(j for j in makers if kinds[j] == kinds[i]) for i in range(cfg.layers)]
     return [linear[:i].count(linear[i]) for i in keys_of]

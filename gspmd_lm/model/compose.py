@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.model.attention import Attention, AttentionParts, mask_padded_heads
 from gspmd_lm.model.block import RESIDUAL, Branch, Part
 from gspmd_lm.model.cache import Kept, in_cache
@@ -48,8 +49,8 @@ Named = Callable[[nn.Module, str], Change]  # what the module of a layer does in
 def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Module], Sequence[Any]]:
     """A function that gives the branches of a layer to its module. keeps: later layers share its keys and values."""
     attention, mlp, cross = attention_part(cfg, keeps), mlp_part(cfg), cross_attention(cfg)
-    norm, branch = branch_norm(cfg, "norm", cfg.pre_norms), branch_of(cfg)
-    laurel = functools.partial(with_laurel, cfg) if cfg.laurel_rank else lambda branch: branch
+    norm, branch = branch_norm(cfg, "norm", cfg.norm.pre), branch_of(cfg)
+    laurel = functools.partial(with_laurel, cfg) if cfg.residual.laurel_rank else lambda branch: branch
 
     def crossing(module: nn.Module) -> list[Any]:
         return [branch(module, "cross", "cross", part(), site=2) for part in cross]
@@ -60,21 +61,21 @@ def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Modul
 
     def parallel(module: nn.Module) -> list[Any]:
         first = branch(module, "attention", "attention_mlp", attention(), site=0)
-        return [side_by_side(first, mlp(), None if cfg.shared_norm else norm(module, "mlp")), *crossing(module)]
+        return [side_by_side(first, mlp(), None if cfg.norm.shared else norm(module, "mlp")), *crossing(module)]
 
     make = {"sequential": sequential, "parallel": parallel}[cfg.block]
-    return (lambda module: [around_streams(cfg, make(module))]) if cfg.residual_streams > 1 else make
+    return (lambda module: [around_streams(cfg, make(module))]) if cfg.residual.streams > 1 else make
 
 
 def branch_of(cfg: config.ModelConfig) -> Callable[..., Branch]:
     """A function that gives a branch of a layer: of a module, the name of what it reads, the name of what it adds, its
     part and the number of its dropout."""
-    before, after_sum = branch_norm(cfg, "norm", cfg.pre_norms), branch_norm(cfg, "sum_norm", cfg.sum_norms)
-    after: list[Named] = [branch_norm(cfg, "post_norm", True)] * cfg.post_norms
-    if cfg.layer_scale:
+    before, after_sum = branch_norm(cfg, "norm", cfg.norm.pre), branch_norm(cfg, "sum_norm", cfg.norm.sum)
+    after: list[Named] = [branch_norm(cfg, "post_norm", True)] * cfg.norm.post
+    if cfg.residual.layer_scale:
         after.append(functools.partial(make_layer_scale, cfg))
-    if cfg.residual_scale != 1:
-        after.append(lambda module, name: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual_scale, y_BTD.dtype))
+    if cfg.residual.scale != 1:
+        after.append(lambda module, name: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual.scale, y_BTD.dtype))
 
     def branch(module: nn.Module, name: str, result: str, part: Part, site: int) -> Branch:
         changes = [make(module, result) for make in after]
@@ -91,7 +92,7 @@ def branch_norm(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
 
 def make_layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
     """Learned numbers that multiply what a branch adds (BEiT)."""
-    start = nn.initializers.constant(cfg.layer_scale)
+    start = nn.initializers.constant(cfg.residual.layer_scale)
     scale_D = use(weight(module, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
     return lambda y_BTD: y_BTD * scale_D
 
@@ -117,12 +118,12 @@ def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
 
 def attention_part(cfg: config.ModelConfig, keeps: bool) -> Callable[[], Part]:
     """What makes the attention of a layer to its tokens."""
-    if cfg.linear_attention:
+    if cfg.attention.linear:
         return functools.partial(GatedDeltaNet, cfg, name="linear_attention")
     cfg = dataclasses.replace(cfg, encoder=None, memory_width=0)
-    kind = LatentAttention if cfg.latent_attention else Attention
-    if keeps or cfg.shared_kv_layers:
-        kind = SharingAttention if cfg.shared_kv_layers else KeepingAttention
+    kind = LatentAttention if cfg.attention.latent else Attention
+    if keeps or cfg.attention.shared_kv_layers:
+        kind = SharingAttention if cfg.attention.shared_kv_layers else KeepingAttention
     return functools.partial(kind, cfg, attention_parts(cfg), name="attention")
 
 
@@ -143,42 +144,42 @@ def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
 def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     """What is done to queries, keys, values and the result of attention."""
     parts: dict[str, Any] = {"norms": head_norms(cfg)}
-    if cfg.qkv_bias:
-        parts["biased"] = "q" + "k" * cfg.key_bias + "v"
-        if cfg.shared_kv_layers:
+    if cfg.attention.qkv_bias:
+        parts["biased"] = "q" + "k" * cfg.attention.key_bias + "v"
+        if cfg.attention.shared_kv_layers:
             parts["biased"] = "q"
     if cfg.positions == "rope":
         parts["turns"] = (functools.partial(rotate, cfg),)
-    if cfg.attention_temperature:
-        parts["query_turns"] = (functools.partial(scale_by_position, cfg.attention_temperature),)
-    if cfg.attention_chunk:
-        parts["seen"] = functools.partial(in_chunks, cfg.attention_chunk)
+    if cfg.attention.temperature:
+        parts["query_turns"] = (functools.partial(scale_by_position, cfg.attention.temperature),)
+    if cfg.attention.chunk:
+        parts["seen"] = functools.partial(in_chunks, cfg.attention.chunk)
     if cfg.windows:
         parts["attend"] = functools.partial(window_attention, cfg)
-    if cfg.attention_gate:
+    if cfg.attention.gate:
         parts["gate"] = functools.partial(make_gate, cfg)
     if cfg.head_rows > cfg.heads:
         parts["result"] = functools.partial(mask_padded_heads, cfg)
-    if cfg.attention_out_bias:
+    if cfg.attention.out_bias:
         parts["out_bias"] = functools.partial(make_out_bias, cfg)
     return AttentionParts(**parts, **numbers_of_heads(cfg))
 
 
 def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
     """What heads have learned of distances, or their sinks: see `kernels.attention.head_numbers`."""
-    if cfg.relative_vectors:
-        own = cfg.relative_vectors.own_projections
+    if cfg.attention.relative_vectors:
+        own = cfg.attention.relative_vectors.own_projections
         return {"numbers": functools.partial(relative.own_projections, cfg) if own else relative.shared_projections}
-    if cfg.relative_positions:
-        shared = cfg.relative_positions.shared
+    if cfg.attention.relative_positions:
+        shared = cfg.attention.relative_positions.shared
         return {"numbers": relative.shared_biases if shared else functools.partial(relative.own_biases, cfg)}
-    return {"numbers": functools.partial(make_sinks, cfg)} if cfg.attention_sinks else {}
+    return {"numbers": functools.partial(make_sinks, cfg)} if cfg.attention.sinks else {}
 
 
 def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
     """What makes the norms of queries, keys and values."""
-    plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=False, norm_bias=False)
-    unbiased, axes = dataclasses.replace(cfg, norm_bias=False), ("heads head_dim", "kv_heads head_dim")
+    plain = with_values(cfg, {"norm.kind": "rmsnorm", "norm.scale": False, "norm.bias": False})
+    unbiased, axes = with_values(cfg, {"norm.bias": False}), ("heads head_dim", "kv_heads head_dim")
     kinds: dict[str, list[Callable[[], Any]]] = {
         "shared": [functools.partial(Norm, cfg, "head_dim")] * 2,
         "unscaled": [functools.partial(Norm, plain)] * 2,
@@ -189,8 +190,8 @@ def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
         ],
     }
     none = [lambda: same]
-    of_queries_and_keys = kinds[cfg.qk_norm_kind] if cfg.qk_norm else none * 2
-    return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.value_norm else none))
+    of_queries_and_keys = kinds[cfg.attention.qk_norm_kind] if cfg.attention.qk_norm else none * 2
+    return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.attention.value_norm else none))
 
 
 def make_gate(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -246,25 +247,25 @@ class StackParts(NamedTuple):
 def stack_parts(cfg: config.ModelConfig) -> StackParts:
     """What a stack of this config has."""
     shared: list[Callable[[nn.Module, Tokens], Tokens]] = []
-    keeps = cfg.shared_kv_layers > 0
-    if keeps or any(layer.linear_attention for layer in cfg.each_layer):
+    keeps = cfg.attention.shared_kv_layers > 0
+    if keeps or any(layer.attention.linear for layer in cfg.each_layer):
         shared.append(functools.partial(add_places_in_cache, in_cache(cfg)))
-    if cfg.relative_positions and cfg.relative_positions.shared:
+    if cfg.attention.relative_positions and cfg.attention.relative_positions.shared:
         shared.append(functools.partial(relative.add_shared_biases, cfg))
-    if cfg.relative_vectors:
+    if cfg.attention.relative_vectors:
         shared.append(functools.partial(relative.add_vectors, cfg))
     loops = []
     for stack in cfg.stacks:
-        shares = stack.kinds[0].shared_kv_layers > 0
+        shares = stack.kinds[0].attention.shared_kv_layers > 0
         each = tuple(branches(kind, keeps and not shares) for kind in stack.kinds)
         loops.append(Loop(stack, each, stack.kinds[0].shared_layers, shares))
     return StackParts(
         tuple(loops),
         tuple(shared),
-        functools.partial(stream_ends, cfg) if cfg.residual_streams > 1 else one_stream,
+        functools.partial(stream_ends, cfg) if cfg.residual.streams > 1 else one_stream,
         functools.partial(no_keys, cfg) if keeps else lambda rows, length: None,
         functools.partial(beside_first_layer, cfg) if cfg.convolution else lambda module, x_BTD, tokens: {},
-        functools.partial(Norm, cfg, name="final_norm") if cfg.final_norm else lambda: same,
+        functools.partial(Norm, cfg, name="final_norm") if cfg.norm.final else lambda: same,
     )
 
 

@@ -55,10 +55,10 @@ class Decoder(Stack):
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, self.layer_inputs(x_BTD, batch))
         x_BTD = before_logits(self, cfg, x_BTD)
         unembedding, unembedding_bias = table, None
-        if not cfg.tied_embeddings:
+        if not cfg.embedding.tied:
             width, axis = table_axis(cfg)
             unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
-        if cfg.unembedding_bias:
+        if cfg.logits.bias:
             zeros = nn.initializers.zeros
             unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
         return Decoded(x_BTD, unembedding, unembedding_bias, cache, routed)

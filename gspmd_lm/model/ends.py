@@ -34,7 +34,7 @@ def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
 @functools.cache
 def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
     """The width of the token table, and its logical axis."""
-    return (cfg.embedding_width, "embedding_width") if cfg.embedding_width else (cfg.embed, "embed")
+    return (cfg.embedding.width, "embedding_width") if cfg.embedding.width else (cfg.embed, "embed")
 
 
 def embedded(
@@ -70,32 +70,32 @@ def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], li
     additions: list[Step] = []
     last: list[Step] = []
     wide, along = table_axis(cfg)  # of what positions and types are added to
-    if cfg.embedding_width and cfg.embedding_in == "tokens":
+    if cfg.embedding.width and cfg.embedding.input == "tokens":
         from_table.append(lambda module, x_BTW, batch: _widen(module, cfg, x_BTW))
         wide, along = cfg.embed, "embed"
-    if cfg.embedding_scale != 1:
-        from_table.append(lambda module, x_BTD, batch: x_BTD * jnp.asarray(cfg.embedding_scale, dtype))
+    if cfg.embedding.scale != 1:
+        from_table.append(lambda module, x_BTD, batch: x_BTD * jnp.asarray(cfg.embedding.scale, dtype))
     # These look-ups are in float32, so that the gradients of a row, one for each token, are added up in float32.
     if cfg.positions == "learned":
-        rows = cfg.position_offset + cfg.context
+        rows = cfg.embedding.position_offset + cfg.context
 
         def add_positions(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
             table = matrix(module, "position_embedding", f"positions {along}", (rows, wide), cfg)
-            return x_BTD + use(table, jnp.float32)[cfg.position_offset + batch["positions"]].astype(dtype)
+            return x_BTD + use(table, jnp.float32)[cfg.embedding.position_offset + batch["positions"]].astype(dtype)
 
         additions.append(add_positions)
     if cfg.positions == "sinusoidal":
         additions.append(lambda module, x_BTD, batch: x_BTD + sinusoids(batch["positions"], wide).astype(dtype))
-    if cfg.token_types:
+    if cfg.embedding.token_types:
 
         def add_types(module: nn.Module, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-            types = matrix(module, "type_embedding", f"types {along}", (cfg.token_types, wide), cfg)
+            types = matrix(module, "type_embedding", f"types {along}", (cfg.embedding.token_types, wide), cfg)
             return x_BTD + use(types, jnp.float32)[batch["token_types"]].astype(dtype)
 
         additions.append(add_types)
-    if cfg.embedding_norm:
+    if cfg.embedding.norm:
         additions.append(lambda module, x_BTD, batch: Norm(cfg, along, name="embedding_norm")(x_BTD))
-    if cfg.embedding_in == "sum":
+    if cfg.embedding.input == "sum":
 
         def widen(module: nn.Module, x_BTW: jax.Array, batch: Batch) -> jax.Array:
             return _widen(module, cfg, x_BTW, bias(module, "embedding_in_bias", "embed", (cfg.embed,), cfg))
@@ -106,7 +106,7 @@ def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], li
 
 def _widen(module: nn.Module, cfg: config.ModelConfig, x_BTW: jax.Array, bias_D: jax.Array | None = None) -> jax.Array:
     """Rows of the token table's width as the residual stream, [B, T, D]."""
-    inward = matrix(module, "embedding_in", "embedding_width embed", (cfg.embedding_width, cfg.embed), cfg)
+    inward = matrix(module, "embedding_in", "embedding_width embed", (cfg.embedding.width, cfg.embed), cfg)
     with gathered(x_BTW, EMBEDDED, EMBEDDED) as in_BTW:
         x_BTD = project(in_BTW, inward)
         return like(like(x_BTD if bias_D is None else x_BTD + bias_D, BLOCK_INPUT), RESIDUAL)
@@ -137,15 +137,15 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 @functools.cache
 def head(cfg: config.ModelConfig) -> Callable[[nn.Module, config.ModelConfig, jax.Array], jax.Array]:
     """What makes of the output of the last block what the token table multiplies."""
-    if cfg.head_transform:
+    if cfg.logits.transform:
         return _transform_hidden
-    return _narrow if cfg.embedding_width else lambda module, cfg, x_BTD: x_BTD
+    return _narrow if cfg.embedding.width else lambda module, cfg, x_BTD: x_BTD
 
 
 def _transform_hidden(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """A matrix, the activation and a norm (BERT)."""
     (width, axis), (reduced_spec, _) = table_axis(cfg), table_specs(cfg)
-    spec = TRANSFORMED_FOR_TABLE if cfg.embedding_width else TRANSFORMED
+    spec = TRANSFORMED_FOR_TABLE if cfg.embedding.width else TRANSFORMED
     y_BTD = hidden_layer(cfg)(_dense(module, cfg, x_BTD, "head_transform", width, spec))
     return Norm(cfg, axis, name="head_norm")(like(y_BTD, reduced_spec))
 
@@ -162,9 +162,10 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
     """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT). Of each
     token, [B, T, classes], if tokens have classes.
     """
-    of_text = cfg.classes_of == "text"
+    assert cfg.classes
+    of_text = cfg.classes.of == "text"
     read_BTD = like(x_BTD[:, :1], RESIDUAL) if of_text else x_BTD
-    pooled_BTO = ACTIVATIONS[cfg.pooler_activation](_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
+    pooled_BTO = ACTIVATIONS[cfg.classes.pooler](_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
     scores_BTX = scored(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
     return scores_BTX[:, 0] if of_text else scores_BTX
 
@@ -174,10 +175,10 @@ def scored(
 ) -> jax.Array:
     """The scores that the matrix `name` gives rows of texts or images, [B, T, classes], float32."""
     axis = gathered_spec.rpartition(" ")[2]
-    classifier = matrix(module, name, f"{axis} classes", (cfg.embed, cfg.classes), cfg)
+    classifier = matrix(module, name, f"{axis} classes", (cfg.embed, cfg.num_classes), cfg)
     with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTD:
         scores_BTX = shard(project(in_BTD, classifier), SCORES)
-    return (scores_BTX + bias(module, f"{name}_bias", "classes", (cfg.classes,), cfg)).astype(jnp.float32)
+    return (scores_BTX + bias(module, f"{name}_bias", "classes", (cfg.num_classes,), cfg)).astype(jnp.float32)
 
 
 def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:

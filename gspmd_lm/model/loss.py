@@ -119,7 +119,7 @@ def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.ModelConfig) ->
     has_target_BT = targets_BT >= 0
     target_BT, highest_BT, log_z_BT = of_targets(_finished(raw_BTV, cfg), targets_BT)
     cross_entropy_BT = jnp.where(has_target_BT, log_z_BT - target_BT, 0)
-    loss = (cross_entropy_BT + jnp.where(has_target_BT, cfg.z_loss * log_z_BT**2, 0)).sum()
+    loss = (cross_entropy_BT + jnp.where(has_target_BT, cfg.logits.z_loss * log_z_BT**2, 0)).sum()
     correct = (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32)
     return loss, Sums(loss, cross_entropy_BT.sum(), correct)
 
@@ -153,7 +153,7 @@ def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None 
 
 def _finished(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """The logits, scaled and capped as the model has it, and -inf for rows of padding."""
-    cap, scaled_BTV = cfg.logit_softcap, raw_BTV * cfg.logit_scale if cfg.logit_scale != 1 else raw_BTV
+    cap, scaled_BTV = cfg.logits.softcap, raw_BTV * cfg.logits.scale if cfg.logits.scale != 1 else raw_BTV
     capped_BTV = cap * jnp.tanh(scaled_BTV / cap) if cap else scaled_BTV
     if cfg.vocab == cfg.vocab_rows:
         return capped_BTV

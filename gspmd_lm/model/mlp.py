@@ -26,18 +26,18 @@ class Mlp(nn.Module):
 
     def setup(self):
         cfg, shape = self.cfg, (self.cfg.embed, self.cfg.mlp)
-        names = INWARD[cfg.mlp_kind]
+        names = INWARD[cfg.feed_forward.kind]
         weights = {name: matrix(self, f"w_{name}", "embed mlp", shape, cfg) for name in names}
         weights["down"] = matrix(self, "w_down", "mlp embed", shape[::-1], cfg)
         axes = {"gate": "mlp", "up": "mlp", "down": "embed"}
         sizes = {"mlp": shape[1:], "embed": shape[:1]}
-        biased = [*names, "down"] * cfg.mlp_bias
+        biased = [*names, "down"] * cfg.feed_forward.bias
         self.biases = {name: bias(self, f"b_{name}", axes[name], sizes[axes[name]], cfg) for name in biased}
         self.weights = {name: with_adapter(self, w, cfg) for name, w in weights.items()}
 
     def __call__(self, in_BTD: jax.Array) -> tuple[Unreduced, None]:
         """What is added to the residual stream. An MLP has no router. `in_BTD` is gathered."""
-        inward = [(name, project(in_BTD, self.weights[name])) for name in INWARD[self.cfg.mlp_kind]]
+        inward = [(name, project(in_BTD, self.weights[name])) for name in INWARD[self.cfg.feed_forward.kind]]
         in_BTF = [shard(y + self.biases[name] if name in self.biases else y, HIDDEN) for name, y in inward]
         hidden_BTF = shard(recomputed(hidden_layer(self.cfg))(*in_BTF), HIDDEN)
         y = unreduced_matmul(hidden_BTF, self.weights["down"])
@@ -50,7 +50,12 @@ INWARD = {"gated": ("gate", "up"), "plain": ("up",)}  # the matrices from the re
 @functools.cache
 def hidden_layer(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
     """A function that gives the hidden layer of an MLP from x w_gate and x w_up, or from x w_up alone."""
-    limit, offset, share, slope = cfg.mlp_limit, cfg.mlp_up_offset, cfg.activation_sparsity, cfg.activation_slope
+    limit, offset, share, slope = (
+        cfg.feed_forward.limit,
+        cfg.feed_forward.up_offset,
+        cfg.feed_forward.sparsity,
+        cfg.feed_forward.slope,
+    )
     of_gate: list[Change] = []
     of_up: list[Change] = []
     if limit:
@@ -60,7 +65,7 @@ def hidden_layer(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
         of_up.append(lambda x: x + jnp.asarray(offset, x.dtype))
     if share:
         of_gate.append(lambda x: _sparse(x, share))
-    of_gate.append(ACTIVATIONS[cfg.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
+    of_gate.append(ACTIVATIONS[cfg.feed_forward.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
 
     def activate(first: jax.Array, *rest: jax.Array) -> jax.Array:
         return math.prod((apply_changes(x, of_up) for x in rest), start=apply_changes(first, of_gate))

@@ -37,27 +37,27 @@ class Experts(nn.Module):
 
     def setup(self):
         cfg = self.cfg
-        E, D, F = cfg.experts, cfg.embed, cfg.expert_width
+        E, D, F = cfg.num_experts, cfg.embed, cfg.expert_width
         exact = dataclasses.replace(cfg, compute_dtype="float32")
         self.router = matrix(self, "router", "embed scores", (D, E), exact)
-        if cfg.router_bias:
+        if cfg.moe.router_bias:
             self.router_bias = bias(self, "router_bias", "scores", (E,), exact)
         if cfg.balance_bias:
             at_rest = dataclasses.replace(exact, weight_dtype="float32")
             self.balance_bias = bias(self, BALANCE_BIAS, "scores", (E,), at_rest)
-        names = ("gate", "up") if cfg.mlp_kind == "gated" else ("up",)
+        names = ("gate", "up") if cfg.feed_forward.kind == "gated" else ("up",)
         inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
         b_in, b_down = [None] * len(names), None
-        if cfg.mlp_bias:
+        if cfg.feed_forward.bias:
             zeros = nn.initializers.zeros
             b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
         matrices = [with_adapter(self, w, cfg) for w in (*inward, down)]
         self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
-        if cfg.shared_mlp:
-            self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.shared_mlp))
-        if cfg.shared_gate:
+        if cfg.moe.shared_mlp:
+            self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.moe.shared_mlp))
+        if cfg.moe.shared_gate:
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, RouterOutput]:
@@ -65,29 +65,29 @@ class Experts(nn.Module):
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
             logits_BTC = shard(project(x_BTD, self.router), ROUTING)
-        if cfg.router_bias:
+        if cfg.moe.router_bias:
             logits_BTC += self.router_bias
-        scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
-        if cfg.routing == "sparsemixer":
-            chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.experts_per_token, cfg.router_jitter)
+        scores_BTC = jax.nn.sigmoid(logits_BTC) if cfg.moe.routing == "sigmoid" else jax.nn.softmax(logits_BTC)
+        if cfg.moe.routing == "sparsemixer":
+            chosen_BTk, shares_BTkC = sparsemixer(logits_BTC, cfg.moe.per_token, cfg.moe.jitter)
         else:
             chosen_BTk, shares_BTkC = self._chosen(scores_BTC), scores_BTC[:, :, None]
-        at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.experts)
+        at_BTkC = chosen_BTk[..., None] == jnp.arange(cfg.num_experts)
         weights_BTk = jnp.where(at_BTkC, shares_BTkC, 0).sum(-1)
-        if cfg.normalized_weights:
+        if cfg.moe.normalized_weights:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         load_C, penalty_B = self._loads_and_penalties(logits_BTC, scores_BTC, at_BTkC)
         most = capacity(cfg, chosen_BTk.shape[1])
         if most:
-            chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.experts)
+            chosen_BTk = jnp.where(_within(at_BTkC, most), chosen_BTk, cfg.num_experts)
 
-        weights_BTk *= cfg.expert_scale
+        weights_BTk *= cfg.moe.scale
         y, rounds_B = mixture_of_experts(
-            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden_layer(cfg), most, cfg.weighted_input
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden_layer(cfg), most, cfg.moe.weighted_input
         )
-        if cfg.shared_mlp:
+        if cfg.moe.shared_mlp:
             shared, _ = self.shared(x_BTD)
-            if cfg.shared_gate:
+            if cfg.moe.shared_gate:
                 gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
                 shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
             y += shared
@@ -103,13 +103,13 @@ class Experts(nn.Module):
     def _highest(self, scores_BTC: jax.Array) -> jax.Array:
         """The highest scores of each token, in the groups that it may use."""
         cfg = self.cfg
-        if cfg.groups_per_token < cfg.expert_groups:
-            in_groups = scores_BTC.reshape(*scores_BTC.shape[:2], cfg.expert_groups, -1)
-            of_group, _ = jax.lax.top_k(in_groups, 2 if cfg.routing == "sigmoid" else 1)
-            _, groups = jax.lax.top_k(of_group.sum(-1), cfg.groups_per_token)
-            used = (groups[..., None] == jnp.arange(cfg.expert_groups)).any(-2)
+        if cfg.moe.groups_per_token < cfg.moe.groups:
+            in_groups = scores_BTC.reshape(*scores_BTC.shape[:2], cfg.moe.groups, -1)
+            of_group, _ = jax.lax.top_k(in_groups, 2 if cfg.moe.routing == "sigmoid" else 1)
+            _, groups = jax.lax.top_k(of_group.sum(-1), cfg.moe.groups_per_token)
+            used = (groups[..., None] == jnp.arange(cfg.moe.groups)).any(-2)
             scores_BTC = jnp.where(used[..., None], in_groups, -jnp.inf).reshape(scores_BTC.shape)
-        return jax.lax.top_k(scores_BTC, cfg.experts_per_token)[1]
+        return jax.lax.top_k(scores_BTC, cfg.moe.per_token)[1]
 
     def _loads_and_penalties(
         self, logits_BTC: jax.Array, scores_BTC: jax.Array, at_BTkC: jax.Array
@@ -119,15 +119,15 @@ class Experts(nn.Module):
         load_BC = jax.lax.stop_gradient(at_BTkC.sum((1, 2), dtype=jnp.float32))
         rows, length = scores_BTC.shape[:2]
         penalty_B = jnp.zeros(rows)
-        if cfg.balance in ("batch", "row", "bias_row"):
+        if cfg.moe.balance in ("batch", "row", "bias_row"):
             share_BC = (scores_BTC / scores_BTC.sum(-1, keepdims=True)).mean(1)
-            chosen_BC = load_BC / (length * cfg.experts_per_token)
-            if cfg.balance == "batch":
+            chosen_BC = load_BC / (length * cfg.moe.per_token)
+            if cfg.moe.balance == "batch":
                 share_BC, chosen_BC = share_BC.mean(0), chosen_BC.mean(0)
-            penalty_B += cfg.balance_weight * cfg.experts * (share_BC * chosen_BC).sum(-1)
-        if cfg.router_z_loss:
+            penalty_B += cfg.moe.balance_weight * cfg.num_experts * (share_BC * chosen_BC).sum(-1)
+        if cfg.moe.z_loss:
             log_z_BT = jax.nn.logsumexp(logits_BTC, axis=-1)
-            penalty_B += cfg.router_z_loss * jnp.square(log_z_BT).mean(1)
+            penalty_B += cfg.moe.z_loss * jnp.square(log_z_BT).mean(1)
         return load_BC.sum(0), penalty_B
 
 
@@ -153,7 +153,7 @@ def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.ModelConfig
 
     Source: auxiliary-loss-free balancing, arXiv 2408.15664.
     """
-    moves_LC = cfg.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
+    moves_LC = cfg.moe.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     sparse = [number for number, layer in enumerate(cfg.each_layer) if layer.experts]
     for module, (layers, stacked) in held_layers(cfg).items():

@@ -58,7 +58,7 @@ def mixture_of_experts(
     x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
     [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
     tokens of a row an expert computes at most; it bounds buffers, and `chosen_BTk` keeps to it. 0: no limit.
-    weighted_input: the weights multiply the experts' inputs in place of their outputs.
+    experts.weighted_input: the weights multiply the experts' inputs in place of their outputs.
     """
     leaves, tree = jax.tree.flatten(tuple(zip(*matrices, strict=True)))
     layout = _moe_layout(tuple(w.holding(None) for w in leaves), tree, chosen_BTk.shape)

@@ -176,7 +176,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
 
 def capacity(model: ModelConfig, length: int) -> int:
     """How many tokens of a row of `length` tokens an expert computes at most; 0 if there is no limit."""
-    return math.ceil(model.capacity_factor * length * model.experts_per_token / model.experts)
+    return math.ceil(model.moe.capacity_factor * length * model.moe.per_token / model.num_experts)
 
 
 def buffer_rows(B: int, T: int, k: int, experts: int, devices: int, capacity: int = 0, buffer: float = 0.0) -> int:

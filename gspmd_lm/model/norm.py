@@ -41,9 +41,9 @@ class NormParts(NamedTuple):
 @functools.cache
 def norm_parts(cfg: config.ModelConfig) -> NormParts:
     """The parts of all norms of a model."""
-    scale = Learned("scale", 1 - cfg.norm_offset, lambda x: x + cfg.norm_offset, jnp.multiply)
-    learned = [scale] * cfg.norm_scale + [Learned("bias", 0.0, same, jnp.add)] * cfg.norm_bias
-    center = {"layernorm": lambda y: y - y.mean(-1, keepdims=True), "rmsnorm": same}[cfg.norm]
+    scale = Learned("scale", 1 - cfg.norm.offset, lambda x: x + cfg.norm.offset, jnp.multiply)
+    learned = [scale] * cfg.norm.scale + [Learned("bias", 0.0, same, jnp.add)] * cfg.norm.bias
+    center = {"layernorm": lambda y: y - y.mean(-1, keepdims=True), "rmsnorm": same}[cfg.norm.kind]
     return NormParts(dataclasses.replace(cfg, compute_dtype="float32"), center, tuple(learned))
 
 
@@ -65,7 +65,7 @@ class Norm(nn.Module):
         @recomputed
         def normalize(x: jax.Array, *vectors: jax.Array) -> jax.Array:
             y = center(self.mask_padding(x.astype(jnp.float32)))
-            y *= jax.lax.rsqrt(self.mean(jnp.square(y)) + cfg.norm_eps)
+            y *= jax.lax.rsqrt(self.mean(jnp.square(y)) + cfg.norm.eps)
             for one, vector in zip(learned, vectors, strict=True):
                 y = one.apply(y, vector)
             return y.astype(x.dtype)

@@ -78,7 +78,7 @@ def label_inputs(shape: Shape, dtype: str = "int32") -> dict[str, Input]:
 
 def _sums_of_tokens(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
     cfg = module.cfg
-    batch = zigzag_sharded(dict(batch), cfg.mask)
+    batch = zigzag_sharded(dict(batch), cfg.attention.mask)
     x_BTD, table, bias, _, routed = output(module, params, batch, key)
     sums = losses(x_BTD, table, bias, batch["targets"], cfg)
     if routed is None:

@@ -15,11 +15,11 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, le
     Their first half is paired with the second, as in Llama's weights on Hugging Face. length: the tokens of each
     row, or one number for all: see `Tokens.length`.
     """
-    turned = cfg.rope_dim or cfg.head_dim
+    turned = cfg.attention.rope.dim or cfg.head_dim
     frequency = rope_frequencies(cfg, length)
     frequency = frequency[:, None] if frequency.ndim > 1 else frequency  # each row has its own, or all have the same
     angle_BT1H = (positions_BT[..., None] * frequency)[:, :, None, :]
-    factor = cfg.rope_scaling.attention_factor if cfg.rope_scaling else 1.0
+    factor = cfg.attention.rope.scaling.attention_factor if cfg.attention.rope.scaling else 1.0
     cos, sin = factor * jnp.cos(angle_BT1H), factor * jnp.sin(angle_BT1H)
     first, second, still = jnp.split(x_BTNH.astype(jnp.float32), [turned // 2, turned], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, still], -1).astype(x_BTNH.dtype)
@@ -30,7 +30,11 @@ def rope_frequencies(cfg: config.ModelConfig, length: int | jax.Array) -> jax.Ar
 
     [H / 2]; or [B, H / 2], where each row has a length, [B, 1], of its own and the frequencies depend on it.
     """
-    half, theta, scaling = (cfg.rope_dim or cfg.head_dim) // 2, cfg.rope_theta, cfg.rope_scaling
+    half, theta, scaling = (
+        (cfg.attention.rope.dim or cfg.head_dim) // 2,
+        cfg.attention.rope.theta,
+        cfg.attention.rope.scaling,
+    )
     pair = jnp.arange(half, dtype=jnp.float32)
     if scaling is None:
         return theta ** (-pair / half)

@@ -39,7 +39,7 @@ def buffer_share(rules: Rules, model: ModelConfig, nodes: tuple[Node, ...]) -> f
     splits = [rules.split("rules", tokens.array, axis) for axis in ("batch", "seq")]
     token_axes = {name for names in splits for name in names}
     over = rules.split("rules", "layers.mlp.w_down", "expert")
-    shards, experts, k = rules.num_shards(over), grouped.inputs[1].shape[0], model.experts_per_token
+    shards, experts, k = rules.num_shards(over), grouped.inputs[1].shape[0], model.moe.per_token
     if shards == 1 or not {*over} <= token_axes:
         return 1.0
     whole = next(node.shape[:2] for node in nodes if node.placed == tokens)

@@ -331,7 +331,7 @@ class _Search:
     def _error(self) -> float:
         """The known error of predictions for the target, as a share."""
         chip, best = self.target.chip, self.best
-        experts = self.task.config.model.experts if self.task.config else 0
+        experts = self.task.config.model.num_experts if self.task.config else 0
         error = mean_error(kind_of(self.target, best.rules, experts)) if chip and best else None
         return UNKNOWN_ERROR if error is None else error
 

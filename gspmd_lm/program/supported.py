@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from gspmd_lm.config import Config, ModelConfig, is_whole
+from gspmd_lm.config import Config, ModelConfig, is_whole, value_at, with_values
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.attention import unsupported
@@ -21,22 +21,27 @@ _EXPERTS = "layers.mlp.w_down"  # the weight that is split as what experts compu
 Asked = Mapping[str, Callable[[ModelConfig], bool]]  # settings of a model, and whether it asks for them
 # What passes of a ring do not support. docs/context.md has the same list.
 NOT_IN_A_RING: Asked = {
-    "sliding_window": lambda model: any(kind.sliding_window for kind in model.layer_kinds),
+    "attention.window": lambda model: any(kind.attention.window for kind in model.layer_kinds),
     "positions": lambda model: model.positions in ("alibi", "alibi_bf16"),
-    "attention_scores_dtype": lambda model: model.attention_scores_dtype != "float32",
-    "attention_sinks": lambda model: model.attention_sinks,
-    "mask": lambda model: model.mask == "full",
-    **{key: lambda model, key=key: bool(getattr(model, key)) for key in ("relative_positions", "encoder", "vision")},
+    "attention.scores_dtype": lambda model: model.attention.scores_dtype != "float32",
+    "attention.sinks": lambda model: model.attention.sinks,
+    "attention.mask": lambda model: model.attention.mask == "full",
+    **{
+        key: lambda model, key=key: bool(value_at(model, key))
+        for key in ("attention.relative_positions", "encoder", "vision")
+    },
 }
 # By what a layer is given, or passes on, more than one residual stream of its rows. docs/rules_reference.md has the
 # same list for pipelines and for interleave.
 BEYOND_ONE_STREAM: Asked = {
-    "residual_streams": lambda model: model.residual_streams > 1,
-    "layer_embed": lambda model: model.layer_embed > 0,
-    "shared_kv_layers": lambda model: model.shared_kv_layers > 0,
+    "residual.streams": lambda model: model.residual.streams > 1,
+    "residual.layer_embed": lambda model: model.residual.layer_embed > 0,
+    "attention.shared_kv_layers": lambda model: model.attention.shared_kv_layers > 0,
     "reads": lambda model: model.reads > 0,
-    "relative_positions": lambda model: bool(model.relative_positions and model.relative_positions.shared),
-    "relative_vectors": lambda model: bool(model.relative_vectors),
+    "attention.relative_positions": lambda model: bool(
+        model.attention.relative_positions and model.attention.relative_positions.shared
+    ),
+    "attention.relative_vectors": lambda model: bool(model.attention.relative_vectors),
     "windows": lambda model: bool(model.windows),
 }
 
@@ -73,12 +78,12 @@ def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, cap
         if kernel == "cudnn" and rules.context == "gather":
             return "context: gather (only ring and ulysses)"
         num_shards = rules.num_shards(over)
-        zigzag = zigzag_supported(seq, num_shards, rules.context, model.mask)
+        zigzag = zigzag_supported(seq, num_shards, rules.context, model.attention.mask)
         local_seq = seq // num_shards // (2 if zigzag else 1)
     kinds = [  # a chunk that is as long as a row restricts nothing
-        kind if kind.attention_chunk < seq else dataclasses.replace(kind, attention_chunk=0)
+        kind if kind.attention.chunk < seq else with_values(kind, {"attention.chunk": 0})
         for kind in model.layer_kinds
-        if not kind.linear_attention
+        if not kind.attention.linear
     ]
     if whole := [kind for kind in kinds if is_whole(kind)]:  # XLA computes smaller windows, whatever the kernel
         kinds, seq, local_seq = whole, model.context, model.context
@@ -197,9 +202,9 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
         return problems
     whole, unsplit = "and no device has all of a row", f"do not split seq over {', '.join(over)}"
     if "linear" in model.kind_of_each_layer:
-        problems.append(Problem(f"model.linear_attention: a state goes from token to token, {whole}", place, unsplit))
+        problems.append(Problem(f"model.attention.linear: a state goes from token to token, {whole}", place, unsplit))
     for key, why in (("masks", "its neck reads all around a patch"), ("windows", "patches of one are not neighbours")):
-        if getattr(model, key):
+        if value_at(model, key):
             problems.append(Problem(f"model.{key}: {why}, {whole}", place, unsplit))
     num_shards = rules.num_shards(over)
     split = " x ".join(f"{name}={rules.mesh[name]}" for name in over)
@@ -213,7 +218,7 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
                 most = " x ".join(["kv_heads" if key_heads == key_rows else "heads", *heads])
                 wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
                       f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
-    elif zigzag and model.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
+    elif zigzag and model.attention.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
@@ -221,9 +226,9 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
                   "the work of a causal mask", fix, warning=True)  # fmt: skip
     if form == "ring" and zigzag:
-        window = next((kind.sliding_window for kind in model.layer_kinds if kind.sliding_window), 0)
+        window = next((kind.attention.window for kind in model.layer_kinds if kind.attention.window), 0)
         for key in (key for key, is_asked in NOT_IN_A_RING.items() if is_asked(model)):
-            value = window if key == "sliding_window" else getattr(model, key)
+            value = window if key == "attention.window" else value_at(model, key)
             said = f": {flow(value)}" if isinstance(value, str | int) else ""
             wrong(f"ring cannot do model.{key}{said}", "--set rules.context=gather, or ulysses")
     return problems
@@ -269,9 +274,9 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
         wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
     if problems:
         return problems
-    if model.balance == "batch":
-        wrong("model.balance: batch needs the loads of the whole batch, and no microbatch has them",
-              "--set model.balance=row or bias")  # fmt: skip
+    if model.experts and model.experts.balance == "batch":
+        wrong("model.experts.balance: batch needs the loads of the whole batch, and no microbatch has them",
+              "--set model.experts.balance=row or bias")  # fmt: skip
     if pipeline.gathers_once:
         problems += gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
@@ -310,8 +315,8 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
 def gather_problems(model: ModelConfig, rules: Rules, place: str) -> list[Problem]:
     """The problems of stages that gather their weights once in a step."""
     problems, fix = [], "--set rules.pipeline.gather=turn"
-    for key in ("experts", "matmul_dtype"):
-        if value := getattr(model, key):
+    for key in ("experts.count", "matmul_dtype"):
+        if value := value_at(model, key):
             message = f"pipeline: gather: step: layers with model.{key}={value} gather their weights in each turn"
             problems.append(Problem(message, place, fix))
     tokens = {name for axis in ("batch", "seq") for name in rules.split("rules", "block_input", axis)} - {*rules.stages}
@@ -330,7 +335,7 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
     place, without = rules.place("interleave", parts), "--set rules.interleave=1"
     problems = [
         Problem(f"interleave: layers with model.{key} are not computed in parts", place, without)
-        for key in (*([f"experts={model.experts}"] if model.experts else []), *_beyond_one_stream(model))
+        for key in (*([f"experts.count={model.num_experts}"] if model.experts else []), *_beyond_one_stream(model))
     ]
     microbatches = rules.microbatches * (rules.pipeline.microbatches if rules.pipeline else 1)
     batch = [name for name in rules.split("rules", "residual", "batch") if name not in rules.stages]
@@ -344,7 +349,7 @@ def interleave_problems(config: Config, rules: Rules) -> list[Problem]:
 
 def _beyond_one_stream(model: ModelConfig) -> list[str]:
     """The settings of BEYOND_ONE_STREAM that a model asks for."""
-    found = {key: getattr(model, key) for key, is_asked in BEYOND_ONE_STREAM.items() if is_asked(model)}
+    found = {key: value_at(model, key) for key, is_asked in BEYOND_ONE_STREAM.items() if is_asked(model)}
     return [f"{key}={value}" if isinstance(value, int) else key for key, value in found.items()]
 
 
@@ -384,10 +389,13 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         fix = f"--set rules.{row.key}={token_axes}, so that tokens travel"
         message = f"experts: expert would be split over {both}"
         problems.append(Problem(message, row.place, fix, f"--set rules.{row.key}={other_axes}, so that none does"))
-    if model.capacity_factor and (over := split_sequence(rules)):
-        message = "model.capacity_factor: an expert computes the first tokens of a row, and no device has all of a row"
+    if model.moe.capacity_factor and (over := split_sequence(rules)):
+        message = (
+            "model.experts.capacity_factor: an expert computes the first tokens of a row, "
+            "and no device has all of a row"
+        )
         place = seq.place if (seq := rules.row("rules", "block_input", "seq")) else rules.path
-        fix = f"--set model.capacity_factor=0, or do not split seq over {', '.join(over)}"
+        fix = f"--set model.experts.capacity_factor=0, or do not split seq over {', '.join(over)}"
         problems.append(Problem(message, place, fix))
     sides = [size // rules.num_shards(rules.split("rules", path, axis))
              for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip

@@ -46,7 +46,7 @@ class Arrays:
 
         What all layers share computes it once in each layer.
         """
-        share = model.experts_per_token / model.experts if model.experts else 1.0
+        share = model.moe.per_token / model.num_experts if model.experts else 1.0
 
         def times(leaf: Named) -> float:
             if model.shared_layers and leaf.path.startswith("layers."):

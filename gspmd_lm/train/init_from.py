@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config as configs
 from gspmd_lm import versions
-from gspmd_lm.config import Config, paths
+from gspmd_lm.config import Config, paths, value_at, with_values
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
 from gspmd_lm.program.program import placed
@@ -20,7 +20,7 @@ from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
 
 # Of an encoder, before what it predicts.
-_HEAD = ("classes", "classes_of", "head_transform", "unembedding_bias", "tied_embeddings")
+_HEAD = ("classes", "logits.transform", "logits.bias", "embedding.tied")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,12 @@ def _with_ends(run: Config, begun: Config | None) -> Config:
     """
     model: dict[str, Any] = {"lora": begun and begun.model.lora, "frozen": ()}
     changed: dict[str, Any] = {}
-    if begun and run.model.mask == begun.model.mask == "full":
-        model |= {name: getattr(begun.model, name) for name in _HEAD}
+    if begun and run.model.attention.mask == begun.model.attention.mask == "full":
+        model |= {name: value_at(begun.model, name) for name in _HEAD}
         data = dataclasses.replace(run.data, label_kind=begun.data.label_kind)
         changed = {"objective": begun.objective, "data": data}
     try:
-        return dataclasses.replace(run, **changed, model=dataclasses.replace(run.model, **model))
+        return dataclasses.replace(run, **changed, model=with_values(run.model, model))
     except ValueError:
         return run
 

@@ -229,17 +229,17 @@ def _whole_batch_problems(config: Config, rules: Rules) -> list[Problem]:
     """The problems of rules that split a batch which the loss needs whole, and warnings of tokens that experts drop."""
     model, problems = config.model, []
     place, one = rules.place("microbatches", rules.microbatches), "--set rules.microbatches=1"
-    if model.balance == "batch" and rules.microbatches > 1:
-        message = "model.balance: batch needs the loads of the whole batch, and no microbatch has them"
-        problems.append(Problem(message, place, one, "--set model.balance=row or bias"))
+    if model.experts and model.experts.balance == "batch" and rules.microbatches > 1:
+        message = "model.experts.balance: batch needs the loads of the whole batch, and no microbatch has them"
+        problems.append(Problem(message, place, one, "--set model.experts.balance=row or bias"))
     if config.objective == "contrastive" and rules.microbatches > 1:
         message = "objective: contrastive scores each text with all images of the batch, and no microbatch has them"
         problems.append(Problem(message, place, one))
-    if model.capacity_factor:
+    if model.experts and model.experts.capacity_factor:
         message = (
-            f"model.capacity_factor: {model.capacity_factor} drops the tokens that an expert gets beyond "
-            f"{model.capacity_factor} times the mean of a row"
+            f"model.experts.capacity_factor: {model.moe.capacity_factor} drops the tokens that an expert gets beyond "
+            f"{model.moe.capacity_factor} times the mean of a row"
         )
-        place, fix = f"config {config.name}: model.capacity_factor: {model.capacity_factor}", "drop the key"
+        place, fix = f"config {config.name}: model.experts.capacity_factor: {model.moe.capacity_factor}", "drop the key"
         problems.append(Problem(message, place, f"{fix}, so that every token is computed", warning=True))
     return problems

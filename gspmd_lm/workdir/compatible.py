@@ -3,25 +3,25 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from gspmd_lm.config import ModelConfig
+from gspmd_lm.config import ModelConfig, default_at, flat, nested
+from gspmd_lm.config.types import dataclass_in
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
 
 SHOWN = 6  # lines of each kind in a message
 # Fields of ModelConfig that change neither the tree of the parameters nor their meaning.
 _FREE = {
-    "compute_dtype", "weight_dtype", "attention_scores_dtype", "matmul_dtype", "matmul_precision", "dropout", "z_loss",
-    "init_std", "context", "balance_weight", "balance_rate", "router_z_loss", "capacity_factor",
-    "row_multiple", "frozen",
+    "compute_dtype", "weight_dtype", "attention.scores_dtype", "matmul_dtype", "matmul_precision", "dropout",
+    "logits.z_loss", "init_std", "context", "experts.balance_weight", "experts.balance_rate", "experts.z_loss",
+    "experts.capacity_factor", "row_multiple", "frozen",
 }  # fmt: skip
-_ABSENT = object()
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,24 +29,16 @@ def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-# A checkpoint that is older than a field of ModelConfig, or of a mapping in it, has the default of that field.
-_MAPPINGS = {
-    name: kind
-    for name, hint in get_type_hints(ModelConfig).items()
-    for kind in get_args(hint)
-    if dataclasses.is_dataclass(kind)
-}
-_DEFAULTS = {
-    kind: as_json({field.name: field.default for field in dataclasses.fields(kind)
-                   if field.default is not dataclasses.MISSING})
-    for kind in (ModelConfig, *_MAPPINGS.values())
-}  # fmt: skip
-
-
 def facts(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model that decide its weights, as plain values."""
-    values = {name: value for name, value in dataclasses.asdict(model).items() if name not in _FREE}
-    return values | {"balance": "bias" if model.balance_bias else "none"}  # a loss adds no weights
+    """The settings of a model that decide its weights, as plain values in sections."""
+    values = {
+        path: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        for path, value in flat(model).items()
+        if path not in _FREE
+    }
+    if model.experts:
+        values["experts.balance"] = "bias" if model.balance_bias else "none"  # a loss adds no weights
+    return nested(values)
 
 
 def read_run(path: epath.Path, step: int) -> dict[str, Any]:
@@ -65,6 +57,7 @@ def read_run(path: epath.Path, step: int) -> dict[str, Any]:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
+<<<<<<< gspmd_lm/workdir/compatible.py
     saved = _complete(saved)
     names = [
         name
@@ -76,6 +69,12 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
         for field in names
         for name, one, other in _differences(field, saved.get(field, "absent"), wanted.get(field, "absent"))
     ]
+=======
+    found = sorted(_differences("", _completed(ModelConfig, saved), wanted))
+    names = [name for name, _, _ in found if name not in _FREE]
+    differences = [f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found
+                   if name in names]  # fmt: skip
+>>>>>>> /work/tmp/lead/k.py
     if differences:
         fix = "  fix   use the config it was saved with, or another --workdir"
         if all(name.startswith("padded_") for name in names):
@@ -92,6 +91,7 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any,
     for key in dict.fromkeys((*saved, *wanted)):
         one, other = saved.get(key, "absent"), wanted.get(key, "absent")
         if one != other:
+<<<<<<< gspmd_lm/workdir/compatible.py
             yield from _differences(f"{name}.{key}", one, other)
 
 
@@ -101,6 +101,22 @@ def _complete(saved: Mapping[str, Any]) -> dict[str, Any]:
         name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
         for name, value in saved.items()
     }
+=======
+            yield from _differences(f"{name}.{key}".lstrip("."), one, other)
+
+
+def _completed(kind: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved facts with the defaults of the settings that are younger than the checkpoint."""
+    defaults = {field.name: default_at(kind, field.name) for field in dataclasses.fields(kind)}
+    known = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+    hints = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for name, value in (known | {**saved}).items():
+        section = dataclass_in(hints[name]) if name in hints else None
+        value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+        found[name] = _completed(section, value) if section and isinstance(value, Mapping) else value
+    return as_json(found)
+>>>>>>> /work/tmp/lead/k.py
 
 
 def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool = False) -> None:

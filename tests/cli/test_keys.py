@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
-from gspmd_lm.config import core_yaml, types
+from gspmd_lm.config import Classes, core_yaml, nested, types
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.media import Frames, Patches
@@ -40,10 +40,12 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     """Laying each default over a config changes nothing, and a key that is required cannot be left out."""
     raw = {
         "name": "x",
-        "model": {"lora": {"targets": ["wq"]}, "rope_scaling": {}, "attention_temperature": {},
-                      "relative_positions": {},
-                  "linear_attention": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
-                  "latent_attention": {"kv_rank": 8, "v_head_dim": 4}, "rope_dim": 4},
+        "model": nested({
+            "lora": {"targets": ["wq"]}, "norm": {}, "feed_forward": {}, "embedding": {}, "logits": {}, "residual": {},
+            "attention.rope": {"scaling": {}, "dim": 4}, "attention.temperature": {},
+            "attention.relative_positions": {}, "attention.linear": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
+            "attention.latent": {"kv_rank": 8, "v_head_dim": 4}, "experts": {"count": 2, "per_token": 1},
+        }),
         "data": {"images": {}},
         "optimizer": {"learning_rate": 3e-4},  # by default, adapters have another one
         "train": {},
@@ -55,10 +57,10 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     plain = config.to_dict(wanted)
     # Most others go without these.
     apart = {"model.patches": Patches(image=8, size=4), "model.encoder": Encoder(), "model.frames": Frames(),
-             "model.relative_vectors": RelativeVectors(), "model.convolution": Convolution(),
+             "model.attention.relative_vectors": RelativeVectors(), "model.convolution": Convolution(),
              "model.vision.patches": Patches(image=8, size=4),
              "model.vision": Vision(patches=Patches(image=8, size=4)), "model.vision.queries": Queries(rows=2),
-             "model.windows": Windows(size=2), "model.masks": Masks()}  # fmt: skip
+             "model.windows": Windows(size=2), "model.masks": Masks(), "model.classes": Classes(count=1)}  # fmt: skip
     of_apart = [key for key in KEYS if key.name.rpartition(".")[0] in apart]
     for key in of_apart:
         section, _, field = key.name.rpartition(".")
@@ -135,7 +137,7 @@ def test_the_keys_that_contain_a_word():
 def test_words_of_other_projects():
     """Those of this project's own list, and the fields of config.json."""
     assert shown("lr") == ["optimizer.learning_rate"] and shown("n_layers") == ["model.layers"]
-    assert shown("n_routed_experts") == ["model.experts"]
+    assert shown("n_routed_experts") == ["model.experts.count"]
     names = {key.name.rpartition(".")[2] for key in KEYS}
     assert {*types.OTHER_WORDS.values()} <= names and not {*types.OTHER_WORDS} & names
 

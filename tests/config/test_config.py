@@ -67,10 +67,11 @@ def test_a_config_is_frozen(load):
             "  optimizer: must be a mapping, got [1]",
         ),
         (
-            f"model: {MODEL[:-1]}, qk_norm: 1, rope_scaling: {{fator: 2.0}}}}\ntrain: {{steps: 1, trackers: wandb}}\n",
+            f"model: {MODEL[:-1]}, attention: {{qk_norm: 1, rope: {{scaling: {{fator: 2.0}}}}}}}}\n"
+            "train: {steps: 1, trackers: wandb}\n",
             "mine.yaml: 3 problems\n"
-            "  model.qk_norm: must be true or false, got 1\n"
-            "  model.rope_scaling.fator: unknown key (did you mean factor?)\n"
+            "  model.attention.rope.scaling.fator: unknown key (did you mean factor?)\n"
+            "  model.attention.qk_norm: must be true or false, got 1\n"
             "  train.trackers: must be a list, got 'wandb'",
         ),
         (
@@ -96,8 +97,8 @@ def test_a_config_is_frozen(load):
         ),
         (
             RIGHT.replace("head_dim: 16", "head_dim: 15"),
-            "mine.yaml: 1 problem\n  model: positions: rope needs even sizes, and a rope_dim of at most head_dim: "
-            "head_dim=15, rope_dim=0",
+            "mine.yaml: 1 problem\n  model: positions: rope needs even sizes, and attention.rope.dim of at most "
+            "head_dim: head_dim=15, attention.rope.dim=0",
         ),
         (RIGHT + "train: {steps: 3}\n", "mine.yaml: not valid YAML\n  line 3: the key 'train' appears twice"),
         ("? [model]\n: 3\n", "mine.yaml: not valid YAML\n  line 1: a key must be a word, not ['model']"),
@@ -149,9 +150,10 @@ def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
     "value",
     [
         "optimizer.b1=7", "optimizer.b2=-3.0", "optimizer.eps=-1", "optimizer.final_fraction=-9",
-        "optimizer.decay_rate=0", "model.norm_eps=-1", "model.init_std=-5", "model.rope_theta=0",
-        "model.logit_softcap=-1", "model.z_loss=-1", "model.query_scale=-1", "model.embedding_scale=0",
-        "model.rope_scaling.factor=0", "train.steps=1180591620717411303424", "data.seed=-1", "train.seed=4294967296",
+        "optimizer.decay_rate=0", "model.norm.eps=-1", "model.init_std=-5", "model.attention.rope.theta=0",
+        "model.logits.softcap=-1", "model.logits.z_loss=-1", "model.attention.scale=-1", "model.embedding.scale=0",
+        "model.attention.rope.scaling.factor=0", "train.steps=1180591620717411303424", "data.seed=-1",
+        "train.seed=4294967296",
         "model.layers=9999999999", "optimizer.learning_rate=.inf",
     ],
 )  # fmt: skip
@@ -165,7 +167,7 @@ def test_overrides(load):
         RIGHT,
         "train.checkpoint_every=4",
         "optimizer.learning_rate=1e-3",
-        "model.rope_scaling.factor=4.0",
+        "model.attention.rope.scaling.factor=4.0",
         "train.trackers=[]",
         "data.source=text/*.md more/*.md",
         "name=other",
@@ -173,7 +175,7 @@ def test_overrides(load):
     assert found.train.checkpoint_every == 4
     assert found.train.steps == 10
     assert found.optimizer.learning_rate == 1e-3
-    assert found.model.rope_scaling == config.RopeScaling(factor=4.0)
+    assert found.model.attention.rope.scaling == config.RopeScaling(factor=4.0)
     assert found.train.trackers == ()
     assert found.data.source == "text/*.md more/*.md"
     assert found.name == "other"

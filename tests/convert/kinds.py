@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from einops import rearrange
 
+from gspmd_lm.config import value_at
 from gspmd_lm.data import images as of_image
 from gspmd_lm.data import media, sounds
 from gspmd_lm.model.families import apply
@@ -396,7 +397,7 @@ class Masks(Kind):
         prompt |= {"input_masks": mask} if variant == "mask" else {}
         both = [model(pixel_values=images, multimask_output=several, **prompt) for several in (False, True)]
         return {
-            name: torch.cat([getattr(found, theirs)[:, 0] for found in both], 1).numpy()
+            name: torch.cat([value_at(found, theirs)[:, 0] for found in both], 1).numpy()
             for name, theirs in (("masks", "pred_masks"), ("iou", "iou_scores"))
         }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspmd_lm import config
+from gspmd_lm.config import nested, value_at, with_values
 from gspmd_lm.convert import architecture, families, multimodal
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import FAMILIES, IRRELEVANT, LEFT_OUT
@@ -34,7 +35,7 @@ def model_of(raw):
     row = architecture.family_of(raw, "config.json")
     values = architecture.model_settings(row, raw, "config.json")
     return config.from_dict(
-        {"name": "x", "model": values, "data": {"seq": 1}, "train": {"steps": 1}}, "config.json"
+        {"name": "x", "model": nested(values), "data": {"seq": 1}, "train": {"steps": 1}}, "config.json"
     ).model
 
 
@@ -55,8 +56,8 @@ def test_a_published_config(name):
 def test_what_is_meant_by_fields_that_are_not_there():
     published = {raw["model_type"]: raw for raw, _ in reversed(PUBLISHED.values())}
     models = {kind: model_of(sizes_alone(raw)) for kind, raw in published.items()}
-    names = "norm_eps", "rope_theta", "tied_embeddings", "activation", "head_dim"
-    assert {kind: tuple(getattr(model, name) for name in names) for kind, model in models.items()} == DEFAULTS
+    names = "norm.eps", "attention.rope.theta", "embedding.tied", "feed_forward.activation", "head_dim"
+    assert {kind: tuple(value_at(model, name) for name in names) for kind, model in models.items()} == DEFAULTS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -107,23 +108,23 @@ def test_a_changed_setting_is_written_into_the_original():
 
 def test_a_model_that_no_family_has():
     model = model_of(LLAMA31)
-    odd = config.ModelConfig(**{**vars(model), "norm": "layernorm", "qkv_bias": True, "layer_pattern": ()})
+    odd = with_values(model, {"norm.kind": "layernorm", "attention.qkv_bias": True, "layer_pattern": ()})
     with pytest.raises(InputError) as error:
         architecture.describe(odd, None)
     assert "the nearest is Qwen2" in str(error.value)
-    assert "model.norm: 'layernorm', Qwen2 would have 'rmsnorm'" in str(error.value)
-    with pytest.raises(InputError, match=r"model.attention_out_bias"):
+    assert "model.norm.kind: 'layernorm', Qwen2 would have 'rmsnorm'" in str(error.value)
+    with pytest.raises(InputError, match=r"model.attention.out_bias"):
         architecture.describe(odd, LLAMA31)
 
 
 def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not():
     mixtral, glm = (model_of(PUBLISHED[name][0]) for name in ("mixtral", "glm-4.5"))
-    row, _ = architecture.describe(dataclasses.replace(mixtral, balance="row"), None)
+    row, _ = architecture.describe(with_values(mixtral, {"experts.balance": "row"}), None)
     assert row.model_type == "mixtral"
     for model, balance, said in ((mixtral, "bias", "'bias', Mixtral would have 'none'"),
                                  (glm, "none", "'none', GLM-4.5 would have 'bias'")):  # fmt: skip
-        with pytest.raises(InputError, match=f"except for\n  model.balance: {said}"):
-            architecture.describe(dataclasses.replace(model, balance=balance), None)
+        with pytest.raises(InputError, match=f"except for\n  model.experts.balance: {said}"):
+            architecture.describe(with_values(model, {"experts.balance": balance}), None)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +144,8 @@ def test_a_bias_on_scores_is_a_weight_and_how_else_experts_are_balanced_is_not()
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not a setting of this family"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' is not known; known are gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
-        ({"sliding_window": 512}, "sliding_window: 512 contradicts this family, where model.sliding_window is 0"),
-        ({"bias": True}, "bias: True contradicts this family, where model.qkv_bias is False"),
+        ({"sliding_window": 512}, "sliding_window: 512 contradicts this family, where model.attention.window is 0"),
+        ({"bias": True}, "bias: True contradicts this family, where model.attention.qkv_bias is False"),
         ({"alibi": True}, "alibi: True is an unknown field, which may change"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "4096"}, "hidden_size: '4096' must be a number above zero"),
@@ -183,7 +184,7 @@ def test_layer_types_that_say_nothing_new():
         ("gpt-j", {"rotary_dim": None}, "rotary_dim"),
         ("qwen3-moe", {"mlp_only_layers": [3]}, "mlp_only_layers: [3] are not the first layers"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0 must be a whole number from 1 on"),
-        ("qwen3-moe", {"decoder_sparse_step": 95}, "sparse_step=95 leaves no layer of layers=94 with experts"),
+        ("qwen3-moe", {"decoder_sparse_step": 95}, "experts.step=95 leaves no layer of layers=94 with experts"),
         ("llama-4-maverick", {"moe_layers": [0, 3]}, "moe_layers: [0, 3] are not every n-th layer"),
         ("llama-4-maverick", {"layer_types": ["chunked_attention"] * 48}, "are not chunked_attention in layers with"),
         ("llama-4-maverick", {"attention_chunk_size": None}, "attention_chunk_size: None must be a number above zero"),
@@ -192,13 +193,13 @@ def test_layer_types_that_say_nothing_new():
         ("gemma-3n-e2b", {"activation_sparsity_pattern": [0.0, 0.95] * 15}, "of which the first are equal"),
         ("gemma-3n-e2b", {"num_kv_shared_layers": 26}, "no layer before them is of kind full"),
         ("gemma-3n-e2b", {"altup_active_idx": 1}, "altup_active_idx: 1 makes another stream"),
-        ("gemma-3n-e2b", {"altup_num_inputs": 1}, "set residual_streams"),
+        ("gemma-3n-e2b", {"altup_num_inputs": 1}, "set streams"),
         ("gemma-3n-e2b", {"altup_correct_scale": False}, "altup_correct_scale: False leaves a scale out"),
-        ("gemma-3n-e2b", {"vocab_size": 262000}, "layer_vocab=262144 is above vocab=262000"),
-        ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to experts=8"),
+        ("gemma-3n-e2b", {"vocab_size": 262000}, "residual.layer_vocab=262144 is above vocab=262000"),
+        ("mixtral", {"num_experts_per_tok": 9}, "per_token=9 must be from 1 to count=8"),
         ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "does not fit sliding_window"),
         ("glm-4.5", {"n_shared_experts": -1}, "n_shared_experts: -1 must be a whole number from 0 on"),
-        ("glm-4.5", {"first_k_dense_replace": 92}, "dense_layers=92 leaves no layer of layers=92 with experts"),
+        ("glm-4.5", {"first_k_dense_replace": 92}, "experts.dense_layers=92 leaves no layer of layers=92 with experts"),
         ("phi-3.5-moe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3 is not the number that sparsemixer"),
         ("phi-3.5-moe", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "is not longrope with short_mscale equal"),
         ("ministral-3-8b", {"rope_parameters": {"rope_type": "default"}}, "lacks llama_4_scaling_beta or original_max"),
@@ -214,15 +215,15 @@ def test_a_field_of_a_family_that_cannot_be_had(name, changed, message):
 
 def test_rope_ratio_multiplies_theta_where_the_model_is_known():
     raw, _ = PUBLISHED["chatglm3-6b"]
-    assert model_of(raw | {"rope_ratio": 50}).rope_theta == 5e5
+    assert model_of(raw | {"rope_ratio": 50}).attention.rope.theta == 5e5
     larger = {"vocab_size": 151552, "padded_vocab_size": 151552, "_name_or_path": "x"}  # GLM-4's
-    assert model_of(raw | larger | {"rope_ratio": 500}).rope_theta == 5e6
+    assert model_of(raw | larger | {"rope_ratio": 500}).attention.rope.theta == 5e6
 
 
 def test_no_shared_experts_and_no_dense_layers():
     raw, _ = PUBLISHED["glm-4.5"]
     model = model_of(raw | {"n_shared_experts": 0, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0})
-    assert (model.shared_mlp, model.dense_layers) == (0, 0)
+    assert (model.moe.shared_mlp, model.moe.dense_layers) == (0, 0)
 
 
 def test_all_problems_are_listed_at_once():

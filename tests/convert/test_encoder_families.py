@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.cli import conversion
-from gspmd_lm.config import from_dict, load, to_dict
+from gspmd_lm.config import from_dict, load, nested, to_dict
 from gspmd_lm.convert import architecture, export, pretrained, safetensors
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.families.bert import SEVERAL
@@ -54,7 +54,7 @@ def _model(raw):
     row = architecture.family_of(raw, "x")
     settings = architecture.model_settings(row, raw, "x")
     return row, from_dict(
-        {"name": "x", "objective": architecture.objective_of(settings), "model": settings, "data": {"seq": 1},
+        {"name": "x", "objective": architecture.objective_of(settings), "model": nested(settings), "data": {"seq": 1},
          "train": {"steps": 1}}, "x"
     ).model  # fmt: skip
 
@@ -91,10 +91,12 @@ def test_there_and_back(kind, tmp_path):
     found = pretrained.open_folder(_folder(tmp_path / "in", _config(kind), tensors))
     config, params, row = found.config, jax.device_get(ours.on_one_device(found)), ROWS[kind]
     wanted = ("masked", 0) if kind.endswith("LM") else ("classes", 3)
-    assert (config.objective, config.model.classes) == (("replaced", 1) if "PreTraining" in kind else wanted)
+    assert (config.objective, config.model.num_classes) == (("replaced", 1) if "PreTraining" in kind else wanted)
     model, others = config.model, row.prefix != "roberta."
     types = KINDS[kind].get("type_vocab_size", 0 if "Deberta" in kind else 2)
-    assert (model.token_types, model.position_offset, model.context) == ((types, 0, 40) if others else (1, 2, 38))
+    assert (model.embedding.token_types, model.embedding.position_offset, model.context) == (
+        (types, 0, 40) if others else (1, 2, 38)
+    )
     for like in (found.like, None):
         out = tmp_path / f"out {like is None}"
         export.write_folder(out, config.model, params, like)
@@ -136,7 +138,7 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
     tensors = {name.removeprefix("bert."): array for name, array in _tensors("BertForSequenceClassification").items()
                if not name.startswith("classifier")}  # fmt: skip
     folder = _folder(tmp_path / "in", _config("BertForMaskedLM") | {"architectures": ["BertModel"]}, tensors)
-    asked = pretrained.open_folder(folder, ["objective=classes", "model.classes=4"])
+    asked = pretrained.open_folder(folder, ["objective=classes", "model.classes.count=4"])
     assert [*asked.new] == ["classifier", "classifier_bias"] and not any("another head" in one for one in asked.notes)
     params, again = (ours.on_one_device(asked) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, params, again)
@@ -182,9 +184,9 @@ def test_one_class_is_a_number(tmp_path):
     raw = _config("BertForSequenceClassification") | {"id2label": {"0": "x"}, "label2id": {"x": 0}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = architecture.new_config(tmp_path)
-    assert (config.objective, config.model.classes, config.data.label_kind) == ("classes", 1, "number")
+    assert (config.objective, config.model.num_classes, config.data.label_kind) == ("classes", 1, "number")
     other = architecture.new_config(tmp_path, ["objective=masked", "data.label_kind=class"])
-    assert (other.objective, other.model.classes, other.model.head_transform) == ("masked", 0, True)
+    assert (other.objective, other.model.num_classes, other.model.logits.transform) == ("masked", 0, True)
     (tmp_path / "x.yaml").write_text(json.dumps(to_dict(config)))
     assert load(str(tmp_path / "x.yaml")) == config
 
@@ -215,7 +217,7 @@ def _batch(cfg, pad):
     draw = np.random.default_rng(1)
     mask = (np.arange(16) < LENGTHS[:, None]).astype(np.int32)
     tokens = np.where(mask, draw.integers(3, 96, mask.shape), pad)
-    types = draw.integers(0, max(cfg.token_types, 1), mask.shape)
+    types = draw.integers(0, max(cfg.embedding.token_types, 1), mask.shape)
     places = np.broadcast_to(np.arange(16), mask.shape)
     return {"tokens": tokens, "token_types": types, "segment_ids": mask, "positions": places, "row": np.arange(4)}
 
@@ -226,7 +228,7 @@ def _computed(cfg, params, batch, placed=None):
     def run(params, batch):
         with placed_by(placed):
             found = apply(cfg, params, batch) if cfg.classes else logits(*decode(cfg, params, batch), cfg)
-            return found[..., 0] if cfg.classes_of == "tokens" else found
+            return found[..., 0] if cfg.classes.of == "tokens" else found
 
     return np.asarray(jax.jit(run)(params, jax.tree.map(jnp.asarray, batch)))
 
@@ -252,7 +254,7 @@ def test_numbers_are_those_of_transformers(kind, tmp_path):
     with torch.no_grad():
         inputs = {"input_ids": "tokens", "attention_mask": "segment_ids", "token_type_ids": "token_types"}
         want = theirs(**{name: torch.tensor(batch[of]) for name, of in inputs.items()}).logits.numpy()
-    real = ... if cfg.classes > 1 else batch["segment_ids"] == 1
+    real = ... if cfg.num_classes > 1 else batch["segment_ids"] == 1
     limit = 1e-5 * np.abs(want).max()
     assert np.abs(_computed(cfg, params, batch) - want)[real].max() < limit
     placed = ours.placement(cfg, "fsdp2_tp4")

@@ -19,6 +19,7 @@ import pytest
 import safetensors as reference
 from hypothesis import strategies as st
 
+from gspmd_lm.config import value_at
 from gspmd_lm.convert import pretrained, safetensors
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families import EVERY_FAMILY, FAMILIES, IRRELEVANT, REFUSED
@@ -219,7 +220,7 @@ def check_config(example):
               for codec in found.family.codecs if isinstance(codec, Renamed)
               and any(raw.get(name) is not None for name in codec.names.split())}  # fmt: skip
     for setting, given in values.items():
-        assert all(getattr(found.config.model, setting) == value for value in given), setting
+        assert all(value_at(found.config.model, setting) == value for value in given), setting
 
 
 @st.composite

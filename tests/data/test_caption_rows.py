@@ -8,6 +8,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
+from gspmd_lm.config import nested
 from gspmd_lm.data import loader
 from tests.data import media
 from tests.data.test_image_rows import drawn
@@ -23,13 +24,14 @@ READING = {"objective": "causal", "vision": {"patches": {"image": 8, "size": 4},
 def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(), **data):
     plain = {
         "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
-        "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
+        "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu",
+        "positions": "learned",
         "vision": {"patches": {"image": 8, "size": 4}, "projection": 8}, "compute_dtype": "float32",
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
         {"name": "captions", "objective": dict(model).pop("objective", "contrastive"),
-         "model": plain | {key: value for key, value in dict(model).items() if key != "objective"},
+         "model": nested(plain | {key: value for key, value in dict(model).items() if key != "objective"}),
          "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
          "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
     )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
+from gspmd_lm.config import nested
 from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import images, loader, media
 from tests.quick import QUICK_FLAGS
@@ -43,19 +44,19 @@ def config_of(source, *, held_out=0.25, steps=3, model=(), **data):
         "mlp": 32,
         "vocab": 0,
         "context": 5,
-        "mask": "full",
-        "norm": "layernorm",
-        "norm_bias": True,
-        "mlp_kind": "plain",
-        "activation": "gelu",
+        "attention.mask": "full",
+        "norm.kind": "layernorm",
+        "norm.bias": True,
+        "feed_forward.kind": "plain",
+        "feed_forward.activation": "gelu",
         "positions": "learned",
-        "classes": 3,
+        "classes.count": 3,
         "patches": {"image": 8, "size": 4},
         "compute_dtype": "float32",
     }
     of_data = {"source": str(source), "batch": 8, "seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "pictures", "objective": "classes", "model": plain | dict(model), "data": of_data,
+        {"name": "pictures", "objective": "classes", "model": nested(plain | dict(model)), "data": of_data,
          "train": {"steps": steps, "eval_batches": 9, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
     )  # fmt: skip
 
@@ -137,8 +138,10 @@ def test_what_is_no_image_is_named(folder):
 
 
 def test_what_does_not_fit_the_model_is_refused(folder, tmp_path):
-    with pytest.raises(InputError, match=r"images of 3 classes, and model\.classes is 4(.|\n)*model\.classes=3"):
-        loader.open_loaders(config_of(folder, model={"classes": 4}))
+    with pytest.raises(
+        InputError, match=r"images of 3 classes, and model\.classes\.count is 4(.|\n)*model\.classes\.count=3"
+    ):
+        loader.open_loaders(config_of(folder, model={"classes.count": 4}))
     with pytest.raises(InputError, match=r"nowhere: no folder(.|\n)*data\.fields"):
         loader.open_loaders(config_of(tmp_path / "nowhere"))
     other = tmp_path / "other" / "fox"

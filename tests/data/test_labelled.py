@@ -13,11 +13,12 @@ import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config
+from gspmd_lm.config import nested
 from gspmd_lm.data import cache, corpus, labelled, loader
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 300, "context": 256,
-         "mask": "full"}  # fmt: skip
+         "attention.mask": "full"}  # fmt: skip
 RECORDS = [{"a": f"one {i}", "b": f'"two" {i}', "label": ("no", "yes", "maybe")[i % 3], "id": i} for i in range(60)]
 PAIR = {"fields": ["a", "b"], "label": "label"}
 
@@ -38,7 +39,7 @@ def _lines(name, records):
 def _config(classes=3, **data):
     data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0} | PAIR | data
     classes = 1 if data.get("label_kind") == "number" else classes
-    settings = {"name": "x", "objective": "classes", "model": MODEL | {"classes": classes}, "data": data}
+    settings = {"name": "x", "objective": "classes", "model": nested(MODEL | {"classes.count": classes}), "data": data}
     return config.from_dict(settings | {"train": {"steps": 1}}, "x")
 
 
@@ -173,7 +174,7 @@ def test_a_text_has_several_classes_or_none():
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": [*range(32)]}])
     with pytest.raises(InputError, match=r"label: 32 classes, and .*classes supports up to 31\n  fix "):
         _open(31, label_kind="classes")
-    with pytest.raises(InputError, match=r"classes supports up to 31 classes, and model\.classes is 32"):
+    with pytest.raises(InputError, match=r"classes supports up to 31 classes, and model\.classes\.count is 32"):
         _config(32, label_kind="classes")
 
 
@@ -253,7 +254,8 @@ def test_a_stopped_build_goes_on(folder, monkeypatch):
         ({}, {"source": "c.txt"}, r"c\.txt: no records, which data\.fields=\['a', 'b'\] needs\n  fix   name \.jsonl"),
         ({}, {"source": "random:3"}, r"random:3 has no labels\n  fix   give files of records"),
         ({}, {"seq": 2}, r"data\.seq=2: a text has 2 special tokens.*\n  fix   set data\.seq to 3 or more"),
-        ({}, {"classes": 2}, r"label has 3 labels, and model\.classes is 2 \(classes: 0 = maybe, (.|\n)*classes=3"),
+        ({}, {"classes": 2},
+         r"label has 3 labels, and model\.classes\.count is 2 \(classes: 0 = maybe, (.|\n)*classes.count=3"),
         ({}, {"held_out": "new.jsonl"}, r"new\.jsonl:2: label=perhaps is no label of .* \(maybe, no, yes\)"),
     ],
 )  # fmt: skip

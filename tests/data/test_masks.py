@@ -8,11 +8,12 @@ import pytest
 import tokenizers
 
 from gspmd_lm import config
+from gspmd_lm.config import nested
 from gspmd_lm.data import loader, packing, tokenizer, trained
 from gspmd_lm.errors import InputError
 
 MODEL = {"layers": 1, "embed": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "mlp": 8, "vocab": 400, "context": 256,
-         "mask": "full"}  # fmt: skip
+         "attention.mask": "full"}  # fmt: skip
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -35,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 def _open(objective="masked", model=MODEL, **data):
     data = {"source": "a.jsonl", "tokenizer": "bert.json", "batch": 16, "seq": 64, "held_out": 0.1} | data
-    settings = {"name": "x", "objective": objective, "model": model, "data": data, "train": {"steps": 1}}
+    settings = {"name": "x", "objective": objective, "model": nested(model), "data": data, "train": {"steps": 1}}
     train, held_out = loader.open_loaders(config.from_dict(settings, "x"))
     assert held_out
     return train, held_out
@@ -66,7 +67,7 @@ def test_the_shares_of_what_is_chosen_and_what_stands_there():
 
 
 def test_tokens_in_place_of_others_are_told_apart_from_all_true_ones():
-    model = MODEL | {"classes": 1, "classes_of": "tokens"}
+    model = MODEL | {"classes.count": 1, "classes.of": "tokens"}
     train, _ = _open(objective="replaced", model=model)
     read, plain = _rows(train, range(20)), _rows(_unmasked(train), range(20))
     others = read["tokens"] != plain["tokens"]

@@ -8,6 +8,7 @@ import pytest
 
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
+from gspmd_lm.config import nested
 from gspmd_lm.data import loader, sounds
 from tests.data import media
 
@@ -35,13 +36,15 @@ def written(path, samples, rate=RATE, width=2, channels=1):
 def config_of(source, *, bands=8, held_out=0.0, fields=("file", "text"), model=(), **data):
     plain = {
         "layers": 1, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32, "vocab": 257, "context": 16,
-        "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
+        "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu",
+        "positions": "learned",
         "frames": {"bands": bands}, "encoder": {"context": 20, "start_token": 3, "first_tokens": [5, 6]},
         "compute_dtype": "float32",
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 24, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "speech", "objective": "seq2seq", "model": plain | dict(model), "data": of_data | {"fields": fields},
+        {"name": "speech", "objective": "seq2seq", "model": nested(plain | dict(model)),
+         "data": of_data | {"fields": fields},
          "train": {"steps": 3, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
     )  # fmt: skip
 

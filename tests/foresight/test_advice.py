@@ -7,6 +7,7 @@ import pytest
 from sample import LLAMA, PREDICTION
 
 from gspmd_lm import config as configs
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight import advice, hlo
 from gspmd_lm.foresight.bounds import LowerBounds
 from gspmd_lm.foresight.collectives import Collective
@@ -114,7 +115,7 @@ def test_attention_without_its_fused_kernel():
             warned(attention_s=0.4, config=packed, platform="gpu", capability=capability), "unfused-attention"
         )
         assert warning.fix == flags + more
-    capped = dataclasses.replace(packed, model=dataclasses.replace(packed.model, attention_softcap=50.0))
+    capped = dataclasses.replace(packed, model=with_values(packed.model, {"attention.softcap": 50.0}))
     assert warned(attention_s=0.4, config=capped, platform="gpu") == ()  # nothing that could be typed would help
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.collectives import count, ring_bytes
 from gspmd_lm import config as configs
-from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision
+from gspmd_lm.config import LatentAttention, Lora, Patches, Queries, Vision, with_values
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.bounds import necessary_flops, step_flops, training_bounds
 from gspmd_lm.foresight.graph import DataflowGraph
@@ -25,7 +25,7 @@ TOKENS = B * T
 ACTIVATION_BYTES = 2 * TOKENS * D  # [B, T, D] in bfloat16
 HEADS, KV, MLP = D * 32 * 128, D * 8 * 128, D * 14336
 LATENT = {
-    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "attention.rope.dim": 2,
 }  # fmt: skip
 MLPS = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
 LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
@@ -210,12 +210,15 @@ def test_what_must_be_multiplied(llama):
     assert least(config) == pytest.approx(full)
 
     def of(**model):
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        return dataclasses.replace(config, model=with_values(config.model, model))
 
-    sliding = of(sliding_window=1024, layer_pattern=("sliding", "full"))
+    sliding = of(**{"attention.window": 1024}, layer_pattern=("sliding", "full"))
     seen = np.minimum(np.arange(T) + 1, 1024).mean()
     assert least(sliding) == pytest.approx(TOKENS / 8 * (per_token + 12 * L * D * (seen + (T + 1) / 2) / 2))
-    tied, biased = of(tied_embeddings=True), of(qkv_bias=True, norm_bias=True, positions="learned")
+    tied, biased = (
+        of(**{"embedding.tied": True}),
+        of(**{"attention.qkv_bias": True, "norm.bias": True}, positions="learned"),
+    )
     for other in (tied, biased):
         assert least(other) == pytest.approx(full)
     adapted = of(lora=Lora(rank=4, alpha=8.0, targets=("wq",)))
@@ -223,7 +226,10 @@ def test_what_must_be_multiplied(llama):
     assert least(adapted) == pytest.approx(TOKENS / 8 * (frozen + 6 * L * 4 * 2 * D))
 
 
-MASKED = {"objective": "masked", "mask": "full"}  # each token sees all, so that the trace has no product too many
+MASKED = {
+    "objective": "masked",
+    "attention.mask": "full",
+}  # each token sees all, so that the trace has no product too many
 LAYERS = ("layers", "final_norm", "unembedding")
 
 
@@ -277,17 +283,18 @@ def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys
         pytest.param("cp8", {"remat": Remat("block")}, {}, marks=pytest.mark.slow),
         pytest.param("cp8_ulysses", {"remat": Remat("block")}, {}, marks=pytest.mark.slow),
         pytest.param("cp8_ring", {}, {}, marks=pytest.mark.slow),
-        pytest.param("expert4", {}, {"experts": 8, "experts_per_token": 2}, marks=pytest.mark.slow),
+        pytest.param("expert4", {}, {"experts.count": 8, "experts.per_token": 2}, marks=pytest.mark.slow),
         # By default, a test below reads in the trace what an adapter sends.
         pytest.param(
             "fsdp2_tp4",
             {},
-            {"block": "parallel", "tied_embeddings": True, "qk_norm": True,
+            {"block": "parallel", "embedding.tied": True, "attention.qk_norm": True,
              "lora": Lora(rank=4, alpha=8.0, targets=("wk", "w_up"))},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "fsdp2_tp4", {}, {"block": "parallel", "tied_embeddings": True, "qk_norm": True}, marks=pytest.mark.slow
+            "fsdp2_tp4", {}, {"block": "parallel", "embedding.tied": True, "attention.qk_norm": True},
+            marks=pytest.mark.slow
         ),
         ("fsdp2_tp4", {"remat": Remat("none"), "microbatches": 2}, LATENT),
         pytest.param("tp8", {}, LATENT, marks=pytest.mark.slow),
@@ -300,11 +307,12 @@ def test_nothing_of_a_frozen_stack_that_sees_images_has_a_gradient_nor_what_keys
         pytest.param(
             "fsdp2_tp4",
             {"remat": Remat("none")},
-            {"experts": 8, "experts_per_token": 2, "balance": "row", "lora": MLPS},
+            {"experts.count": 8, "experts.per_token": 2, "experts.balance": "row", "lora": MLPS},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "fsdp8", {}, {"experts": 8, "experts_per_token": 2, "mlp_bias": True, "lora": MLPS}, marks=pytest.mark.slow
+            "fsdp8", {}, {"experts.count": 8, "experts.per_token": 2, "feed_forward.bias": True, "lora": MLPS},
+            marks=pytest.mark.slow
         ),
     ],
 )  # fmt: skip
@@ -371,7 +379,7 @@ def test_of_a_program_per_device_each_piece_counts_and_what_is_computed_again_do
 
 def test_of_a_mixture_only_the_chosen_experts_count():
     """Mixtral 8x7B: 46.7B parameters, of which 12.9B compute a token (arXiv 2401.04088)."""
-    mixtral = ["model.experts=8", "model.experts_per_token=2", "model.vocab=32000", "model.padded_vocab=32000"]
+    mixtral = ["model.experts.count=8", "model.experts.per_token=2", "model.vocab=32000", "model.padded_vocab=32000"]
     model = configs.load("llama3_8b", mixtral).model
     found = state.arrays(configs.load("llama3_8b", mixtral))
     assert found.parameter_count == pytest.approx(46.7e9, rel=1e-3)

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from gspmd_lm import config as configs
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight import explain
 from gspmd_lm.foresight.report import to_json
 from gspmd_lm.hardware import target
@@ -76,7 +77,7 @@ def test_a_decode_step_on_a_gpu_does_not_copy_the_cache(report_of, kv_heads, mos
     sizes = {"compute_dtype": "bfloat16", "matmul_precision": "default", "context": 8192, "head_dim": 64}
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(CONFIG.model, kv_heads=kv_heads, **sizes),
+        model=with_values(CONFIG.model, {"kv_heads": kv_heads, **sizes}),
         data=dataclasses.replace(CONFIG.data, seq=8192),
     )
     memory = report_of("single", "decode", "h100:1", config).memory

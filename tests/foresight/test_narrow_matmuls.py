@@ -56,7 +56,7 @@ def test_the_floor_of_a_step():
 
 def test_the_gradients_of_experts_matrices_are_no_products_of_8_bits():
     """Of three products, two are twice as fast."""
-    experts = [f"model.{one}" for one in ("experts=8", "experts_per_token=2", f"expert_mlp={4 * D}")]
+    experts = [f"model.{one}" for one in ("experts.count=8", "experts.per_token=2", f"experts.mlp={4 * D}")]
     usual, found = floor_of(None, "v5p", *experts), floor_of("int8", "v5p", *experts)
     products = 6 * 4 * D * D + 4 * 2 * 3 * D * 4 * D  # of a token and layer: in attention all three
     assert usual.compute_s - found.compute_s == pytest.approx(products * LAYERS * ROWS * SEQ / 8 / 918e12)
@@ -87,7 +87,7 @@ def test_a_plan_knows_how_weights_of_8_bits_meet_wider_rows_on_hopper(monkeypatc
     number and writes two."""
     monkeypatch.setattr(op_time, "tile_share", lambda *_: 1.0)
     experts = 4
-    config = config_of("fp8", f"model.experts={experts}", "model.experts_per_token=2", f"model.expert_mlp={D}")
+    config = config_of("fp8", f"model.experts.count={experts}", "model.experts.per_token=2", f"model.experts.mlp={D}")
     rows = ROWS * SEQ * 2 / experts
     for bandwidth in (10**15, 2 * 10**12):  # in neither case do bytes take longer than products
         chip = dataclasses.replace(CHIPS["h100"], hbm_bytes_per_s=bandwidth, matmul_slowdown=1.0)

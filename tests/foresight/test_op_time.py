@@ -11,6 +11,7 @@ import sample
 from saved_programs import saved
 
 from gspmd_lm import config as configs
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight import hlo
 from gspmd_lm.foresight.timing import op_time, predict
 from gspmd_lm.hardware.chips import CHIPS
@@ -328,10 +329,10 @@ def test_matmuls_of_programs_that_offload_are_slower():
     assert found["S(5)"] == pytest.approx(V6E.offloading_slowdown * found[""])
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 30.0}])
+@pytest.mark.parametrize("changes", [{}, {"attention.softcap": 30.0}])
 def test_scores_and_their_softmax_are_attention_forward_and_backward(changes):
     """Whatever the compiler makes of them: an array as large as the scores is no other compute."""
-    cfg = dataclasses.replace(configs.load("tiny").model, **changes)
+    cfg = with_values(configs.load("tiny").model, changes)
     B, T, N, K, H = 2, 48, cfg.heads, cfg.kv_heads, cfg.head_dim
     q, kv = (jax.ShapeDtypeStruct((B, T, heads, H), "float32") for heads in (N, K))
 

@@ -16,6 +16,7 @@ import sample
 from recorded import same_figures_as_recorded
 from saved_programs import saved
 
+from gspmd_lm.config import value_at
 from gspmd_lm.foresight.timing import predict
 from gspmd_lm.hardware.chips import CHIPS
 
@@ -58,7 +59,7 @@ def test_a_stored_program_takes_what_it_took(name):
     module = saved(name, STORED[name].slices or ())
     found = predict.predict(module, chip, STORED[name].network(), 1e12, 1e3)
     figures = {"step, ms": found.step_time_s} | {
-        f"{part.removesuffix('_s').replace('_', ' ')}, ms": getattr(found, part) for part in PARTS
+        f"{part.removesuffix('_s').replace('_', ' ')}, ms": value_at(found, part) for part in PARTS
     }
     figures |= {f"exposed over {axes}, ms": seconds for axes, seconds in sorted(found.exposed_by_axis.items())}
     figures["communication, exposed or not, ms"] = found.communication_s

@@ -209,7 +209,7 @@ def test_rows_are_built_as_they_ran():
             assert math.prod(row.dcn.values()) in (1, where.topology[0])
         else:
             assert math.prod(row.dcn.values()) == where.slices
-        assert (model.block == "parallel" and model.shared_norm) == row.model.endswith("2023")
+        assert (model.block == "parallel" and model.norm.shared) == row.model.endswith("2023")
         assert rules.attention[CHIPS[row.chip].platform] == kernels[row.attention]
     old, new = ROWS[4], dataclasses.replace(ROWS[4], options="")
     three = compiler.DEFAULT_OPTIONS["tpu 3d"]

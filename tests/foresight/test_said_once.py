@@ -20,33 +20,35 @@ from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.sharding.rules import CONTEXTS
 from gspmd_lm.train import state
 
-BIASES = {name: True for name in ("qkv_bias", "attention_out_bias", "mlp_bias", "unembedding_bias", "norm_bias")}
+BIASES = {
+    name: True for name in ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias", "logits.bias", "norm.bias")
+}
 FAMILIES = {
     "llama": {"kv_heads": 2},
-    "gemma": {"post_norms": True, "qk_norm": True, "qk_norm_kind": "joint", "tied_embeddings": True,
-              "embedding_scale": 5.7, "attention_softcap": 50.0, "logit_softcap": 30.0, "layers": 3,
-              "sliding_window": 4, "layer_pattern": ("sliding", "nope")},
-    "bloom": {"positions": "alibi", "embedding_norm": True, "norm": "layernorm", "mlp_kind": "plain", **BIASES},
-    "gpt2": {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "mlp_kind": "plain", "dropout": 0.1,
+    "gemma": {"norm.post": True, "attention.qk_norm": True, "attention.qk_norm_kind": "joint", "embedding.tied": True,
+              "embedding.scale": 5.7, "attention.softcap": 50.0, "logits.softcap": 30.0, "layers": 3,
+              "attention.window": 4, "layer_pattern": ("sliding", "nope")},
+    "bloom": {"positions": "alibi", "embedding.norm": True, "norm.kind": "layernorm", "feed_forward.kind": "plain", **BIASES},
+    "gpt2": {"positions": "learned", "embedding.tied": True, "norm.kind": "layernorm", "feed_forward.kind": "plain", "dropout": 0.1,
              **BIASES},
-    "falcon": {"block": "parallel", "kv_heads": 1, "mlp_kind": "plain"},
-    "neox": {"block": "parallel", "shared_norm": False, "post_norms": True, "positions": "sinusoidal", "dropout": 0.1,
+    "falcon": {"block": "parallel", "kv_heads": 1, "feed_forward.kind": "plain"},
+    "neox": {"block": "parallel", "norm.shared": False, "norm.post": True, "positions": "sinusoidal", "dropout": 0.1,
              **BIASES},
-    "z_loss": {"z_loss": 1e-4, "norm_scale": False, "positions": "none", "compute_dtype": "bfloat16",
+    "z_loss": {"logits.z_loss": 1e-4, "norm.scale": False, "positions": "none", "compute_dtype": "bfloat16",
                "matmul_precision": "default"},
-    "olmo": {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_kind": "joint",
-             "sliding_window": 4, "layer_pattern": ("sliding", "nope"), "kv_heads": 4},
-    "cohere": {"block": "parallel", "norm": "layernorm", "qk_norm": True, "qk_norm_kind": "per_head", "kv_heads": 4,
-               "logit_scale": 0.25, "residual_scale": 0.2, "activation": "relu2"},
-    "opt": {"pre_norms": False, "sum_norms": True, "final_norm": False, "embedding_width": 24, "norm": "layernorm",
-            "tied_embeddings": True, "mlp_kind": "plain", "positions": "learned", **BIASES},
-    "gemma3n": {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "activation_sparsity": 0.5,
-                "shared_kv_layers": 1, "value_norm": True, "qk_norm": True, "tied_embeddings": True, "kv_heads": 4},
-    "mixtral": {"experts": 8, "experts_per_token": 2, "kv_heads": 2, "balance": "batch"},
-    "qwen2_moe": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "shared_gate": True, "dense_layers": 1,
-                  "expert_mlp": 16, "mlp_bias": True, "router_bias": True, "balance": "row", "router_z_loss": 1e-3,
+    "olmo": {"norm.pre": False, "norm.post": True, "attention.qk_norm": True, "attention.qk_norm_kind": "joint",
+             "attention.window": 4, "layer_pattern": ("sliding", "nope"), "kv_heads": 4},
+    "cohere": {"block": "parallel", "norm.kind": "layernorm", "attention.qk_norm": True, "attention.qk_norm_kind": "per_head", "kv_heads": 4,
+               "logits.scale": 0.25, "residual.scale": 0.2, "feed_forward.activation": "relu2"},
+    "opt": {"norm.pre": False, "norm.sum": True, "norm.final": False, "embedding.width": 24, "norm.kind": "layernorm",
+            "embedding.tied": True, "feed_forward.kind": "plain", "positions": "learned", **BIASES},
+    "gemma3n": {"residual.streams": 2, "residual.laurel_rank": 4, "residual.layer_embed": 8, "feed_forward.sparsity": 0.5,
+                "attention.shared_kv_layers": 1, "attention.value_norm": True, "attention.qk_norm": True, "embedding.tied": True, "kv_heads": 4},
+    "mixtral": {"experts.count": 8, "experts.per_token": 2, "kv_heads": 2, "experts.balance": "batch"},
+    "qwen2_moe": {"experts.count": 8, "experts.per_token": 2, "experts.shared_mlp": 16, "experts.shared_gate": True, "experts.dense_layers": 1,
+                  "experts.mlp": 16, "feed_forward.bias": True, "experts.router_bias": True, "experts.balance": "row", "experts.z_loss": 1e-3,
                   "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
-    "mixtral_lora": {"experts": 8, "experts_per_token": 2, "shared_mlp": 16, "mlp_bias": True,
+    "mixtral_lora": {"experts.count": 8, "experts.per_token": 2, "experts.shared_mlp": 16, "feed_forward.bias": True,
                      "lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_up", "w_down"))},
     "lora": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"))},
 }  # fmt: skip
@@ -65,29 +67,29 @@ HELD_BY_OTHERS = (
 )  # fmt: skip
 
 
-_FULL = {"mask": "full", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned", "embedding_norm": True,
-         "token_types": 2, "pre_norms": False, "sum_norms": True, "final_norm": False, **BIASES}  # fmt: skip
+_FULL = {"attention.mask": "full", "norm.kind": "layernorm", "feed_forward.kind": "plain", "positions": "learned", "embedding.norm": True,
+         "embedding.token_types": 2, "norm.pre": False, "norm.sum": True, "norm.final": False, **BIASES}  # fmt: skip
 ENCODERS = {
-    "bert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True},
-    "albert": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "shared_layers": True,
-               "embedding_width": 24, "embedding_in": "sum", "layers": 3},
-    "deberta": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
-                "relative_vectors": RelativeVectors(ranges=8, distance=10)},
-    "deberta 1": {**_FULL, "objective": "masked", "head_transform": True, "tied_embeddings": True, "positions": "none",
-                  "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
-    "classes": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3,
-                "relative_positions": RelativePositions(ranges=8), "shared_layers": True, "embedding_width": 24,
-                "embedding_in": "sum", "layers": 3},
-    "vit": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
-            "token_types": 0, "embedding_norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
-    "swin": {**_FULL, "objective": "classes", "unembedding_bias": False, "classes": 3, "vocab": 0, "padded_vocab": 0,
-             "token_types": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
-             "positions": "none", "pre_norms": True, "sum_norms": False, "final_norm": True,
-             "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+    "bert": {**_FULL, "objective": "masked", "logits.transform": True, "embedding.tied": True},
+    "albert": {**_FULL, "objective": "masked", "logits.transform": True, "embedding.tied": True, "shared_layers": True,
+               "embedding.width": 24, "embedding.input": "sum", "layers": 3},
+    "deberta": {**_FULL, "objective": "masked", "logits.transform": True, "embedding.tied": True, "positions": "none",
+                "attention.relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "deberta 1": {**_FULL, "objective": "masked", "logits.transform": True, "embedding.tied": True, "positions": "none",
+                  "attention.relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
+    "classes": {**_FULL, "objective": "classes", "logits.bias": False, "classes.count": 3,
+                "attention.relative_positions": RelativePositions(ranges=8), "shared_layers": True, "embedding.width": 24,
+                "embedding.input": "sum", "layers": 3},
+    "vit": {**_FULL, "objective": "classes", "logits.bias": False, "classes.count": 3, "vocab": 0, "padded_vocab": 0,
+            "embedding.token_types": 0, "embedding.norm": False, "patches": Patches(image=12, size=4, channels=1), "context": 10},
+    "swin": {**_FULL, "objective": "classes", "logits.bias": False, "classes.count": 3, "vocab": 0, "padded_vocab": 0,
+             "embedding.token_types": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
+             "positions": "none", "norm.pre": True, "norm.sum": False, "norm.final": True,
+             "attention.relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
              "windows": Windows(size=2, shift=1, levels=(Level(layers=1, embed=64, heads=8, mlp=64),)),
              "layer_pattern": ("full", "shifted"), "row_multiple": 8},
-    "clip": {"objective": "contrastive", "norm": "layernorm", "mlp_kind": "plain", "positions": "learned",
-             **BIASES, "unembedding_bias": False, "data": {"source_seq": 24},
+    "clip": {"objective": "contrastive", "norm.kind": "layernorm", "feed_forward.kind": "plain", "positions": "learned",
+             **BIASES, "logits.bias": False, "data": {"source_seq": 24},
              "vision": Vision(patches=Patches(image=16, size=4, bias=False), projection=24, embed=48, layers=1, head_dim=6)},
     "blip2": {"positions": "learned", "frozen": ("vision",), "data": {"seq": 24, "source_seq": 24}, "vision": Vision(
         patches=Patches(image=16, size=4), embed=48, layers=1, head_dim=6, queries=Queries(
@@ -107,7 +109,7 @@ def test_every_array_of_every_family_is_known(small, family):
     found, arrays = graph(config, rules)
     for path in sorted(found.weights):
         both = path in found.looked_up and path in found.multiplied
-        assert both == (config.model.tied_embeddings and path == "embedding"), path
+        assert both == (config.model.embedding.tied and path == "embedding"), path
         assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
         assert path in found.multiplied or not path.rpartition(".")[2].startswith("w"), path
         assert found.activations_around(path), path
@@ -197,7 +199,7 @@ def check_unnamed_rows(find, config, rules, keys=None):
 
 def test_new_weights_are_gathered_from_where_the_optimizer_has_them(small, compiled):
     """And the floor is close to what is sent: also of biases and of positions that are learned."""
-    biased = {name: True for name in ("norm_bias", "mlp_bias", "qkv_bias")}
+    biased = {name: True for name in ("norm.bias", "feed_forward.bias", "attention.qkv_bias")}
     config = small(embed=64, mlp=256, positions="learned", **biased)
     moved, temporary_bytes, reading_of = compiled(config, rules_file.load("zero1_8"))
     found = [one for one in moved if one.kind == "all-gather" and one.phase == "optimizer"]
@@ -285,7 +287,7 @@ NORMS = ("attention_post_norm", "mlp_post_norm", "embedding_norm", "attention_no
 
 @pytest.mark.slow  # by default test_attribution.py has norms within layers and behind them
 def test_every_norm_names_the_rows_that_split_what_it_reads(small, moved_by):
-    for family, norms in ((dict(post_norms=True, embedding_norm=True), NORMS),):
+    for family, norms in (({"norm.post": True, "embedding.norm": True}, NORMS),):
         moved = moved_by(small(**family), rules_file.load("fsdp2_tp4"))
         for norm in norms:
             of = [one for one in moved if one.op.rpartition(".")[2] == norm and one.phase == "backward"]
@@ -299,7 +301,7 @@ def test_every_norm_names_the_rows_that_split_what_it_reads(small, moved_by):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [{"post_norms": True, "embedding_norm": True}, {"post_norms": True, "block": "parallel"}]
+    "family", [{"norm.post": True, "embedding.norm": True}, {"norm.post": True, "block": "parallel"}]
 )
 def test_norms_of_families_by_counterfactual(small, moved_by, family):
     check_unnamed_rows(moved_by, small(**family), rules_file.load("fsdp2_tp4"))

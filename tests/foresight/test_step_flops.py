@@ -25,24 +25,25 @@ from tests.courses import trace_gradients
 
 NEAR = RelativePositions(ranges=8, distance=12)
 BERT = {
-    "objective": "masked", "mask": "full", "positions": "learned", "token_types": 2, "tied_embeddings": True,
-    "mlp_kind": "plain", "head_transform": True, "unembedding_bias": True, "relative_positions": NEAR,
+    "objective": "masked", "attention.mask": "full", "positions": "learned", "embedding.token_types": 2,
+    "embedding.tied": True,
+    "feed_forward.kind": "plain", "logits.transform": True, "logits.bias": True, "attention.relative_positions": NEAR,
 }  # fmt: skip
-IMAGES = {"mask": "full", "vocab": 0, "padded_vocab": 0}
+IMAGES = {"attention.mask": "full", "vocab": 0, "padded_vocab": 0}
 T5 = {
     "objective": "seq2seq", "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=24),
-    "positions": "none", "relative_positions": NEAR, "tied_embeddings": True, "data": {"source_seq": 24},
+    "positions": "none", "attention.relative_positions": NEAR, "embedding.tied": True, "data": {"source_seq": 24},
 }  # fmt: skip
 SETTINGS = {
     "T5": T5,
     "Whisper": {
         "objective": "seq2seq", "frames": Frames(bands=6), "positions": "learned",
         "encoder": Encoder(layers=3, heads=16, kv_heads=16, mlp=32, context=20),
-        "tied_embeddings": True, "mlp_kind": "plain", "norm": "layernorm", "norm_bias": True,
+        "embedding.tied": True, "feed_forward.kind": "plain", "norm.kind": "layernorm", "norm.bias": True,
         "data": {"source_seq": 24},
     },
     "CLIP": {
-        "objective": "contrastive", "positions": "learned", "norm": "layernorm", "data": {"source_seq": 24},
+        "objective": "contrastive", "positions": "learned", "norm.kind": "layernorm", "data": {"source_seq": 24},
         "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, layers=1, head_dim=6),
     },
     "BLIP-2": {
@@ -51,32 +52,36 @@ SETTINGS = {
         "data": {"source_seq": 24},
     },
     "BEiT": {
-        **IMAGES, "objective": "classes", "classes": 3, "context": 17, "positions": "learned", "final_norm": False,
-        "patches": Patches(image=16, size=4, pool="mean"), "layer_scale": 0.1, "data": {"seq": 24},
-        "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
+        **IMAGES, "objective": "classes", "classes.count": 3, "context": 17, "positions": "learned",
+        "norm.final": False,
+        "patches": Patches(image=16, size=4, pool="mean"), "residual.layer_scale": 0.1, "data": {"seq": 24},
+        "attention.relative_positions": RelativePositions(side=4, ranges=52, shared=False),
     },
     "Swin": {
-        **IMAGES, "objective": "classes", "classes": 3, "context": 16, "positions": "none", "row_multiple": 8,
+        **IMAGES, "objective": "classes", "classes.count": 3, "context": 16, "positions": "none", "row_multiple": 8,
         "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "layer_pattern": ("full", "shifted"),
         "windows": Windows(size=2, shift=1, levels=(Level(layers=3, embed=64, heads=4, mlp=32),)),
-        "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "data": {"seq": 24},
+        "attention.relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+        "data": {"seq": 24},
     },
     "SAM": {
         **IMAGES, "objective": "masks", "masks": Masks(embed=32, layers=1, mlp=40), "context": 36,
         "patches": Patches(image=24, size=4, class_row=False, pool="mean"), "layer_pattern": ("full", "whole"),
-        "windows": Windows(size=3, vectors=True), "positions": "learned", "final_norm": False, "data": {"seq": 36},
+        "windows": Windows(size=3, vectors=True), "positions": "learned", "norm.final": False, "data": {"seq": 36},
     },
     "BERT": BERT,
-    "ALBERT": {**BERT, "shared_layers": True, "embedding_width": 16, "embedding_in": "sum", "tied_embeddings": False},
-    "ELECTRA": {"objective": "replaced", "mask": "full", "classes": 1, "classes_of": "tokens"},
+    "ALBERT": {**BERT, "shared_layers": True, "embedding.width": 16, "embedding.input": "sum", "embedding.tied": False},
+    "ELECTRA": {"objective": "replaced", "attention.mask": "full", "classes.count": 1, "classes.of": "tokens"},
     "one key head": {"kv_heads": 1},
-    "learned": {"tied_embeddings": True, "positions": "learned", "mlp_kind": "plain", "qkv_bias": True},
-    "window": {"layer_pattern": ("sliding", "full"), "sliding_window": 5},
+    "learned": {"embedding.tied": True, "positions": "learned", "feed_forward.kind": "plain",
+                "attention.qkv_bias": True},
+    "window": {"layer_pattern": ("sliding", "full"), "attention.window": 5},
     "a layer more than the pattern": {
-        "layers": 3, "layer_pattern": ("sliding", "full"), "sliding_window": 5, "kv_heads": 1,
+        "layers": 3, "layer_pattern": ("sliding", "full"), "attention.window": 5, "kv_heads": 1,
     },
     "latent": {
-        "latent_attention": LatentAttention(kv_rank=16, q_rank=12, v_head_dim=3), "head_dim": 6, "rope_dim": 2,
+        "attention.latent": LatentAttention(kv_rank=16, q_rank=12, v_head_dim=3), "head_dim": 6,
+        "attention.rope.dim": 2,
     },
     "adapters": {"lora": Lora(rank=4, targets=("wq", "w_down"))},
 }  # fmt: skip
@@ -115,22 +120,31 @@ def test_they_are_those_of_the_trace_without_keys_that_no_token_sees(small, buil
     config = small(**{"layers": 2} | SETTINGS[name])
     traced = equations.model_flops(equations.live(trace_gradients(built(config, "single")).jaxpr.jaxpr))
     model, data = config.model, config.data
-    seen = [min(t + 1, layer.sliding_window or data.seq) for layer in model.each_layer for t in range(data.seq)]
-    unseen_keys = data.seq * model.layers - sum(seen) / data.seq if model.mask == "causal" else 0
+    seen = [min(t + 1, layer.attention.window or data.seq) for layer in model.each_layer for t in range(data.seq)]
+    unseen_keys = data.seq * model.layers - sum(seen) / data.seq if model.attention.mask == "causal" else 0
     unseen = 6 * data.batch * data.seq * model.heads * (model.head_dim + model.v_head_dim) * unseen_keys
     assert found(config) == pytest.approx(traced - unseen - LOOKED_UP.get(name, 0))
 
 
 def test_of_experts_those_of_the_chosen_ones_and_of_the_router_count(small):
     """Which bias an expert adds to a row is a look-up, though it is multiplied."""
-    experts = {"experts": 8, "experts_per_token": 2}
+    experts = {"experts.count": 8, "experts.per_token": 2}
     routed = 2 * 6 * 32 * 16 * 32 * 8
-    assert found(small(**experts)) == found(small(mlp=2 * 64)) + routed == found(small(**experts, mlp_bias=True))
+    assert (
+        found(small(**experts))
+        == found(small(mlp=2 * 64)) + routed
+        == found(small(**experts, **{"feed_forward.bias": True}))
+    )
 
 
 def test_the_keys_that_tokens_see(small):
     """In a window, in a chunk, and before a token; counted one by one."""
-    pattern = {"layers": 3, "layer_pattern": ("sliding", "chunked", "nope"), "sliding_window": 5, "attention_chunk": 8}
+    pattern = {
+        "layers": 3,
+        "layer_pattern": ("sliding", "chunked", "nope"),
+        "attention.window": 5,
+        "attention.chunk": 8,
+    }
     seen = [[min(t + 1, 5), t % 8 + 1, t + 1] for t in range(20)]
     config = small(**pattern, data={"seq": 20})
     assert keys_seen(config) == pytest.approx(sum(map(sum, seen)) / 20)
@@ -141,6 +155,7 @@ def test_the_keys_that_tokens_see(small):
 
 
 def test_with_a_full_mask_a_token_sees_all_of_its_row_or_chunk(small):
-    config = small(objective="masked", mask="full", layers=2, layer_pattern=("full", "chunked"), attention_chunk=8,
+    config = small(objective="masked", **{"attention.mask": "full", "attention.chunk": 8}, layers=2,
+                   layer_pattern=("full", "chunked"),
                    data={"seq": 20})  # fmt: skip
     assert keys_seen(config) == pytest.approx(20 + (2 * 8 * 8 + 4 * 4) / 20)

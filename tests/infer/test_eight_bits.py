@@ -22,8 +22,12 @@ from gspmd_lm.sharding.quantised import at_rest
 from gspmd_lm.train import state
 from tests.convert import ours, references
 
-LATENT = {"latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
+LATENT = {
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4),
+    "head_dim": 6,
+    "attention.rope.dim": 2,
+}
+EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16}
 LAYOUTS = [
     ("fsdp2_tp4", "int8", LATENT | EXPERTS),
     *(pytest.param(*one, marks=pytest.mark.slow)

@@ -17,10 +17,11 @@ from gspmd_lm.sharding import rules_file
 NEW = 9
 T5 = {
     "objective": "seq2seq", "encoder": Encoder(layers=1, start_token=5), "positions": "none", "kv_heads": 4,
-    "relative_positions": RelativePositions(ranges=8, distance=6),
+    "attention.relative_positions": RelativePositions(ranges=8, distance=6),
 }  # fmt: skip
-LEARNED = {"objective": "seq2seq", "encoder": Encoder(start_token=2), "positions": "learned", "position_offset": 2,
-           "qkv_bias": True, "layers": 3}  # fmt: skip
+LEARNED = {"objective": "seq2seq", "encoder": Encoder(start_token=2), "positions": "learned",
+           "embedding.position_offset": 2,
+           "attention.qkv_bias": True, "layers": 3}  # fmt: skip
 SPLIT = {"mesh": {"context": 2, "tensor": 4}, "rules": {
     "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "seq": "context", "cache.kv_seq": "context",
 }}  # fmt: skip
@@ -77,7 +78,8 @@ def test_a_layout_changes_no_token(rules, written):
 
 
 WHISPER = {
-    "objective": "seq2seq", "frames": Frames(bands=6), "positions": "learned", "qkv_bias": True, "key_bias": False,
+    "objective": "seq2seq", "frames": Frames(bands=6), "positions": "learned", "attention.qkv_bias": True,
+    "attention.key_bias": False,
     "encoder": Encoder(context=20, start_token=5, first_tokens=(7, 9), suppressed=tuple(range(0, 256, 2)),
                        suppressed_first=tuple(range(1, 200, 2))),
 }  # fmt: skip
@@ -136,9 +138,9 @@ def test_sources_and_texts_have_rooms_of_their_own(speaking):
         generate.check_prompts(config, [[1]], 33)
 
 
-@pytest.mark.parametrize("settings", [dict(objective="masked"), dict(objective="classes", classes=3)], ids=str)
+@pytest.mark.parametrize("settings", [dict(objective="masked"), {"objective": "classes", "classes.count": 3}], ids=str)
 def test_a_model_that_writes_no_text_says_so_before_a_prompt_is_read(settings, speaking):
-    config = speaking(mask="full", **settings)
+    config = speaking(**{"attention.mask": "full"}, **settings)
     with pytest.raises(InputError, match=f"objective: {settings['objective']}: generating and scoring texts need"):
         generate.encoding(config, Bytes())
     with pytest.raises(InputError, match="use a config of objective: causal"):

@@ -21,16 +21,22 @@ from tests.infer import spelled
 NEW = 10
 DRAWN = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.02, seed=5)
 VARIANTS = {
-    "rope": dict(kv_heads=2, qk_norm=True, attention_softcap=5.0, logit_softcap=3.0),
-    "alibi": dict(positions="alibi", block="parallel", embedding_norm=True),
-    "learned": dict(layers=1, positions="learned", position_offset=2, norm="layernorm", norm_bias=True,
-                    mlp_kind="plain"),
-    "pattern": dict(layers=3, layer_pattern=("sliding", "full"), sliding_window=4, sliding_rope_theta=100.0,
-                    rope_scaling=RopeScaling(kind="longrope", original_context=12, short_factors=(1.0, 2.0),
-                                             long_factors=(4.0, 7.0))),
+    "rope": {"kv_heads": 2, "attention.qk_norm": True, "attention.softcap": 5.0, "logits.softcap": 3.0},
+    "alibi": {"positions": "alibi", "block": "parallel", "embedding.norm": True},
+    "learned": {"layers": 1, "positions": "learned", "embedding.position_offset": 2, "norm.kind": "layernorm",
+                "norm.bias": True, "feed_forward.kind": "plain"},
+    "pattern": {"layers": 3, "layer_pattern": ("sliding", "full"), "attention.window": 4,
+                "attention.rope.window_theta": 100.0, "attention.rope.scaling": RopeScaling(kind="longrope",
+                                                                                            original_context=12,
+                                                                                            short_factors=(1.0, 2.0),
+                                             long_factors=(4.0, 7.0))},
 }  # fmt: skip
 GROUPED = dict(kv_heads=4)
-LATENT = dict(latent_attention=LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), head_dim=6, rope_dim=2)
+LATENT = {
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4),
+    "head_dim": 6,
+    "attention.rope.dim": 2,
+}
 SHARED = dict(shared_layers=True, layers=3)
 VARIANTS |= {"latent": LATENT, "shared": SHARED}
 LAYOUTS = {
@@ -54,7 +60,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-MIXTURE = dict(experts=8, experts_per_token=2, expert_mlp=16, shared_mlp=8, dense_layers=1)
+MIXTURE = {
+    "experts.count": 8,
+    "experts.per_token": 2,
+    "experts.mlp": 16,
+    "experts.shared_mlp": 8,
+    "experts.dense_layers": 1,
+}
 ADAPTED = MIXTURE | dict(lora=Lora(rank=4, alpha=8.0, targets=("wo", "w_gate", "w_up", "w_down")))
 MIXTURES = {
     "tokens travel": (MIXTURE, "expert4"),

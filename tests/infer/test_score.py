@@ -24,7 +24,7 @@ def scorer(speaking, filled, weights):
     """A function that builds the scorer of four rows of 16 tokens under rules, with a softcap and a vocabulary bias."""
 
     def build(rules, tokens=16):
-        cfg, rules = speaking(unembedding_bias=True, logit_softcap=4.0), filled(rules)
+        cfg, rules = speaking(**{"logits.bias": True, "logits.softcap": 4.0}), filled(rules)
         built, warnings = score.build_scoring(cfg, rules, jax.devices()[: rules.devices], "cpu", 4, tokens)
         assert warnings == []
         shardings = jax.tree.map(lambda like: like.sharding, built.abstract_params)

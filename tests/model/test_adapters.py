@@ -49,12 +49,12 @@ def loss(params, cfg):
     "fields",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"block": "parallel", "kv_heads": 4, "tied_embeddings": True, "padded_heads": 10},
+        pytest.param({"block": "parallel", "kv_heads": 4, "embedding.tied": True, "padded_heads": 10},
                      marks=pytest.mark.slow),
-        pytest.param({"mlp_kind": "plain", "targets": (*ATTENTION, *PLAIN), "unembedding_bias": True, "layers": 3,
-                      "sliding_window": 4, "layer_pattern": ("sliding", "full")}, marks=pytest.mark.slow),
-        {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "mlp_bias": True,
-         "shared_mlp": 8, "layers": 1},
+        pytest.param({"feed_forward.kind": "plain", "targets": (*ATTENTION, *PLAIN), "logits.bias": True, "layers": 3,
+                      "attention.window": 4, "layer_pattern": ("sliding", "full")}, marks=pytest.mark.slow),
+        {"experts.count": 4, "experts.per_token": 2, "experts.mlp": 16, "feed_forward.bias": True,
+         "experts.shared_mlp": 8, "layers": 1},
     ],
     ids=["sequential", "parallel", "pattern", "mixture"],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_settings_that_make_no_sense():
 
     assert "did you mean w_gate?" in message("model.lora={targets: [w_gat]}")
     assert "a plain MLP has no w_gate, only w_up and w_down" in message(
-        "model.lora={targets: [wq, w_gate]}", "model.mlp_kind=plain"
+        "model.lora={targets: [wq, w_gate]}", "model.feed_forward.kind=plain"
     )
     wrong = message("model.lora={rank: 0, alpha: 0, targets: [wq]}")
     assert "rank: must be at least 1, got 0" in wrong and "alpha: must be above 0" in wrong

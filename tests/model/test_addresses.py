@@ -2,15 +2,15 @@
 
 import flax.linen as nn
 import jax
+from gspmd_lm.model.transformer import init
 
 from gspmd_lm.model.addresses import Address, addresses, held_layers
-from gspmd_lm.model.transformer import init
 
 
 def test_each_layer_lies_where_the_tree_has_it(small):
     """Two layers to a turn, one layer left behind the loop, and a first layer of its own."""
-    cfg = small(layers=6, dense_layers=1, layer_pattern=("sliding", "full"), sliding_window=4, experts=2,
-                experts_per_token=1).model  # fmt: skip
+    cfg = small(layers=6, **{"experts.dense_layers": 1, "attention.window": 4, "experts.count": 2,
+                             "experts.per_token": 1}, layer_pattern=("sliding", "full")).model  # fmt: skip
     behind = Address(("layer_5",), None)
     turns = [Address(("layers", f"block_{i % 2}"), i // 2) for i in range(4)]
     assert addresses(cfg) == (Address(("dense_layers",), 0), *turns, behind)

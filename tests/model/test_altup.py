@@ -12,8 +12,14 @@ from gspmd_lm.model.mlp import hidden_layer
 from tests.model.cached import both_ways
 
 # Layers: 0 sliding, 1 full, 2 sliding, and 3 full and 4 sliding with the keys of 1 and 2. The last one stands alone.
-KINDS = {"layers": 5, "layer_pattern": ("sliding", "full"), "sliding_window": 4, "shared_kv_layers": 2}
-STREAMS = {"residual_streams": 2, "laurel_rank": 4, "layer_embed": 8, "layer_vocab": 50, "value_norm": True}
+KINDS = {"layers": 5, "layer_pattern": ("sliding", "full"), "attention.window": 4, "attention.shared_kv_layers": 2}
+STREAMS = {
+    "residual.streams": 2,
+    "residual.laurel_rank": 4,
+    "residual.layer_embed": 8,
+    "residual.layer_vocab": 50,
+    "attention.value_norm": True,
+}
 
 
 def drawn(cfg):
@@ -28,7 +34,7 @@ def model(small):
 
 
 def rows(cfg, length):
-    tokens = np.random.default_rng(1).integers(0, cfg.layer_vocab, (2, length), np.int32)
+    tokens = np.random.default_rng(1).integers(0, cfg.residual.layer_vocab, (2, length), np.int32)
     return {"tokens": tokens, "positions": np.arange(length)[None].repeat(2, 0), "row": np.arange(2)}
 
 
@@ -37,7 +43,7 @@ def test_layers_that_share_keys_make_none(model):
     cfg, params = model
     assert not {"wk", "wv"} & params["shared_kv_layers"]["block_0"]["attention"].keys()
     assert [len(stack.kinds) for stack in cfg.stacks] == [2, 2]
-    assert [layer.shared_kv_layers > 0 for layer in cfg.each_layer] == [False] * 3 + [True] * 2
+    assert [layer.attention.shared_kv_layers > 0 for layer in cfg.each_layer] == [False] * 3 + [True] * 2
     cache = jax.eval_shape(lambda: empty_cache(cfg, 2, 8))
     assert cache.k_LBSKH.shape[0] == 3
 
@@ -72,14 +78,14 @@ def test_tokens_beyond_the_table_have_the_first_ones_embeddings(small):
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_the_share_of_a_gate_that_is_cut_off(small, share):
     """Of normal numbers, whatever their mean and their size."""
-    cfg = small(activation_sparsity=share, activation="relu").model
+    cfg = small(**{"feed_forward.sparsity": share, "feed_forward.activation": "relu"}).model
     gate = np.random.default_rng(0).normal(3, 5, (4, 20_000)).astype(np.float32)
     found = jax.jit(hidden_layer(cfg))(gate, np.ones_like(gate))
     np.testing.assert_allclose((np.asarray(found) == 0).mean(-1), share, atol=0.01)
 
 
 def test_a_gate_of_equal_numbers_has_a_gradient(small):
-    cfg = small(activation_sparsity=0.9).model
+    cfg = small(**{"feed_forward.sparsity": 0.9}).model
     slope = jax.jit(jax.grad(lambda gate: hidden_layer(cfg)(gate, jnp.ones_like(gate)).sum()))(
         np.zeros((1, 4), np.float32)
     )
@@ -89,16 +95,22 @@ def test_a_gate_of_equal_numbers_has_a_gradient(small):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"laurel_rank": 4, "block": "parallel"}, "laurel_rank goes with block: sequential"),
-        ({"layer_embed": 4}, "set residual_streams"),
-        ({"layer_vocab": 62}, "layer_vocab=62 is above vocab=61"),
-        ({"activation_sparsity": 0.5, "mlp_kind": "plain"}, "mlp_kind: gated"),
-        ({"sparse_layers": 1}, "sparse_layers=1: set activation_sparsity"),
-        ({"sparse_layers": 3, "activation_sparsity": 0.5}, "at most layers=2"),
-        ({"shared_kv_layers": 1, "experts": 8, "experts_per_token": 2}, "experts do not go with shared_kv_layers"),
-        ({"shared_kv_layers": 2}, "no layer before them is of kind full"),
-        ({"shared_kv_layers": 1, "layer_pattern": ("full", "sliding"), "sliding_window": 4}, "is of kind sliding"),
-        ({"shared_kv_layers": 1, "attention_chunk": 4}, "kind sliding and full"),
+        ({"residual.laurel_rank": 4, "block": "parallel"}, "residual.laurel_rank goes with block: sequential"),
+        ({"residual.layer_embed": 4}, "set streams"),
+        ({"residual.layer_vocab": 62}, "residual.layer_vocab=62 is above vocab=61"),
+        ({"feed_forward.sparsity": 0.5, "feed_forward.kind": "plain"}, "kind: gated"),
+        ({"feed_forward.sparse_layers": 1}, "sparse_layers=1: set sparsity"),
+        ({"feed_forward.sparse_layers": 3, "feed_forward.sparsity": 0.5}, "is above layers=2"),
+        (
+            {"attention.shared_kv_layers": 1, "experts.count": 8, "experts.per_token": 2},
+            "experts do not go with attention.shared_kv_layers",
+        ),
+        ({"attention.shared_kv_layers": 2}, "no layer before them is of kind full"),
+        (
+            {"attention.shared_kv_layers": 1, "layer_pattern": ("full", "sliding"), "attention.window": 4},
+            "is of kind sliding",
+        ),
+        ({"attention.shared_kv_layers": 1, "attention.chunk": 4}, "kind sliding and full"),
     ],
 )
 def test_what_does_not_go_together(small, wrong, message):

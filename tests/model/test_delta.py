@@ -53,7 +53,7 @@ def model(small):
     """Linear layers around one with keys, of which the last stands behind the loop."""
     sizes = LinearAttention(key_heads=2, value_heads=4, head_dim=8, taps=3)
     kinds = {"layer_pattern": ("linear", "full"), "layers": 3, "context": 128}
-    cfg = small(linear_attention=sizes, attention_gate=True, init_std=0.2, **kinds).model
+    cfg = small(**{"attention.linear": sizes, "attention.gate": True}, init_std=0.2, **kinds).model
     return cfg, weights(cfg)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight import hlo
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
@@ -24,15 +25,25 @@ from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
 
-SIZES = {"experts": 8, "experts_per_token": 3, "expert_mlp": 16, "init_std": 0.5}
-GROUPS = {"expert_groups": 4, "groups_per_token": 2}
+SIZES = {"experts.count": 8, "experts.per_token": 3, "experts.mlp": 16, "init_std": 0.5}
+GROUPS = {"experts.groups": 4, "experts.groups_per_token": 2}
 VARIANTS = {
     "softmax": {},
-    "as scored": {"normalized_weights": False, "mlp_bias": True, "router_bias": True},
-    "sigmoid in groups": {"routing": "sigmoid", "expert_scale": 2.5, "balance": "bias", **GROUPS},
-    "softmax in groups": {**GROUPS, "mlp_kind": "plain", "shared_mlp": 24, "shared_gate": True},
-    "dropping": {"capacity_factor": 0.5, "mlp_bias": True},
-    "weighted input": {"weighted_input": True, "routing": "sigmoid", "normalized_weights": False, "mlp_bias": True},
+    "as scored": {"experts.normalized_weights": False, "feed_forward.bias": True, "experts.router_bias": True},
+    "sigmoid in groups": {"experts.routing": "sigmoid", "experts.scale": 2.5, "experts.balance": "bias", **GROUPS},
+    "softmax in groups": {
+        **GROUPS,
+        "feed_forward.kind": "plain",
+        "experts.shared_mlp": 24,
+        "experts.shared_gate": True,
+    },
+    "dropping": {"experts.capacity_factor": 0.5, "feed_forward.bias": True},
+    "weighted input": {
+        "experts.weighted_input": True,
+        "experts.routing": "sigmoid",
+        "experts.normalized_weights": False,
+        "feed_forward.bias": True,
+    },
 }
 
 
@@ -274,20 +285,20 @@ def drawn(module, x_BTD):
 
 def scored(p, x_BTD, cfg):
     logits = x_BTD @ p["router"] + p.get("router_bias", 0)
-    return jax.nn.softmax(logits) if cfg.routing == "softmax" else jax.nn.sigmoid(logits)
+    return jax.nn.softmax(logits) if cfg.moe.routing == "softmax" else jax.nn.sigmoid(logits)
 
 
 def shares(p, x_BTD, cfg):
     """[B, T, E]: 0 for an expert that is not chosen, 1 for one that is and drops the token, 2 for one that computes."""
     choice = np.asarray(jax.jit(scored, static_argnums=2)(p, x_BTD, cfg)) + p.get("balance_bias", 0)
-    share, capacity = np.zeros(choice.shape), np.ceil(cfg.capacity_factor * choice.shape[1] * 3 / 8) or np.inf
+    share, capacity = np.zeros(choice.shape), np.ceil(cfg.moe.capacity_factor * choice.shape[1] * 3 / 8) or np.inf
     for b in range(len(choice)):
-        counts = np.zeros(cfg.experts)
+        counts = np.zeros(cfg.num_experts)
         for t in range(choice.shape[1]):
-            one = choice[b, t].reshape(cfg.expert_groups, -1)
-            best = np.sort(one)[:, ::-1][:, : 2 if cfg.routing == "sigmoid" else 1].sum(1)
-            allowed = np.isin(np.arange(cfg.expert_groups), np.argsort(-best)[: cfg.groups_per_token])
-            chosen = np.argsort(-np.where(allowed[:, None], one, -np.inf).reshape(-1))[: cfg.experts_per_token]
+            one = choice[b, t].reshape(cfg.moe.groups, -1)
+            best = np.sort(one)[:, ::-1][:, : 2 if cfg.moe.routing == "sigmoid" else 1].sum(1)
+            allowed = np.isin(np.arange(cfg.moe.groups), np.argsort(-best)[: cfg.moe.groups_per_token])
+            chosen = np.argsort(-np.where(allowed[:, None], one, -np.inf).reshape(-1))[: cfg.moe.per_token]
             counts[chosen] += 1
             share[b, t, chosen] = 1 + (counts[chosen] <= capacity)
     return share
@@ -296,9 +307,9 @@ def shares(p, x_BTD, cfg):
 def reference(p, x_BTD, cfg, share):
     """The dense form: every expert computes every token, and is weighted with 0 where it is not chosen."""
     weights = jnp.where(share > 0, scored(p, x_BTD, cfg), 0)
-    if cfg.normalized_weights:
+    if cfg.moe.normalized_weights:
         weights /= weights.sum(-1, keepdims=True)
-    weights = cfg.expert_scale * jnp.where(share > 1, weights, 0)
+    weights = cfg.moe.scale * jnp.where(share > 1, weights, 0)
     names = [name for name in ("gate", "up") if f"w_{name}" in p]
     hidden = 1.0
     for i, name in enumerate(names):
@@ -329,7 +340,7 @@ def test_values_and_gradients(small, variant):
 
     with jax.default_matmul_precision("highest"):
         share = shares(params, x, cfg)
-        assert cfg.capacity_factor == 0 or (share == 1).any()
+        assert cfg.moe.capacity_factor == 0 or (share == 1).any()
         y, got = with_gradients(lambda p, x: module.apply({"params": p}, x, method=alone)[0], params, x, dy)
         want, wanted = with_gradients(lambda p, x: reference(p, x, cfg, share), params, x, dy)
     np.testing.assert_allclose(y, want, atol=2e-5, rtol=2e-5)
@@ -354,8 +365,16 @@ def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
 
 
 def test_penalties_and_loads(small):
-    """Equal loads cost balance_weight, whatever the router is sure of; rows are balanced by themselves."""
-    cfg = small(experts=4, experts_per_token=1, balance="row", balance_weight=0.5, router_z_loss=0.1).model
+    """Equal loads cost experts.balance_weight, whatever the router is sure of; rows are balanced by themselves."""
+    cfg = small(
+        **{
+            "experts.count": 4,
+            "experts.per_token": 1,
+            "experts.balance": "row",
+            "experts.balance_weight": 0.5,
+            "experts.z_loss": 0.1,
+        }
+    ).model
     module, x = Experts(cfg), np.eye(cfg.embed, dtype=np.float32)[np.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
     params = drawn(module, x) | {"router": 9 * np.eye(cfg.embed, 4, dtype=np.float32)}
     p = float(np.exp(9) / (np.exp(9) + 3))
@@ -368,9 +387,9 @@ def test_penalties_and_loads(small):
     np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
     np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
     with_bias = params | {"balance_bias": np.zeros(4, np.float32)}
-    both = routed(Experts(dataclasses.replace(cfg, balance="bias_row")), with_bias)
+    both = routed(Experts(with_values(cfg, {"experts.balance": "bias_row"})), with_bias)
     np.testing.assert_array_equal(both.penalty_B, row.penalty_B)
-    both = routed(Experts(dataclasses.replace(cfg, balance="batch", router_z_loss=0.0)), params)
+    both = routed(Experts(with_values(cfg, {"experts.balance": "batch", "experts.z_loss": 0.0})), params)
     share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)
     np.testing.assert_allclose(both.penalty_B, [0.5 * 4 * (share * [5 / 8, 1 / 8, 1 / 8, 1 / 8]).sum()] * 2, rtol=1e-5)
 
@@ -383,8 +402,10 @@ def moved_by_loads(frozen, cfg):
 
 def test_the_bias_moves_against_the_load(small):
     """Layers after a dense one, in a pattern of two that does not divide them."""
-    kinds = {"layer_pattern": ("full", "nope"), "dense_layers": 1, "layers": 4}
-    cfg = small(experts=2, experts_per_token=1, balance="bias", balance_rate=0.25, **kinds).model
+    kinds = {"layer_pattern": ("full", "nope"), "experts.dense_layers": 1, "layers": 4}
+    cfg = small(
+        **{"experts.count": 2, "experts.per_token": 1, "experts.balance": "bias", "experts.balance_rate": 0.25}, **kinds
+    ).model
     params = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
     assert set(params) >= {"dense_layers", "layers", "layer_3"} and "block_1" in params["layers"]
     zeros = {"mlp": {"balance_bias": np.zeros((1, 2), np.float32)}}
@@ -402,8 +423,10 @@ def test_the_bias_moves_against_the_load(small):
 
 def test_the_bias_of_every_second_layer_moves(small):
     """Loads are of the layers with experts alone: layers 1, 3 and 5 of turns of four, of which the second is cut."""
-    kinds = {"layer_pattern": ("full", "full", "full", "nope"), "sparse_step": 2, "layers": 6}
-    cfg = small(experts=2, experts_per_token=1, balance="bias", balance_rate=0.25, **kinds).model
+    kinds = {"layer_pattern": ("full", "full", "full", "nope"), "experts.step": 2, "layers": 6}
+    cfg = small(
+        **{"experts.count": 2, "experts.per_token": 1, "experts.balance": "bias", "experts.balance_rate": 0.25}, **kinds
+    ).model
     flat = flatten_dict(nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0)))))
     paths = {path for path in flat if path[-1] == "balance_bias"}
     assert {path[:-2] for path in paths} == {("layers", "block_1"), ("layers", "block_3"), ("layer_5",)}
@@ -416,7 +439,7 @@ def test_the_bias_of_every_second_layer_moves(small):
 @pytest.mark.slow
 def test_a_cache_counts_the_dense_layers(small):
     """One token after others, with a cache, as without one."""
-    kinds = {"layers": 3, "dense_layers": 1, "layer_pattern": ("sliding", "full"), "sliding_window": 3}
+    kinds = {"layers": 3, "experts.dense_layers": 1, "layer_pattern": ("sliding", "full"), "attention.window": 3}
     cfg = small(**SIZES, **kinds).model
     params = nn.unbox(jax.jit(lambda: init(cfg, jax.random.key(0)))())
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, cfg.vocab)

@@ -4,28 +4,28 @@ import pkgutil
 
 import pytest
 
-from gspmd_lm.config import Encoder, Frames, Masks, ModelConfig, Patches, Queries, Vision, Windows
+from gspmd_lm.config import Encoder, Frames, Masks, ModelConfig, Patches, Queries, Vision, Windows, from_values
 from gspmd_lm.model import families
 
 SIZES = {name: 8 for name in ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "context")} | {"layers": 2}
-FULL = {"mask": "full"}
+FULL = {"attention.mask": "full"}
 PATCHES = Patches(image=8, size=4, class_row=False, pool="mean")
-IMAGE = FULL | {"vocab": 0, "context": 4, "positions": "none", "patches": PATCHES, "classes": 3}
+IMAGE = FULL | {"vocab": 0, "context": 4, "positions": "none", "patches": PATCHES, "classes.count": 3}
 BOTH = {"patches": Patches(image=8, size=4, pool="both"), "context": 5}
 SEEN = {"positions": "learned", "vision": Vision(patches=Patches(image=8, size=4), projection=4)}
 READ = {"vision": Vision(patches=Patches(image=8, size=4), queries=Queries(rows=2))}
 SOURCE = {"encoder": Encoder(start_token=1)}
 SETTINGS = {
     "text": [{}, FULL],
-    "gemma3n": [{"layer_embed": 4, "residual_streams": 2}],
-    "bert": [FULL | {"classes": 3}],
+    "gemma3n": [{"residual.layer_embed": 4, "residual.streams": 2}],
+    "bert": [FULL | {"classes.count": 3}],
     "t5": [SOURCE],
     "whisper": [SOURCE | {"frames": Frames(bands=4), "positions": "learned"}],
     "vit": [IMAGE],
     "dinov2": [IMAGE | BOTH],
     "swin": [IMAGE | {"windows": Windows(size=2)}],
     "sam": [
-        IMAGE | {"classes": 0, "masks": Masks(embed=32)},
+        IMAGE | {"classes": None, "masks": Masks(embed=32)},
         IMAGE | {"windows": Windows(size=2), "masks": Masks(embed=32)},
     ],
     "clip": [SEEN],
@@ -35,7 +35,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("name", "settings"), [(name, one) for name, every in SETTINGS.items() for one in every])
 def test_the_family_of_a_config_makes_the_arrays_that_it_is_initialised_with(name, settings):
-    cfg = ModelConfig(**SIZES | settings)
+    cfg = from_values(ModelConfig, SIZES | settings)
     chosen = families.family(cfg)
     assert chosen is getattr(families, name).FAMILY
     assert {"row"} < chosen.dummy(cfg).keys()

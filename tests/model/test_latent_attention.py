@@ -21,9 +21,9 @@ from gspmd_lm.sharding.partial_sums import reduced
 from tests.courses import weights
 from tests.model.cached import both_ways
 
-SIZES = dict(latent_attention=LatentAttention(kv_rank=12, q_rank=10, v_head_dim=5), head_dim=6, rope_dim=2, heads=4,
-             kv_heads=4)  # fmt: skip
-NO_Q_RANK = SIZES | {"latent_attention": LatentAttention(kv_rank=12, v_head_dim=5)}
+SIZES = {"attention.latent": LatentAttention(kv_rank=12, q_rank=10, v_head_dim=5), "head_dim": 6,
+         "attention.rope.dim": 2, "heads": 4, "kv_heads": 4}  # fmt: skip
+NO_Q_RANK = SIZES | {"attention.latent": LatentAttention(kv_rank=12, v_head_dim=5)}
 
 
 ROUNDING = 5e-4  # of gradients: the scores of these weights are large
@@ -31,7 +31,7 @@ TUNED = AttentionTemperature(scale=0.1, every=3)
 
 
 def settings(small, **changes):
-    return small(**SIZES | {"init_std": 0.3, "norm_eps": 0.1} | changes).model
+    return small(**SIZES | {"init_std": 0.3, "norm.eps": 0.1} | changes).model
 
 
 def turned(x, positions):
@@ -61,7 +61,7 @@ def as_published(w, x_TD, cfg):
 
 
 def test_results_and_gradients_are_those_of_the_equations(small):
-    cfg, T = settings(small, attention_temperature=TUNED), 7
+    cfg, T = settings(small, **{"attention.temperature": TUNED}), 7
     module, rng = latent.LatentAttention(cfg, attention_parts(cfg)), np.random.default_rng(0)
     batch = {"positions": np.arange(T)[None]}
 
@@ -96,11 +96,11 @@ def test_results_and_gradients_are_those_of_the_equations(small):
 
 KINDS = {
     "no vector of queries, padded heads, a scale": NO_Q_RANK | {
-        "padded_heads": 6, "query_scale": 0.3, "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+        "padded_heads": 6, "attention.scale": 0.3, "attention.rope.scaling": RopeScaling(kind="linear", factor=2.0),
     },
     "windows, chunks, sinks, biases": {
-        "layers": 3, "layer_pattern": ("sliding", "chunked", "nope"), "sliding_window": 3, "attention_chunk": 5,
-        "attention_sinks": True, "attention_out_bias": True,
+        "layers": 3, "layer_pattern": ("sliding", "chunked", "nope"), "attention.window": 3, "attention.chunk": 5,
+        "attention.sinks": True, "attention.out_bias": True,
     },
 }  # fmt: skip
 
@@ -142,10 +142,13 @@ def test_values_narrower_than_keys(form, small):
     ("changes", "message"),
     [
         ({"kv_heads": 2}, "kv_heads=2: each of heads=4 has keys of its own: set kv_heads to 4"),
-        ({"rope_dim": 0}, "rope_dim=0: set the size of the key that all heads share, below head_dim=6"),
+        (
+            {"attention.rope.dim": 0},
+            "attention.rope.dim=0: set the size of the key that all heads share, below head_dim=6",
+        ),
         ({"head_dim": 4}, "v_head_dim=5 is above head_dim=4"),
-        ({"qk_norm": True}, "latent_attention: qk_norm is not supported"),
-        ({"attention_gate": True, "value_norm": True}, "attention_gate is not supported"),
+        ({"attention.qk_norm": True}, "attention.latent: attention.qk_norm is not supported"),
+        ({"attention.gate": True, "attention.value_norm": True}, "attention.gate is not supported"),
     ],
 )
 def test_what_does_not_go_with_it_is_said(changes, message, small):

@@ -37,21 +37,21 @@ def chunked(cfg, x, table, bias, targets):
 
 def _logits(cfg, x, table, bias):
     logits = jnp.einsum("btd,vd->btv", x, table) + (0 if bias is None else bias)
-    if cfg.logit_softcap:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+    if cfg.logits.softcap:
+        logits = cfg.logits.softcap * jnp.tanh(logits / cfg.logits.softcap)
     return logits[..., : cfg.vocab]
 
 
 def plain(cfg, x, table, bias, targets):
     logits, counted = _logits(cfg, x, table, bias), targets >= 0
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
-    total = cross_entropy + cfg.z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    total = cross_entropy + cfg.logits.z_loss * jax.nn.logsumexp(logits, -1) ** 2
     correct = (logits.argmax(-1) == targets) & counted
     return jnp.where(counted, total, 0).sum(), jnp.where(counted, cross_entropy, 0).sum(), correct.sum()
 
 
-OPTIONS = {"plain": {}, "capped": {"logit_softcap": 3.0}, "z": {"z_loss": 0.01},
-           "both": {"logit_softcap": 3.0, "z_loss": 0.01}}  # fmt: skip
+OPTIONS = {"plain": {}, "capped": {"logits.softcap": 3.0}, "z": {"logits.z_loss": 0.01},
+           "both": {"logits.softcap": 3.0, "logits.z_loss": 0.01}}  # fmt: skip
 CHUNKS = [(24, 4), (10**6, 1)]
 CASES = list(itertools.product(OPTIONS, [False, True], CHUNKS))
 # Every pair of values of two of the three, with both options or none.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd_lm.config import RopeScaling
+from gspmd_lm.config import RopeScaling, with_values
 from gspmd_lm.model import block, mlp, norm
 from gspmd_lm.model import rope as ropes
 from gspmd_lm.model.decoder import Decoder
@@ -20,14 +20,15 @@ from tests.courses import weights
 T = 12
 VARIANTS = {
     "llama": {},
-    "gpt2": dict(norm="layernorm", norm_bias=True, mlp_kind="plain", activation="gelu_tanh", positions="learned",
-                 qkv_bias=True, attention_out_bias=True, mlp_bias=True, tied_embeddings=True),
-    "parallel": dict(block="parallel", qk_norm=True, kv_heads=2, positions="sinusoidal", activation="gelu",
-                     unembedding_bias=True),
-    "plain": dict(norm_scale=False, positions="none", mlp_kind="plain", activation="relu", attention_softcap=5.0,
-                  rope_scaling=RopeScaling()),
-    "olmo": dict(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="joint", sliding_window=5,
-                 layer_pattern=("sliding", "nope"), activation="relu2"),
+    "gpt2": {"norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain",
+             "feed_forward.activation": "gelu_tanh", "positions": "learned", "attention.qkv_bias": True,
+             "attention.out_bias": True, "feed_forward.bias": True, "embedding.tied": True},
+    "parallel": {"block": "parallel", "attention.qk_norm": True, "kv_heads": 2, "positions": "sinusoidal",
+                 "feed_forward.activation": "gelu", "logits.bias": True},
+    "plain": {"norm.scale": False, "positions": "none", "feed_forward.kind": "plain", "feed_forward.activation": "relu",
+              "attention.softcap": 5.0, "attention.rope.scaling": RopeScaling()},
+    "olmo": {"norm.pre": False, "norm.post": True, "attention.qk_norm": True, "attention.qk_norm_kind": "joint",
+             "attention.window": 5, "layer_pattern": ("sliding", "nope"), "feed_forward.activation": "relu2"},
 }  # fmt: skip
 
 
@@ -109,11 +110,11 @@ def test_logits_follow_the_reference_formula(small):
     block = jax.tree.map(lambda x: x[0], params["layers"])
 
     def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm_eps) * scale
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + cfg.norm.eps) * scale
 
     def rotate(x_TNH):
         half = cfg.head_dim // 2
-        angle = np.arange(T)[:, None, None] / cfg.rope_theta ** (np.arange(half) / half)
+        angle = np.arange(T)[:, None, None] / cfg.attention.rope.theta ** (np.arange(half) / half)
         z = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * np.exp(1j * angle)
         return np.concatenate([z.real, z.imag], -1)
 
@@ -159,7 +160,9 @@ def test_every_dropout_of_a_model_has_a_mask_of_its_own(block, writes, small):
 
     Masks of their own give a binomial distribution; two equal ones would give only even counts of theirs.
     """
-    cfg = small(block=block, dropout=0.5, embed=64, layers=2, attention_out_bias=True, mlp_bias=True).model
+    cfg = small(
+        block=block, dropout=0.5, embed=64, layers=2, **{"attention.out_bias": True, "feed_forward.bias": True}
+    ).model
     written = 1.0 if block == "sequential" else 0.5  # by each of attention and MLP, which a parallel block adds up
 
     values = {"bo": written, "b_down": written, "scale": 1, "embedding": 1}
@@ -187,7 +190,7 @@ def test_dropout_changes_training_only(small):
 
 
 def test_matrices_that_write_to_the_residual_stream_start_smaller_with_depth(small):
-    cfg = small(layers=8, embed=64, mlp=128, init_std=0.05, tied_embeddings=False).model
+    cfg = small(layers=8, embed=64, mlp=128, init_std=0.05, **{"embedding.tied": False}).model
     params = jax.jit(lambda key: nn.unbox(init(cfg, key)))(jax.random.key(0))
     attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
     for name, x in ({"embedding": params["embedding"], "unembedding": params["unembedding"]} | attention | mlp).items():
@@ -199,10 +202,12 @@ def test_matrices_that_write_to_the_residual_stream_start_smaller_with_depth(sma
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
     """What comes out is the exact result, rounded once."""
-    cfg = small(norm=kind, norm_bias=kind == "layernorm", norm_eps=1e-5, compute_dtype="bfloat16").model
+    cfg = small(
+        **{"norm.kind": kind, "norm.bias": kind == "layernorm", "norm.eps": 1e-5}, compute_dtype="bfloat16"
+    ).model
     rng = np.random.default_rng(0)
     x = rng.normal(30.0, 1.0, (64, 32)).astype(jnp.bfloat16)
-    params = {name: rng.normal(1.0, 0.1, 32).astype(np.float32) for name in ("scale", "bias")[: 1 + cfg.norm_bias]}
+    params = {name: rng.normal(1.0, 0.1, 32).astype(np.float32) for name in ("scale", "bias")[: 1 + cfg.norm.bias]}
     found = np.asarray(jax.jit(norm.Norm(cfg).apply)({"params": params}, x))
     y = np.asarray(x, np.float64)
     y -= y.mean(-1, keepdims=True) * (kind == "layernorm")
@@ -212,8 +217,8 @@ def test_norms_of_bfloat16_are_computed_in_float32(kind, small):
 
 def test_gradients_add_up_in_float32(small):
     """Those of 1024 equal rows are sums of equal ones: in bfloat16 they would stop growing at 256 of them."""
-    biases = {name: True for name in ("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias")}
-    exact = small(layers=1, positions="learned", norm="layernorm", embed=16, mlp=16, **biases).model
+    biases = {name: True for name in ("norm.bias", "attention.qkv_bias", "attention.out_bias", "feed_forward.bias")}
+    exact = small(layers=1, positions="learned", **{"norm.kind": "layernorm"}, embed=16, mlp=16, **biases).model
     batch = rows(exact, np.tile(np.arange(2), (1024, 1)))
     rng, abstract = np.random.default_rng(0), nn.unbox(jax.eval_shape(lambda: init(exact, jax.random.key(0))))
     params = jax.tree.map(lambda x: rng.normal(0.5, 0.5, x.shape).astype(jnp.bfloat16), abstract)
@@ -233,11 +238,11 @@ def test_gradients_add_up_in_float32(small):
 
 @pytest.mark.parametrize(
     ("kv_heads", "more"),
-    [pytest.param(8, {}, marks=pytest.mark.slow), (4, {"qk_norm": True, "qk_norm_kind": "joint"})],
+    [pytest.param(8, {}, marks=pytest.mark.slow), (4, {"attention.qk_norm": True, "attention.qk_norm_kind": "joint"})],
 )
 def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
     """Whatever stands in their weights: what is computed is what the other heads alone compute."""
-    cfg = small(layers=1, kv_heads=kv_heads, qkv_bias=True, **more).model
+    cfg = small(layers=1, kv_heads=kv_heads, **{"attention.qkv_bias": True}, **more).model
     padded = dataclasses.replace(cfg, padded_heads=12)
     wanted = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
     rng, batch = np.random.default_rng(0), rows(cfg, np.arange(T))
@@ -262,8 +267,8 @@ def test_padded_heads_add_nothing_and_learn_nothing(kv_heads, more, small):
 
 
 def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
-    cfg = small(head_dim=64, rope_theta=500000.0).model
-    scaled = dataclasses.replace(cfg, rope_scaling=RopeScaling(factor=8.0))
+    cfg = small(head_dim=64, **{"attention.rope.theta": 500000.0}).model
+    scaled = with_values(cfg, {"attention.rope.scaling": RopeScaling(factor=8.0)})
     x, at, later = np.ones((1, 1, 1, 64), np.float32), np.array([[100]]), np.array([[800]])
     rope = jax.jit(ropes.rope, static_argnums=(2, 3))
     plain, stretched = rope(x, at, cfg, 1), rope(x, later, scaled, 1)

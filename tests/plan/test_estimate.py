@@ -66,10 +66,11 @@ def test_what_a_policy_computes_again(llama, traces_of, monkeypatch):
 ROW = {"data": {"batch": 4, "seq": 64}, "context": 64, "layers": 4, "embed": 64, "heads": 4, "kv_heads": 2,
        "head_dim": 16, "mlp": 192}  # fmt: skip
 ADAPTERS = Lora(rank=16, targets=("wq", "w_up"))
-CAPTIONS = {**ROW, "mlp_kind": "plain", "positions": "learned", "frozen": ("vision", "layers"), "vision": Vision(
+CAPTIONS = {**ROW, "feed_forward.kind": "plain", "positions": "learned", "frozen": ("vision", "layers"),
+            "vision": Vision(
     patches=Patches(image=16, size=4), embed=48, head_dim=6, queries=Queries(rows=8, layers=4, embed=40, head_dim=5)),
     "data": {"batch": 4, "seq": 64, "source_seq": 24}}  # fmt: skip
-EXPERTS = {**ROW, "experts": 4, "experts_per_token": 2, "balance": "batch"}
+EXPERTS = {**ROW, "experts.count": 4, "experts.per_token": 2, "experts.balance": "batch"}
 
 
 @pytest.mark.parametrize(("changes", "remat"), [
@@ -79,7 +80,7 @@ EXPERTS = {**ROW, "experts": 4, "experts_per_token": 2, "balance": "batch"}
     pytest.param({**ROW, "frozen": ("layers", "final_norm", "unembedding")}, "block", marks=pytest.mark.slow),
     pytest.param(CAPTIONS, "block", marks=pytest.mark.slow),
     pytest.param({**ROW, "lora": ADAPTERS}, {"save": ["residual", "q"]}, marks=pytest.mark.slow),
-    pytest.param({**ROW, "tied_embeddings": True, "mlp_kind": "plain"}, "dots", marks=pytest.mark.slow),
+    pytest.param({**ROW, "embedding.tied": True, "feed_forward.kind": "plain"}, "dots", marks=pytest.mark.slow),
     pytest.param({**ROW, "block": "parallel"}, {"save": ["attention_out", "hidden"]}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_each_product_is_priced_as_often_as_the_compiled_step_runs_it(small, built, changes, remat):
@@ -189,7 +190,7 @@ def test_sums_of_the_results_of_few_experts_take_their_tiles(small, monkeypatch)
 
     def others_s(experts, cycles):
         monkeypatch.setattr(gathers, "SUM_TILE", cycles)
-        config = small(**EXPERTS | {"experts": 8, "experts_per_token": experts})
+        config = small(**EXPERTS | {"experts.count": 8, "experts.per_token": experts})
         rules = rules_file.from_dict({**FSDP, "mesh": {"fsdp": 4}}, "fsdp").fill(4)
         return Estimator(config, targets.parse("v6e:2x2")).estimate(rules).other_s
 
@@ -210,7 +211,7 @@ def test_the_attention_kernel_runs_again_unless_its_result_is_kept(estimated):
 
 
 def test_a_window_is_priced_by_its_scores():
-    windowed = configs.load("llama3_8b", ["data.batch=8", "model.sliding_window=1024"])
+    windowed = configs.load("llama3_8b", ["data.batch=8", "model.attention.window=1024"])
     estimator, chip = Estimator(windowed, targets.parse("h100:8")), CHIPS["h100"]
     found = estimator.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s
     calls = [attention.Cudnn(backward, N, T, T, H, causal=True, window=1024) for backward in (False, True)]
@@ -220,7 +221,7 @@ def test_a_window_is_priced_by_its_scores():
 
 
 def test_a_full_mask_is_priced_by_all_scores():
-    sets = ["data.batch=8", "objective=masked", "model.mask=full", "data.packing=documents"]
+    sets = ["data.batch=8", "objective=masked", "model.attention.mask=full", "data.packing=documents"]
     of = {name: Estimator(configs.load("llama3_8b", sets), targets.parse(name)) for name in ("h100:8", "v5p:2x2x2")}
     found = {name: one.estimate(rules_file.from_dict(FSDP, "fsdp").fill(8)).attention_s for name, one in of.items()}
     h100, v5p = CHIPS["h100"], CHIPS["v5p"]

@@ -109,7 +109,7 @@ def test_what_tokens_that_travel_send_is_what_the_trace_says(small, built, sent,
     This is traced as for a TPU. On CPUs, every device is sent all rows. Of rounds, the trace counts the first.
     """
     monkeypatch.setattr(permutes, "platform", lambda: "tpu")
-    config = small(experts=8, experts_per_token=2, expert_mlp=16, balance="row")
+    config = small(**{"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "experts.balance": "row"})
     step = built(config, rules_file.from_dict({**TRAVEL, "remat": remat}, "here.yaml"))
     found = Estimator(config, targets.parse("cpu:4")).estimate(step.rules).sent_by_axis
     assert found == pytest.approx(sent(step), rel=2.5e-3)  # how many rows each expert gets is left out
@@ -119,14 +119,20 @@ def test_products_of_further_rounds_are_not_counted(small, built, read, monkeypa
     """Of a buffer, what even loads fill is counted; of rounds, the first."""
     monkeypatch.setattr(permutes, "platform", lambda: "tpu")
     monkeypatch.setattr(grouped, "platform", lambda: "recorded")
-    config = small(experts=8, experts_per_token=2, expert_mlp=16, balance="row", layers=1)
+    config = small(
+        **{"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "experts.balance": "row"}, layers=1
+    )
     rules = rules_file.from_dict({**TRAVEL, "remat": "block"}, "here.yaml")
     once, rounds = (read(built(config, rules, expert_buffer=room)) for room in (4.0, 1.0))
     assert rounds.flops == pytest.approx(once.flops)
     assert rounds.model_flops < once.model_flops  # which takes buffers as full
 
 
-LATENT = {"latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
+LATENT = {
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4),
+    "head_dim": 6,
+    "attention.rope.dim": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -154,37 +160,50 @@ def test_forms_of_a_split_sequence_have_traces_of_their_own(small, built, sent):
         assert estimator.estimate(step.rules).sent_by_axis == pytest.approx(sent(step), rel=0.03), layout
 
 
-ENCODER = {"mask": "full", "positions": "learned", "token_types": 2, "mlp_kind": "plain", "qkv_bias": True}
+ENCODER = {
+    "attention.mask": "full",
+    "positions": "learned",
+    "embedding.token_types": 2,
+    "feed_forward.kind": "plain",
+    "attention.qkv_bias": True,
+}
 ENCODERS = {
-    "masked": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER},
-    "shared": {"objective": "masked", "head_transform": True, "tied_embeddings": True, **ENCODER, "shared_layers": True,
-               "embedding_width": 16, "embedding_in": "sum", "layers": 4},
-    "classes": {"objective": "classes", "classes": 3, **ENCODER},
-    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", **ENCODER},
-    "images": {"objective": "classes", "classes": 3, **ENCODER, "token_types": 0, "vocab": 0, "padded_vocab": 0,
+    "masked": {"objective": "masked", "logits.transform": True, "embedding.tied": True, **ENCODER},
+    "shared": {"objective": "masked", "logits.transform": True, "embedding.tied": True, **ENCODER,
+               "shared_layers": True,
+               "embedding.width": 16, "embedding.input": "sum", "layers": 4},
+    "classes": {"objective": "classes", "classes.count": 3, **ENCODER},
+    "replaced": {"objective": "replaced", "classes.count": 1, "classes.of": "tokens", **ENCODER},
+    "images": {"objective": "classes", "classes.count": 3, **ENCODER, "embedding.token_types": 0, "vocab": 0,
+               "padded_vocab": 0,
                "patches": Patches(image=12, size=4), "context": 10},
-    "windows": {"objective": "classes", "classes": 3, "mask": "full", "mlp_kind": "plain", "vocab": 0,
+    "windows": {"objective": "classes", "classes.count": 3, "attention.mask": "full", "feed_forward.kind": "plain",
+                "vocab": 0,
                 "padded_vocab": 0, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16,
                 "positions": "none", "windows": Windows(size=2, shift=1, levels=(
                     Level(layers=2, embed=64, heads=8, mlp=256),)), "layer_pattern": ("full", "shifted"),
                 "row_multiple": 8},
-    "texts and images": {"objective": "contrastive", "positions": "learned", "mlp_kind": "plain", "qkv_bias": True,
+    "texts and images": {"objective": "contrastive", "positions": "learned", "feed_forward.kind": "plain",
+                         "attention.qkv_bias": True,
                          "vision": Vision(patches=Patches(image=16, size=4), projection=24, embed=48, head_dim=6),
                          "data": {"source_seq": 24}},
-    "captions": {"positions": "learned", "mlp_kind": "plain", "qkv_bias": True, "vision": Vision(
+    "captions": {"positions": "learned", "feed_forward.kind": "plain", "attention.qkv_bias": True, "vision": Vision(
         patches=Patches(image=16, size=4), embed=48, head_dim=6, queries=Queries(rows=8, embed=40, head_dim=5)),
         "data": {"seq": 24, "source_seq": 24}},
     "summaries": {"objective": "seq2seq", "encoder": Encoder(layers=2), "positions": "none", "data": {"source_seq": 16},
-                  "relative_positions": RelativePositions(ranges=8, distance=6)},
-    "objects": {"objective": "masks", "masks": Masks(embed=64, mlp=256), "mask": "full", "mlp_kind": "plain",
+                  "attention.relative_positions": RelativePositions(ranges=8, distance=6)},
+    "objects": {"objective": "masks", "masks": Masks(embed=64, mlp=256), "attention.mask": "full",
+                "feed_forward.kind": "plain",
                 "vocab": 0, "padded_vocab": 0, "patches": Patches(image=24, size=4, class_row=False, pool="mean"),
                 "context": 36, "positions": "none", "windows": Windows(size=4, vectors=True),
-                "layer_pattern": ("full", "whole"), "final_norm": False, "data": {"seq": 40}},
-    "near": {"objective": "masked", "mask": "full", "relative_positions": RelativePositions(ranges=8)},
-    "vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True,
-                "relative_vectors": RelativeVectors(ranges=8, distance=10)},
-    "own vectors": {"objective": "masked", "mask": "full", "positions": "none", "qkv_bias": True, "key_bias": False,
-                    "relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
+                "layer_pattern": ("full", "whole"), "norm.final": False, "data": {"seq": 40}},
+    "near": {"objective": "masked", "attention.mask": "full",
+             "attention.relative_positions": RelativePositions(ranges=8)},
+    "vectors": {"objective": "masked", "attention.mask": "full", "positions": "none", "attention.qkv_bias": True,
+                "attention.relative_vectors": RelativeVectors(ranges=8, distance=10)},
+    "own vectors": {"objective": "masked", "attention.mask": "full", "positions": "none", "attention.qkv_bias": True,
+                    "attention.key_bias": False,
+                    "attention.relative_vectors": RelativeVectors(ranges=20, distance=10, own_projections=True)},
 }  # fmt: skip
 # "shared" has all that "masked" and "replaced" have, windows what images and classes have, and "summaries", below, what
 # "near" has. What tensor parallelism sends is a part of what fsdp2_tp4 does.
@@ -228,7 +247,7 @@ def context_and_tensor(sequences, heads, **keys):
 )
 def test_two_stacks_send_over_context_and_tensor_what_the_trace_says(small, built, sent, context, tensor, form):
     """What the encoder made is gathered once for all layers that read it, and so is the sum of its gradients."""
-    config = small(**ENCODERS["summaries"], tied_embeddings=True)
+    config = small(**ENCODERS["summaries"], **{"embedding.tied": True})
     step = built(config, context_and_tensor(context, tensor, context=form))
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     assert found == pytest.approx(sent(step), rel=0.03)
@@ -236,7 +255,7 @@ def test_two_stacks_send_over_context_and_tensor_what_the_trace_says(small, buil
 
 @pytest.mark.parametrize("layout", ["zero1_8", pytest.param("fsdp8", marks=pytest.mark.slow)])
 def test_a_tied_table_has_two_gradients_and_is_gathered_once(small, built, sent, layout):
-    config = small(tied_embeddings=True)
+    config = small(**{"embedding.tied": True})
     step = built(config, layout)
     found = Estimator(config, targets.parse("cpu:8")).estimate(step.rules).sent_by_axis
     assert found == pytest.approx(sent(step), rel=3e-3)  # scales are left out

@@ -64,7 +64,9 @@ def test_what_is_split_is_asked_of_the_model(space_of, llama):
 
 def test_what_is_made_from_a_shorter_vector_is_split_as_what_the_residual_is_made_of(small, space_of):
     latent = LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4)
-    found = space_of(small(latent_attention=latent, head_dim=6, rope_dim=2, data={"batch": 2}), "cpu:2")
+    found = space_of(
+        small(**{"attention.latent": latent, "attention.rope.dim": 2}, head_dim=6, data={"batch": 2}), "cpu:2"
+    )
     assert {*found.roles.hidden} == {"mlp", "heads", "vocab"}
     assert found.roles.width == ("embed", "wq_up.q_rank", "wk_up.kv_rank", "wv_up.kv_rank")
     layouts = list(found)
@@ -78,7 +80,9 @@ def test_experts_and_long_sequences_have_axes_of_their_own(small, space_of, monk
     monkeypatch.setattr(space, "LONG", 16)
     monkeypatch.setattr(space, "LEAST_POSITIONS", 8)
     monkeypatch.setattr(space, "MOST_TENSOR", 1)
-    config = small(compute_dtype="bfloat16", experts=4, experts_per_token=2, balance="batch", kv_heads=2)
+    config = small(
+        compute_dtype="bfloat16", **{"experts.count": 4, "experts.per_token": 2, "experts.balance": "batch"}, kv_heads=2
+    )
     of = space_of(config, "cpu:4")
     assert (of.roles.groups, of.roles.sequence) == (("expert",), ("seq",))
     assert "scores" not in of.roles.hidden and "expert" not in of.roles.hidden
@@ -145,7 +149,7 @@ def test_a_kernel_is_chosen_where_it_can_do_what_the_config_asks(llama, space_of
 def test_names_to_keep_are_those_of_the_model(llama, small, space_of, mixer):
     names = space_of(llama, "v5e:2x4").names
     assert names == (("attention_out", "q", "k", "v", "residual", "hidden"), ("layer_input",))
-    experts = small(experts=4, experts_per_token=2, balance="batch")
+    experts = small(**{"experts.count": 4, "experts.per_token": 2, "experts.balance": "batch"})
     assert {"dispatched", "hidden"} <= {*space_of(experts, "cpu:4").names.outputs}
     assert not any("remat" in raw for raw in space_of(mixer, "cpu:8"))
 

@@ -42,9 +42,9 @@ def products(jaxpr):
 
 
 LATENT = {
-    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "attention.rope.dim": 2,
 }  # fmt: skip
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16}
+EXPERTS = {"experts.count": 4, "experts.per_token": 2, "experts.mlp": 16, "experts.shared_mlp": 16}
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_operands_have_8_bits_forward_and_in_both_gradients(dtype, more, small, 
     """
     made = products(trace_gradients(built(eight(small, dtype, **more), "single")).jaxpr.jaxpr)
     usual = products(trace_gradients(built(small(optimizer=UNCLIPPED, **more), "single")).jaxpr.jaxpr)
-    weights = WEIGHTS + 3 if "latent_attention" in more else WEIGHTS
+    weights = WEIGHTS + 3 if "attention.latent" in more else WEIGHTS
     wanted = Counter(kind for kind in PRODUCTS[dtype] for _ in range(weights))
     wanted[("float32", "float32")] = usual[("float32", "float32")] - 3 * weights
-    if "experts" in more:
+    if "experts.count" in more:
         wanted += Counter({PRODUCTS[dtype][0]: 2 * 3})  # no E5M2
         wanted[("float32", "float32")] += 6 - 2 * 3
         wanted[("bfloat16", "bfloat16")] = 3
@@ -86,7 +86,7 @@ def test_a_layout_changes_nothing(layout, dtype, small, course):
     agree(course(config, layout, 2), dataclasses.replace(alone, metrics=alone.metrics[:2]), gradients=exact)
 
 
-OF_EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
+OF_EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16}
 
 
 @pytest.mark.parametrize("layout", ["dp2_tp4", "expert4"])
@@ -221,7 +221,7 @@ def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():
     assert said("h100:8", "matmul_dtype=fp8").endswith("MFU is of the bf16 peak")
     assert slower not in said("h100:8", "matmul_dtype=int8", "weight_dtype=int8")  # fp8 does not go with it
     for dtype in ("int8", "fp8"):  # of experts, neither is faster
-        told = said("h100:8", f"matmul_dtype={dtype}", "experts=4", "experts_per_token=2")
+        told = said("h100:8", f"matmul_dtype={dtype}", "experts.count=4", "experts.per_token=2")
         assert re.search(r"a train step of experts took \d% longer than with bfloat16$", told)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gspmd_lm import config as configs
-from gspmd_lm.config import core_yaml
+from gspmd_lm.config import core_yaml, with_values
 from gspmd_lm.hardware import target
 from gspmd_lm.hardware.chips import CHIPS, Processor
 from gspmd_lm.program import supported
@@ -30,10 +30,10 @@ def choice(text, on, config=LLAMA, asked=Pass(2048)):  # noqa: B008
 
 
 def model(**changes):
-    return dataclasses.replace(LLAMA, model=dataclasses.replace(LLAMA.model, **changes))
+    return dataclasses.replace(LLAMA, model=with_values(LLAMA.model, changes))
 
 
-BERT = configs.load("llama3_8b", ["objective=masked", "model.mask=full", "data.packing=documents"])
+BERT = configs.load("llama3_8b", ["objective=masked", "model.attention.mask=full", "data.packing=documents"])
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ BERT = configs.load("llama3_8b", ["objective=masked", "model.mask=full", "data.p
         (FSDP, Processor("gpu", "Some New GPU"), LLAMA, "cudnn", "cudnn"),
         (FSDP, H100, model(positions="alibi"), "xla",
          "xla, since cudnn on h100 does not support model.positions: alibi"),
-        (FSDP, V5P, model(relative_positions=configs.RelativePositions()), "xla",
-         "xla, since splash on v5p does not support model.relative_positions"),
+        (FSDP, V5P, model(**{"attention.relative_positions": configs.RelativePositions()}), "xla",
+         "xla, since splash on v5p does not support model.attention.relative_positions"),
         (FSDP, H100, BERT, "cudnn", "cudnn"),
         (FSDP, A100, BERT, "xla", "xla, since cudnn on a100 does not support data.packing: documents on compute "
          "capability 8.0 (only 9.0 and newer)"),
@@ -79,7 +79,7 @@ def test_what_would_let_a_faster_kernel_is_printed_only_if_it_does(monkeypatch):
     chats = dataclasses.replace(LLAMA, data=data)
     assert fix not in choice(FSDP, H100, chats, packed)[1]  # conversations cannot be packed otherwise
     # A window does not go with a ring.
-    assert "fix" not in choice(CONTEXT, H100, model(sliding_window=64))[1]
+    assert "fix" not in choice(CONTEXT, H100, model(**{"attention.window": 64}))[1]
     said = choice(FSDP, H100, asked=Pass(2048, padded=True))[1]
     assert said.endswith("does not support prompts that are padded on the left")
 
@@ -100,10 +100,13 @@ def test_experts_that_no_kernel_computes_are_a_warning():
     rules = rules_file.load("expert4").fill(8)
 
     def warnings(platform, **changes):
-        config = dataclasses.replace(mixture, model=dataclasses.replace(mixture.model, **changes))
+        config = dataclasses.replace(mixture, model=with_values(mixture.model, changes))
         return [one.message for one in supported.layer_problems(config, rules, platform, Pass(128)) if one.warning]
 
     (loop,) = warnings("gpu", compute_dtype="float32")
     assert "since the kernel for GPUs does not support model.compute_dtype: float32" in loop
-    assert "matrices of 64 x 100 on a device" in warnings("gpu", compute_dtype="bfloat16", embed=64, expert_mlp=100)[0]
+    assert (
+        "matrices of 64 x 100 on a device"
+        in warnings("gpu", compute_dtype="bfloat16", embed=64, **{"experts.mlp": 100})[0]
+    )
     assert warnings("gpu", compute_dtype="bfloat16") == warnings("tpu", compute_dtype="float32") == []

@@ -115,16 +115,18 @@ WRONG = {
     "remat that saves and offloads": Case(DP + "remat: {save: [q, k], offload: [k]}\n"),
     "unknown kernel": Case(DP + "attention: {cpu: cudnn, gpu: cudn, tpu: splash, tup: xla}\n"),
     "cudnn and soft-cap": Case(
-        DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.attention_softcap=50.0"), platform="gpu"
+        DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.attention.softcap=50.0"), platform="gpu"
     ),
     "cudnn and gathered keys": Case(
         "mesh: {context: 8}\nrules: {seq: context}\nattention: {gpu: cudnn}\n", ("data.packing=stream",), platform="gpu"
     ),
     "cudnn and a bias by distance": Case(
-        DP + "attention: {gpu: cudnn}\n", ("data.packing=stream", "model.relative_positions={}"), platform="gpu"
+        DP + "attention: {gpu: cudnn}\n",
+        ("data.packing=stream", "model.attention.relative_positions={}"),
+        platform="gpu",
     ),
     "a ring and a full mask": Case(
-        "mesh: {context: 8}\nrules: {seq: context}\ncontext: ring\n", ("objective=masked", "model.mask=full")
+        "mesh: {context: 8}\nrules: {seq: context}\ncontext: ring\n", ("objective=masked", "model.attention.mask=full")
     ),
     "splash and a short sequence": Case(DP + "attention: {tpu: splash}\n", ("data.seq=96",), platform="tpu"),
     "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: true}\n"),
@@ -138,18 +140,25 @@ WRONG = {
     "pipeline that is no mapping": Case(PP + "pipeline: 4\n"),
     "unknown key of a pipeline": Case(PP + "pipeline: {microbatch: 4, repeats: 0}\n"),
     "layers that do not divide into stages": Case(PP + "pipeline: {microbatches: 4}\n", ("model.layers=6",)),
-    "a pipeline and a bias by distance": Case(PP + "pipeline: {microbatches: 4}\n", ("model.relative_positions={}",)),
+    "a pipeline and a bias by distance": Case(
+        PP + "pipeline: {microbatches: 4}\n", ("model.attention.relative_positions={}",)
+    ),
     "layers that do not divide into repeats": Case(PP + "pipeline: {microbatches: 4, repeats: 2}\n"),
     "a pattern cut in half": Case(
         PP + "pipeline: {microbatches: 4}\n",
-        ("model.layers=8", "model.layer_pattern=[sliding, sliding, sliding, full]", "model.sliding_window=8"),
+        ("model.layers=8", "model.layer_pattern=[sliding, sliding, sliding, full]", "model.attention.window=8"),
     ),
     "microbatches that are no multiple of the stages": Case(PP + "pipeline: {microbatches: 6}\n", ("data.batch=24",)),
     "a batch that does not divide into rows of a stage": Case(PP + "pipeline: {microbatches: 16}\n"),
     "microbatches of a pipeline in microbatches": Case(PP + "microbatches: 4\npipeline: {microbatches: 4}\n"),
     "pipeline of several residual streams": Case(
         PP + "pipeline: {microbatches: 4}\n",
-        ("model.residual_streams=2", "model.layer_embed=8", "model.layer_vocab=50", "model.shared_kv_layers=2"),
+        (
+            "model.residual.streams=2",
+            "model.residual.layer_embed=8",
+            "model.residual.layer_vocab=50",
+            "model.attention.shared_kv_layers=2",
+        ),
     ),
     "pipeline of layers that share their weights": Case(
         PP + "pipeline: {microbatches: 4}\n", ("model.shared_layers=true",)
@@ -159,7 +168,7 @@ WRONG = {
     ),
     "pipeline and loads of the whole batch": Case(
         PP + "pipeline: {microbatches: 4}\n",
-        ("model.experts=8", "model.experts_per_token=2", "model.balance=batch"),
+        ("model.experts.count=8", "model.experts.per_token=2", "model.experts.balance=batch"),
     ),
     # Texts that are compared with the images of the whole batch
     "microbatches and a loss of the whole batch": Case(DP + "microbatches: 2\n", CLIP),
@@ -175,7 +184,7 @@ WRONG = {
     "rows that do not divide into parts": Case(DP + "interleave: 3\n"),
     "rows of a microbatch that do not divide into parts": Case(DP + "microbatches: 2\ninterleave: 2\n"),
     "parts of layers that have none": Case(
-        DP + "interleave: 2\n", ("model.experts=8", "model.experts_per_token=2", "model.residual_streams=2")
+        DP + "interleave: 2\n", ("model.experts.count=8", "model.experts.per_token=2", "model.residual.streams=2")
     ),
     "everything at once": Case(
         "mesh: {tensor: 4, dat: 1}\nrules: {heads: tensr, mlp: tensor, residul.seq: tensor}\nremat: blok\nextra: 1\n",

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from gspmd_lm.config import with_values
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CHIPS, Processor
@@ -13,7 +14,7 @@ from gspmd_lm.sharding.shapes import pairs
 from gspmd_lm.train import choices, decoder, state
 
 H100, CPU = (targets.parse(text).processor for text in ("h100:8", "cpu:8"))
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16}
+EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16}
 
 
 def rules_of(fsdp=4, optimizer=None, **pipeline):
@@ -42,11 +43,11 @@ def config(small):
         (rules_of(gather="turn"), H100, {}, ""),
         (rules_of(gather="step"), H100, {}, ""),
         (rules_of(schedule="1f1b"), H100, {}, "turn, since schedule: 1f1b does not go with step"),
-        (rules_of(), H100, EXPERTS, "turn, since layers with model.experts=8 gather their weights in each turn"),
+        (rules_of(), H100, EXPERTS, "turn, since layers with model.experts.count=8 gather their weights in each turn"),
     ],
 )
 def test_stages_gather_once_where_that_is_possible_and_useful(rules, on, model, said, config):
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+    config = dataclasses.replace(config, model=with_values(config.model, model))
     chosen = choices.settled(config, rules, on)
     assert choices.settled(config, chosen, on) == chosen
     found = choices.gather_choice(decoder.task(config), chosen, on)

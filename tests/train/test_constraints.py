@@ -153,7 +153,15 @@ def test_new_rules_are_not_mistaken_for_old_ones(small, built):
 
 @pytest.mark.parametrize("layout", ["fsdp2_tp4", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_the_initial_weights_do_not_depend_on_the_layout(layout, small, built):
-    config = small(tied_embeddings=False, norm="layernorm", norm_bias=True, qkv_bias=True, mlp_bias=True)
+    config = small(
+        **{
+            "embedding.tied": False,
+            "norm.kind": "layernorm",
+            "norm.bias": True,
+            "attention.qkv_bias": True,
+            "feed_forward.bias": True,
+        }
+    )
     states = [jax.device_get(built(config, name).lower_init().compile()().params) for name in ("single", layout)]
     # Bitwise with jax 0.10; XLA of jax 0.12 rounds the last bit by how it fuses.
     jax.tree.map(lambda a, b: np.testing.assert_array_max_ulp(a, b, 2), *states)

@@ -25,7 +25,7 @@ def settings(small):
     def make(**model):
         data = {"batch": B, "seq": T, "packing": model.pop("packing", "documents")}
         unclipped = {"clip_norm": 0.0, "warmup_steps": 0}
-        usual = {"kv_heads": K, "dropout": 0.1, "z_loss": 1e-3, "layers": L, "context": 64}
+        usual = {"kv_heads": K, "dropout": 0.1, "logits.z_loss": 1e-3, "layers": L, "context": 64}
         return small(data=data, optimizer=unclipped, **usual | model)
 
     return make
@@ -67,7 +67,7 @@ def test_a_form_changes_nothing_and_sends_the_least(form, same):
 
 
 LATENT = {
-    "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
+    "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "attention.rope.dim": 2,
     "kv_heads": 8,
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_latent_attention_whose_vectors_are_gathered_stays_the_same(mesh, whole,
     same(rules_of("gather", mesh, rules, remat="block"), **LATENT)
 
 
-TWO_KINDS = {"layer_pattern": ("sliding", "chunked"), "sliding_window": 7, "attention_chunk": 5}
+TWO_KINDS = {"layer_pattern": ("sliding", "chunked"), "attention.window": 7, "attention.chunk": 5}
 
 
 def test_gradients_of_weights_are_summed_over_tokens_at_once(settings, built):
@@ -128,15 +128,15 @@ MESHES = {
     ),
 }  # fmt: skip
 KINDS = {
-    "window, alibi": {"sliding_window": 7, "positions": "alibi"},
+    "window, alibi": {"attention.window": 7, "positions": "alibi"},
     "chunks": {
-        "attention_chunk": 5,
+        "attention.chunk": 5,
         "layer_pattern": ("chunked", "nope"),
-        "attention_temperature": AttentionTemperature(every=3, offset=1, layers="nope"),
+        "attention.temperature": AttentionTemperature(every=3, offset=1, layers="nope"),
     },
     "rounded alibi": {"positions": "alibi_bf16"},
     "sinusoids, parallel": {"positions": "sinusoidal", "block": "parallel", "packing": "stream"},
-    "learned, tied, capped": {"positions": "learned", "tied_embeddings": True, "attention_softcap": 2.0},
+    "learned, tied, capped": {"positions": "learned", "embedding.tied": True, "attention.softcap": 2.0},
 }
 # Each form with each mesh, and with each kind.
 PAIRS = [
@@ -150,15 +150,15 @@ def test_every_form_beside_every_other_split(form, mesh, kind, same, settings):
     sizes, rows, more = MESHES[mesh]
     rules, model = rules_of(form, sizes, rows, **more), {**KINDS[kind], "kv_heads": 8 if mesh != "repeated keys" else 4}
     if form == "ring" and "alibi" in model.get("positions", ""):
-        model |= {"positions": "rope", "sliding_window": 0}
+        model |= {"positions": "rope", "attention.window": 0}
     same(rules, **model)
 
 
 REFUSED = {
     "heads": ("ulysses", {"kv_heads": 2}, "ulysses: 2 key heads of a device (kv_heads) do not divide over context=4"),
-    "window": ("ring", {"sliding_window": 8}, "ring cannot do model.sliding_window: 8"),
+    "window": ("ring", {"attention.window": 8}, "ring cannot do model.attention.window: 8"),
     "alibi": ("ring", {"positions": "alibi"}, "ring cannot do model.positions: alibi"),
-    "scores": ("ring", {"attention_scores_dtype": "bfloat16"}, "ring cannot do model.attention_scores_dtype: bfloat16"),
+    "scores": ("ring", {"attention.scores_dtype": "bfloat16"}, "ring cannot do model.attention.scores_dtype: bfloat16"),
 }
 
 
@@ -175,8 +175,10 @@ def test_what_a_form_cannot_do_is_refused_with_row_and_fix(name, settings):
 
 def test_linear_attention_needs_whole_rows(settings):
     linear = LinearAttention(key_heads=4, value_heads=8, head_dim=4)
-    with pytest.raises(InputError, match=r"model\.linear_attention: a state goes from token to token"):
-        state.arrays_and_warnings(settings(linear_attention=linear), rules_of("gather", {"context": 8}, {}), "cpu")
+    with pytest.raises(InputError, match=r"model\.attention\.linear: a state goes from token to token"):
+        state.arrays_and_warnings(
+            settings(**{"attention.linear": linear}), rules_of("gather", {"context": 8}, {}), "cpu"
+        )
 
 
 def test_rows_that_cannot_be_dealt(settings):

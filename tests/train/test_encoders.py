@@ -12,34 +12,41 @@ from gspmd_lm.sharding import rules_file
 from tests.courses import agree, weights
 
 BERT = {
-    "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm", "norm_bias": True,
-    "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned", "token_types": 2,
-    "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    "attention.mask": "full", "norm.pre": False, "norm.sum": True, "norm.final": False, "norm.kind": "layernorm",
+    "norm.bias": True,
+    "embedding.norm": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu", "positions": "learned",
+    "embedding.token_types": 2,
+    "attention.qkv_bias": True, "attention.out_bias": True, "feed_forward.bias": True,
 }  # fmt: skip
-MASKED = {"objective": "masked", "head_transform": True, "unembedding_bias": True, "tied_embeddings": True, **BERT}
-DEBERTA = {**MASKED, "positions": "none", "relative_vectors": RelativeVectors(ranges=8, distance=10),
-           "convolution": Convolution(taps=3, activation="gelu"), "query_scale": 12**-0.5}  # fmt: skip
+MASKED = {"objective": "masked", "logits.transform": True, "logits.bias": True, "embedding.tied": True, **BERT}
+DEBERTA = {**MASKED, "positions": "none", "attention.relative_vectors": RelativeVectors(ranges=8, distance=10),
+           "convolution": Convolution(taps=3, activation="gelu"), "attention.scale": 12**-0.5}  # fmt: skip
 NEAR = RelativePositions(ranges=8, distance=12)
 KINDS = {
     "masked": MASKED,
     "shared": {
         **MASKED,
         "shared_layers": True,
-        "embedding_width": 16,
-        "embedding_in": "sum",
+        "embedding.width": 16,
+        "embedding.input": "sum",
         "layers": 3,
     },
-    "classes": {"objective": "classes", "classes": 3, "pooler_activation": "gelu", "dropout": 0.1, **BERT},
+    "classes": {"objective": "classes", "classes.count": 3, "classes.pooler": "gelu", "dropout": 0.1, **BERT},
     "vectors": DEBERTA,
-    "replaced": {"objective": "replaced", "classes": 1, "classes_of": "tokens", "pooler_activation": "gelu", **BERT},
-    "relative": {"objective": "masked", "mask": "full", "positions": "none", "relative_positions": NEAR},
+    "replaced": {"objective": "replaced", "classes.count": 1, "classes.of": "tokens", "classes.pooler": "gelu", **BERT},
+    "relative": {
+        "objective": "masked",
+        "attention.mask": "full",
+        "positions": "none",
+        "attention.relative_positions": NEAR,
+    },
     "own vectors": {
         **MASKED,
         "positions": "none",
-        "key_bias": False,
-        "relative_vectors": RelativeVectors(ranges=12, distance=6, own_projections=True),
+        "attention.key_bias": False,
+        "attention.relative_vectors": RelativeVectors(ranges=12, distance=6, own_projections=True),
     },
-    "relative of each layer": {"relative_positions": dataclasses.replace(NEAR, shared=False)},
+    "relative of each layer": {"attention.relative_positions": dataclasses.replace(NEAR, shared=False)},
 }
 LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8", "cp8", "cp8_ulysses")
 # Each layout with two of the kinds.
@@ -106,14 +113,20 @@ def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mask": "full"}, "model.mask: full shows a token what objective: causal asks for"),
-        ({"token_types": 2}, "model.token_types goes with objective: masked, replaced or classes, not causal"),
-        ({"objective": "masked"}, "objective: masked needs model.mask: full"),
-        ({"objective": "classes", "mask": "full"}, "objective: classes needs model.classes"),
-        ({"classes": 2}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
-        ({"mask": "full", "sliding_window": 4}, "mask: full does not go with sliding_window"),
-        ({"mask": "full", "positions": "alibi"}, "mask: full does not go with positions: alibi"),
-        ({"objective": "masked", "mask": "full", "data": {"packing": "stream"}}, "needs data.packing: documents"),
+        ({"attention.mask": "full"}, "model.attention.mask: full shows a token what objective: causal asks for"),
+        (
+            {"embedding.token_types": 2},
+            "model.embedding.token_types goes with objective: masked, replaced or classes, not causal",
+        ),
+        ({"objective": "masked"}, "objective: masked needs model.attention.mask: full"),
+        ({"objective": "classes", "attention.mask": "full"}, "objective: classes needs model.classes"),
+        ({"classes.count": 2}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
+        ({"attention.mask": "full", "attention.window": 4}, "attention.mask: full does not go with attention.window"),
+        ({"attention.mask": "full", "positions": "alibi"}, "attention.mask: full does not go with positions: alibi"),
+        (
+            {"objective": "masked", "attention.mask": "full", "data": {"packing": "stream"}},
+            "needs data.packing: documents",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):

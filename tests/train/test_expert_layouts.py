@@ -15,9 +15,15 @@ from gspmd_lm.sharding.problems import ShardingError
 from gspmd_lm.train import state
 from tests.courses import begun
 
-SIZES = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
+SIZES = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "init_std": 0.3}
 TENSOR = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "tensor")
-ALL = {"shared_mlp": 8, "shared_gate": True, "mlp_bias": True, "balance": "batch", "router_z_loss": 0.1}
+ALL = {
+    "experts.shared_mlp": 8,
+    "experts.shared_gate": True,
+    "feed_forward.bias": True,
+    "experts.balance": "batch",
+    "experts.z_loss": 0.1,
+}
 WITHOUT_MLP = {f"{name}.mlp": None for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up")}
 
 LORA = Lora(rank=4, alpha=8.0, targets=("w_gate", "w_up", "w_down"))
@@ -133,22 +139,31 @@ def computed(small, built, batch_of):
 
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_losses_and_gradients_do_not_depend_on_the_layout(computed, name):
-    agree(computed, name, {"balance": "row"} if "microbatches" in name else {})
+    agree(computed, name, {"experts.balance": "row"} if "microbatches" in name else {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [FIRST, "fsdp", "experts over tensor"])
 def test_those_of_adapters_do_not_either(computed, name):
     """A row for a weight, such as `w_gate.mlp: null`, places its adapter too."""
-    (_, gradients), _ = agree(computed, name, {"balance": "row", "lora": LORA})
+    (_, gradients), _ = agree(computed, name, {"experts.balance": "row", "lora": LORA})
     assert len(jax.tree.leaves(gradients)) == 2 * 3 * 2  # two matrices; gate, up and down; experts and shared ones
 
 
 @pytest.mark.slow
 def test_the_shipped_rules_of_deepseek_v3_do_neither(computed):
     """Of 16 devices, 8 of which share the experts, with the three weights of latent attention that have no embed."""
-    latent = {"latent_attention": LatentAttention(kv_rank=16, q_rank=16, v_head_dim=4), "head_dim": 6, "rope_dim": 2}
-    model = latent | {"dense_layers": 1, "balance": "bias_row", "routing": "sigmoid", "mlp_bias": False}
+    latent = {
+        "attention.latent": LatentAttention(kv_rank=16, q_rank=16, v_head_dim=4),
+        "head_dim": 6,
+        "attention.rope.dim": 2,
+    }
+    model = latent | {
+        "experts.dense_layers": 1,
+        "experts.balance": "bias_row",
+        "experts.routing": "sigmoid",
+        "feed_forward.bias": False,
+    }
     agree(computed, "fsdp_expert8", model, rules_file.load("fsdp_expert8").fill(16))
 
 
@@ -157,8 +172,8 @@ def test_the_shipped_rules_of_deepseek_v3_do_neither(computed):
 def test_tokens_travel_in_as_many_rounds_as_the_fullest_device_needs(computed, name, kind):
     """Losses and gradients are those of one device, with loads as they come and with all tokens at the same experts."""
     rules = rules_file.from_dict(ROUNDS[name], "here.yaml")
-    model = {"shared_mlp": 0, "shared_gate": False, "balance": "row"}
-    model |= {"lora": LORA, "weighted_input": True, "mlp_bias": False} if kind != "plain" else {}
+    model = {"experts.shared_mlp": 0, "experts.shared_gate": False, "experts.balance": "row"}
+    model |= {"lora": LORA, "experts.weighted_input": True, "feed_forward.bias": False} if kind != "plain" else {}
     (drawn, _), text = agree(computed, name, model, rules)
     (sums, _), _ = agree(computed, name, model, rules, router=0.0)
     assert np.count_nonzero(sums.load_LC, axis=1).tolist() == [2, 2]
@@ -217,17 +232,18 @@ def test_fsdp_alone_moves_no_token(computed):
 @pytest.mark.parametrize(
     ("rules", "model", "message", "fix"),
     [
-        ({"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}}, {"experts": 12},
+        ({"mesh": {"expert": 8}, "rules": {"batch": "expert", "expert": "expert"}}, {"experts.count": 12},
          "layers.mlp.w_down: expert=12 does not divide over expert=8", "--set rules.rules.expert=null"),
         ({"mesh": {"tensor": 8}, "rules": {"expert": "tensor", "mlp": "tensor"}}, {},
          "layers.mlp.w_down: tensor would split both expert and mlp", "another mesh axis"),
         ({"mesh": {"data": 2, "tensor": 4}, "rules": {"batch": "data", "expert": ["data", "tensor"]}}, {},
          "experts: expert would be split over data, which splits tokens, and tensor, which does not",
          "--set rules.rules.expert=data, so that tokens travel"),
-        ({"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2}, {"balance": "batch"},
-         "model.balance: batch needs the loads of the whole batch", "--set rules.microbatches=1"),
-        ({"mesh": {"context": 8}, "rules": {"seq": "context"}}, {"capacity_factor": 1.0},
-         "model.capacity_factor: an expert computes the first tokens of a row", "--set model.capacity_factor=0"),
+        ({"mesh": {"data": 8}, "rules": {"batch": "data"}, "microbatches": 2}, {"experts.balance": "batch"},
+         "model.experts.balance: batch needs the loads of the whole batch", "--set rules.microbatches=1"),
+        ({"mesh": {"context": 8}, "rules": {"seq": "context"}}, {"experts.capacity_factor": 1.0},
+         "model.experts.capacity_factor: an expert computes the first tokens of a row",
+         "--set model.experts.capacity_factor=0"),
     ],
 )  # fmt: skip
 def test_rules_that_do_not_fit_experts_are_refused(small, rules, model, message, fix):
@@ -238,7 +254,7 @@ def test_rules_that_do_not_fit_experts_are_refused(small, rules, model, message,
 
 def test_a_config_that_drops_tokens_is_warned_of(small):
     rules = rules_file.load("single")
-    _, warnings = state.arrays_and_warnings(small(**SIZES, capacity_factor=1.25), rules, "cpu")
+    _, warnings = state.arrays_and_warnings(small(**SIZES, **{"experts.capacity_factor": 1.25}), rules, "cpu")
     assert "drops the tokens that an expert gets beyond 1.25 times the mean" in "\n".join(map(str, warnings))
 
 
@@ -256,7 +272,9 @@ def test_a_buffer_is_said_where_tokens_travel_in_rounds(small, built):
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_bias_is_moved_and_not_trained(small, built, batch_of, microbatches):
-    step = built(small(**SIZES, balance="bias", balance_rate=0.25), "single", microbatches=microbatches)
+    step = built(
+        small(**SIZES, **{"experts.balance": "bias", "experts.balance_rate": 0.25}), "single", microbatches=microbatches
+    )
     assert "balance_bias" not in str(jax.tree_util.tree_structure(step.abstract_state.optimizer))
     before = step.lower_init().compile()()
     weight = np.array(before.params["layers"]["mlp"]["router"])

@@ -13,26 +13,30 @@ from gspmd_lm.train import state
 from tests.courses import agree
 
 VIT = {
-    "objective": "classes", "classes": 3, "mask": "full", "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain",
-    "activation": "gelu", "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+    "objective": "classes", "classes.count": 3, "attention.mask": "full", "norm.kind": "layernorm", "norm.bias": True,
+    "feed_forward.kind": "plain",
+    "feed_forward.activation": "gelu", "positions": "learned", "attention.qkv_bias": True, "attention.out_bias": True,
+    "feed_forward.bias": True,
     "vocab": 0, "padded_vocab": 0, "patches": Patches(image=16, size=4), "context": 17,
 }  # fmt: skip
 ROWS = {"seq": 24}  # 17 rows of an image, and padding up to what 8 devices divide
 DEIT = {**VIT, "patches": Patches(image=12, size=4, channels=1, distillation="head"), "context": 11}
 BEIT = {
-    **VIT, "patches": Patches(image=16, size=4, pool="mean"), "positions": "none", "final_norm": False,
-    "key_bias": False, "layer_scale": 0.1, "relative_positions": RelativePositions(side=4, ranges=52, shared=False),
+    **VIT, "patches": Patches(image=16, size=4, pool="mean"), "positions": "none", "norm.final": False,
+    "attention.key_bias": False, "residual.layer_scale": 0.1,
+    "attention.relative_positions": RelativePositions(side=4, ranges=52, shared=False),
 }  # fmt: skip
 # 4 x 4 patches in four windows, and then 2 x 2 in one, with as many rows of padding.
 LEVEL = Level(layers=1, embed=64, heads=16, mlp=128)
 SWIN = {
     **VIT, "patches": Patches(image=16, size=4, class_row=False, pool="mean"), "context": 16, "positions": "none",
-    "relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False), "embedding_norm": True,
+    "attention.relative_positions": RelativePositions(side=2, ranges=9, shared=False, learned_row=False),
+    "embedding.norm": True,
     "windows": Windows(size=2, shift=1, levels=(LEVEL,)),
     "layer_pattern": ("full", "shifted"), "row_multiple": 8,
 }  # fmt: skip
 ODD, TWELVE = Windows(size=3, shift=1, levels=(LEVEL,)), Patches(image=12, size=2, class_row=False, pool="mean")
-BIASED = {**VIT, "layer_scale": 0.1, "relative_positions": BEIT["relative_positions"]}
+BIASED = {**VIT, "residual.layer_scale": 0.1, "attention.relative_positions": BEIT["attention.relative_positions"]}
 OTHERS = {"vit": VIT, "deit": {**DEIT, "dropout": 0.1}, "beit": BEIT}
 # Windows that are shifted, and then all of an image in one.
 SHIFTED = {**SWIN, "layers": 1, "layer_pattern": ("shifted",)}
@@ -72,7 +76,7 @@ def test_a_layout_changes_nothing(layout, kind, small, course):
         ("interleave", {}, r"layers with model\.windows are not computed in parts(.|\n)*--set rules\.interleave=1"),
         (
             "fsdp2_tp4",
-            {"row_multiple": 1, "windows": ODD, "patches": TWELVE, "context": 36, "relative_positions": None},
+            {"row_multiple": 1, "windows": ODD, "patches": TWELVE, "context": 36, "attention.relative_positions": None},
             r"seq=9 does not divide",
         ),
     ],
@@ -87,20 +91,25 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": "masked", "classes": 0}, "model.patches needs objective: classes"),
+        ({"objective": "masked", "classes": None}, "model.patches needs objective: classes"),
         ({"vocab": 61}, "model.patches has no tokens: set vocab=61 to 0"),
         ({"context": 16}, "model.patches gives 17 rows of an image: set context=16 to 17"),
         ({"data": {"seq": 16}}, "set data.seq=16 to 17, or above for padding"),
         ({"positions": "rope"}, "model.patches goes with positions: learned or none, not rope"),
         (
-            {"relative_positions": RelativePositions(side=3, ranges=28)},
+            {"attention.relative_positions": RelativePositions(side=3, ranges=28)},
             "model.patches has 4 patches on a side, and one",
         ),
         (
-            {"patches": None, "vocab": 61, "context": 24, "relative_positions": RelativePositions(side=3, ranges=28)},
-            "model.relative_positions.side needs model.patches",
+            {
+                "patches": None,
+                "vocab": 61,
+                "context": 24,
+                "attention.relative_positions": RelativePositions(side=3, ranges=28),
+            },
+            "model.attention.relative_positions.side needs model.patches",
         ),
-        ({"token_types": 2}, "model.patches does not go with token_types"),
+        ({"embedding.token_types": 2}, "patches does not go with embedding.token_types"),
         ({**SWIN, "kv_heads": 4}, "windows needs kv_heads equal to heads"),
         ({**SWIN, "positions": "sinusoidal"}, "windows goes with positions: learned or none, not sinusoidal"),
         ({**SWIN, "lora": Lora(targets=("wq",))}, "windows does not go with lora"),
@@ -112,11 +121,14 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
             "windows.size=2 does not divide the patches on a side of a level: 4, 2, 1",
         ),
         (
-            {**SWIN, "relative_positions": RelativePositions(side=4, ranges=52)},
-            "set relative_positions.side to as many",
+            {**SWIN, "attention.relative_positions": RelativePositions(side=4, ranges=52)},
+            "set attention.relative_positions.side to as many",
         ),
         ({**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17}, "set patches.class_row to false"),
-        ({**SWIN, "windows": None, "relative_positions": None}, "layer_pattern has shifted layers: set windows"),
+        (
+            {**SWIN, "windows": None, "attention.relative_positions": None},
+            "layer_pattern has shifted layers: set windows",
+        ),
         ({"row_multiple": 8}, "model.row_multiple=8 needs model.windows"),
         ({"data": {**ROWS, "fields": ("image", "text"), "label": "of"}}, "a record of an image with a class has one"),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),

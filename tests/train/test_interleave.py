@@ -44,13 +44,13 @@ def trained(layout, parts, *sets):
     [
         ("fsdp2_tp4", 2, ()),
         pytest.param("none", 4, (), marks=pytest.mark.slow),
-        pytest.param("fsdp2_tp4", 4, ("model.layer_pattern=[sliding, full]", "model.sliding_window=4"),
+        pytest.param("fsdp2_tp4", 4, ("model.layer_pattern=[sliding, full]", "model.attention.window=4"),
                      marks=pytest.mark.slow),
         pytest.param("fsdp2_tp4", 2, ("model.matmul_dtype=int8",), marks=pytest.mark.slow),
         pytest.param("fsdp8", 2, (), marks=pytest.mark.slow),
         pytest.param("cp8", 2, (), marks=pytest.mark.slow),
         pytest.param("zero1_8", 2, (), marks=pytest.mark.slow),
-        pytest.param("fsdp2_tp4", 2, ("model.block=parallel", "model.qkv_bias=true"), marks=pytest.mark.slow),
+        pytest.param("fsdp2_tp4", 2, ("model.block=parallel", "model.attention.qkv_bias=true"), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_parts_change_no_gradient_and_send_nothing_more(layout, parts, sets):

@@ -15,6 +15,7 @@ import pytest
 
 from gspmd_lm import config as configs
 from gspmd_lm import versions
+from gspmd_lm.config import with_values
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.model.decoder import Decoder
@@ -48,8 +49,8 @@ def same(a, b):
 )
 def test_the_initial_state_is_traced_once_and_compiled_cheaply_to_the_same_bits(layout, bits, built, monkeypatch):
     config, traced, options = configs.load("tiny"), [], []
-    few = {"mlp_kind": "plain", "tied_embeddings": True, "init_std": 0.02 + len(layout) / 1e4}
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **few))
+    few = {"feed_forward.kind": "plain", "embedding.tied": True, "init_std": 0.02 + len(layout) / 1e4}
+    config = dataclasses.replace(config, model=with_values(config.model, few))
     trace, compile_ = Decoder.init, compiler.compile
     monkeypatch.setattr(Decoder, "init", lambda *given: traced.append(1) or trace(*given))
     monkeypatch.setattr(compiler, "compile", lambda *given: options.append(given[1]) or compile_(*given))
@@ -72,7 +73,7 @@ def test_a_resumed_run_is_bitwise_the_straight_one(run, straight, tmp_path):
     assert losses_of(tmp_path) == losses_of(workdir)
 
 
-MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 8, "init_std": 0.2}
+MIXTURE = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "experts.shared_mlp": 8, "init_std": 0.2}
 ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_down"))}
 
 
@@ -85,7 +86,11 @@ ADAPTED = {"lora": configs.Lora(rank=4, alpha=8.0, targets=("wq", "w_gate", "w_d
         pytest.param(("pp2_fsdp2_tp2", "fsdp8", "pp2_fsdp2_tp2"), {"layers": 2}, marks=pytest.mark.slow),
         *(
             pytest.param(("expert4", "fsdp8", "dp2_tp4"), {**MIXTURE, **more}, marks=pytest.mark.slow)
-            for more in ({"balance": "batch"}, {"balance": "bias", "balance_rate": 0.02}, ADAPTED)
+            for more in (
+                {"experts.balance": "batch"},
+                {"experts.balance": "bias", "experts.balance_rate": 0.02},
+                ADAPTED,
+            )
         ),
     ],
     ids=["dense", "dense, three layouts", "pipeline", "mixture", "mixture balanced by a bias", "mixture with adapters"],
@@ -199,7 +204,7 @@ def test_a_run_that_diverges_at_once_loses_nothing(run, straight, tmp_path):
             shutil.rmtree(step)
     nan = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, z_loss=1.0e38),
+        model=with_values(config.model, {"logits.z_loss": 1.0e38}),
         train=dataclasses.replace(config.train, steps=at + 20, max_skipped=3),
     )
     with pytest.raises(RunFailed, match=f"the same command with --step={at} goes on from that checkpoint, which no"):

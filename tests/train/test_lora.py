@@ -38,7 +38,7 @@ LORA = Lora(rank=R, alpha=8.0, targets=("wq", "wk", "wv", "wo", "w_gate", "w_up"
 FEW = dataclasses.replace(LORA, targets=("wq", "w_down"))  # for runs: model/test_adapters.py merges each target
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3, "warmup_steps": 0}
 SHARED = {"shared_layers": True}
-SEQUENTIAL, PARALLEL = {}, {"block": "parallel", "kv_heads": 4, "tied_embeddings": True}
+SEQUENTIAL, PARALLEL = {}, {"block": "parallel", "kv_heads": 4, "embedding.tied": True}
 
 
 def flat(tree):
@@ -231,10 +231,10 @@ def test_what_init_from_refuses(run, source, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "has no checkpoint" in message(tmp_path / "empty")
     assert "there is no such directory" in message(tmp_path / "nowhere")
-    other = run(tmp_path / "run", workdir, mlp=32, qk_norm=True, lora=LORA)
+    other = run(tmp_path / "run", workdir, mlp=32, **{"attention.qk_norm": True}, lora=LORA)
     with pytest.raises(InputError) as error:
         sources.find(other.config).restore(other.step)
     differs = str(error.value)
     assert "mlp: 64 in the checkpoint, 32 in the config" in differs
-    assert "qk_norm: False in the checkpoint, True in the config" in differs
+    assert "attention.qk_norm: False in the checkpoint, True in the config" in differs
     assert "lora" not in differs

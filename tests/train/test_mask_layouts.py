@@ -17,9 +17,11 @@ from tests.courses import agree, weights
 
 # 6 x 6 patches: windows of 4 reach beyond them. Two layers, of which the second sees the whole image.
 SAM = {
-    "objective": "masks", "masks": Masks(embed=32, mlp=64), "mask": "full", "norm": "layernorm", "norm_bias": True,
-    "mlp_kind": "plain", "activation": "gelu", "positions": "learned", "qkv_bias": True, "attention_out_bias": True,
-    "mlp_bias": True, "vocab": 0, "padded_vocab": 0, "final_norm": False, "layer_pattern": ("full", "whole"),
+    "objective": "masks", "masks": Masks(embed=32, mlp=64), "attention.mask": "full", "norm.kind": "layernorm",
+    "norm.bias": True,
+    "feed_forward.kind": "plain", "feed_forward.activation": "gelu", "positions": "learned", "attention.qkv_bias": True,
+    "attention.out_bias": True,
+    "feed_forward.bias": True, "vocab": 0, "padded_vocab": 0, "norm.final": False, "layer_pattern": ("full", "whole"),
     "patches": Patches(image=24, size=4, class_row=False, pool="mean"), "context": 36,
     "windows": Windows(size=4, vectors=True),
 }  # fmt: skip
@@ -31,9 +33,19 @@ LAYOUTS = ("fsdp8", "tp8", "fsdp2_tp4", "zero1_8")
 
 
 # By default without what images have by themselves: test_image_layouts.py has their norms and biases.
-NAMES = ("objective", "masks", "mask", "mlp_kind", "vocab", "padded_vocab", "patches", "context", "windows")
+NAMES = (
+    "objective",
+    "masks",
+    "attention.mask",
+    "feed_forward.kind",
+    "vocab",
+    "padded_vocab",
+    "patches",
+    "context",
+    "windows",
+)
 LEAN = {name: SAM[name] for name in NAMES} | {
-    "layers": 1, "positions": "none", "masks": Masks(embed=32, layers=1, mlp=64), "final_norm": False,
+    "layers": 1, "positions": "none", "masks": Masks(embed=32, layers=1, mlp=64), "norm.final": False,
 }  # fmt: skip
 
 
@@ -115,7 +127,7 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
     ("changes", "words"),
     [
         ({"objective": "classes"}, "objective: masks needs model.masks, and model.masks needs objective"),
-        ({"classes": 3}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
+        ({"classes.count": 3}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
         ({"masks": None}, "objective: masks needs model.masks"),
         ({"masks": Masks(embed=36)}, "masks.embed=36 must be a multiple of 8"),
         ({"masks": Masks(embed=32, heads=6)}, "masks.embed=32 / narrowing=2 does not divide over heads=6"),
@@ -130,8 +142,8 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
         ({"windows": None}, "layer_pattern has whole layers: set windows"),
         ({"windows": Windows(size=4, shift=1)}, "windows.size=4 does not divide the patches on a side of a level"),
         (
-            {"relative_positions": RelativePositions(side=4, ranges=49, learned_row=False, shared=False)},
-            "windows.vectors and layers of kind whole do not go with relative_positions",
+            {"attention.relative_positions": RelativePositions(side=4, ranges=49, learned_row=False, shared=False)},
+            "windows.vectors and layers of kind whole do not go with attention.relative_positions",
         ),
         ({"data": {**ROWS, "images": Images(resize=30)}}, "model.masks does not go with data.images.resize and keep"),
         ({"data": {**ROWS, "fields": ("a", "b", "c", "d")}}, "a record has at most three"),

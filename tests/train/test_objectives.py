@@ -9,7 +9,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import Lora, Patches, load, to_dict
+from gspmd_lm.config import Lora, Patches, load, nested, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import decoder, init_from
@@ -19,17 +19,20 @@ from tests.quick import QUICK_FLAGS
 
 BERT = {
     "layers": 1, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 4, "mlp": 64, "vocab": 257, "padded_vocab": 264,
-    "context": 64, "mask": "full", "pre_norms": False, "sum_norms": True, "final_norm": False, "norm": "layernorm",
-    "norm_bias": True, "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned",
-    "token_types": 2, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "compute_dtype": "float32",
+    "context": 64, "attention.mask": "full", "norm.pre": False, "norm.sum": True, "norm.final": False,
+    "norm.kind": "layernorm",
+    "norm.bias": True, "embedding.norm": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu",
+    "positions": "learned",
+    "embedding.token_types": 2, "attention.qkv_bias": True, "attention.out_bias": True, "feed_forward.bias": True,
+    "compute_dtype": "float32",
 }  # fmt: skip
 LABELS = {"fields": ["text"], "label": "mood", "seq": 16}
 KINDS = {
-    "masked": ({"head_transform": True, "tied_embeddings": True, "unembedding_bias": True}, {"seq": 32}, "perplexity"),
-    "replaced": ({"classes": 1, "classes_of": "tokens"}, {"seq": 32}, "recall"),
-    "classes": ({"classes": 2}, LABELS, "f1"),
-    "several": ({"classes": 3}, LABELS | {"label": "moods", "label_kind": "classes"}, "f1"),
-    "numbers": ({"classes": 1}, LABELS | {"label": "size", "label_kind": "number"}, "pearson"),
+    "masked": ({"logits.transform": True, "embedding.tied": True, "logits.bias": True}, {"seq": 32}, "perplexity"),
+    "replaced": ({"classes.count": 1, "classes.of": "tokens"}, {"seq": 32}, "recall"),
+    "classes": ({"classes.count": 2}, LABELS, "f1"),
+    "several": ({"classes.count": 3}, LABELS | {"label": "moods", "label_kind": "classes"}, "f1"),
+    "numbers": ({"classes.count": 1}, LABELS | {"label": "size", "label_kind": "number"}, "pearson"),
 }
 
 
@@ -52,7 +55,7 @@ def flat(tree) -> dict[str, Any]:
 def _written(kind):
     model, data, _ = KINDS[kind]
     sections = {
-        "objective": kind if kind in ("masked", "replaced") else "classes", "model": BERT | model,
+        "objective": kind if kind in ("masked", "replaced") else "classes", "model": nested(BERT | model),
         "data": {"source": "a.jsonl", "batch": 8, "held_out": 0.3} | data,
         "optimizer": {"learning_rate": 1.0e-2}, "train": {"steps": 20, "log_every": 1, "trackers": []},
     }  # fmt: skip
@@ -103,15 +106,17 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
     ("kind", "changes", "message"),
     [
         ("classes", ("data.fields=[]", "data.label=''"), r"data\.label do not say what a text(.|\n)*fix "),
-        ("classes", ("model.classes=3",), r"has 2 labels, and model\.classes is 3(.|\n)*fix   --set model\.classes=2"),
-        ("classes", ("model.token_types=1", "data.fields=[text, text]"), r"and model\.token_types is 1\n  fix "),
-        ("classes", ("model.classes=1",), r"model\.classes: 1 is the number"),
-        ("replaced", ("model.classes=2",), r"model\.classes_of: tokens needs model\.classes: 1"),
-        ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes_of: tokens, which needs"),
+        ("classes", ("model.classes.count=3",),
+         r"has 2 labels, and model\.classes\.count is 3(.|\n)*fix   --set model\.classes\.count=2"),
+        ("classes", ("model.embedding.token_types=1", "data.fields=[text, text]"),
+         r"and model\.embedding\.token_types is 1\n  fix "),
+        ("classes", ("model.classes.count=1",), r"model\.classes\.count: 1 is the number"),
+        ("replaced", ("model.classes.count=2",), r"model\.classes\.of: tokens needs model\.classes\.count: 1"),
+        ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes\.of: tokens, which needs"),
         ("replaced", ("data.fields=[text]", "data.label=mood"), r"replaced tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
-        ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.mask=causal",
-                    "model.token_types=0"), r"objective: causal predicts tokens, not labels\n  fix "),
+        ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.attention.mask=causal",
+                    "model.embedding.token_types=0"), r"objective: causal predicts tokens, not labels\n  fix "),
     ],
 )  # fmt: skip
 def test_data_of_another_objective_is_refused(kind, changes, message, folder):
@@ -131,7 +136,7 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
         after = small(objective="classes", data={"label_kind": kind}, train={"init_from": str(folder / name)},
-                      **shared | {"classes": classes})  # fmt: skip
+                      **shared | {"classes.count": classes})  # fmt: skip
         found, step = init_from.find(after), built(after, "fsdp2_tp4")
         assert sorted(found.new) == new
         number, given = found.restore(step)
@@ -144,10 +149,10 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
         before = after
     with pytest.raises(InputError, match=r"lacks .*classifier.*model\.lora trains adapters alone\n  fix "):
         begun = small(objective="classes", lora=Lora(rank=2, targets=("wq",)), train={"init_from": str(folder / "a")},
-                      **shared | {"classes": 2})  # fmt: skip
+                      **shared | {"classes.count": 2})  # fmt: skip
         init_from.find(begun).restore(built(begun, "fsdp2_tp4"))
     seen = small(objective="classes", data={"source": "photos", "seq": 8}, train={"init_from": str(folder / "a")}, **{
-        **shared, "vocab": 0, "padded_vocab": 0, "token_types": 0, "classes": 2, "context": 5,
+        **shared, "vocab": 0, "padded_vocab": 0, "embedding.token_types": 0, "classes.count": 2, "context": 5,
         "patches": Patches(image=8, size=4),
     })  # fmt: skip
     with pytest.raises(InputError, match=r"checkpoint of another architecture(.|\n)*  vocab: 61 in the checkpoint, 0 "):

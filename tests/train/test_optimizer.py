@@ -35,7 +35,7 @@ def leaves(named, abstract):
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_named_by_the_parameters_axes(name, small):
     """Each array of the state has the axes of its parameter, or those that its factors keep."""
-    config = small(layers=3, kv_heads=2, norm="layernorm", norm_bias=True, optimizer={"name": name})
+    config = small(layers=3, kv_heads=2, **{"norm.kind": "layernorm", "norm.bias": True}, optimizer={"name": name})
     found = state.arrays(config)
     sizes = {"embed": 32, "mlp": 64, "vocab": 64, "layers": 3, "head_dim": 4, "positions": 32}
     flattened = {("layers", "heads"): (3, 32), ("layers", "kv_heads"): (3, 8)}
@@ -88,9 +88,7 @@ def test_matrices_are_told_by_their_axes():
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_is_of_matrices_only(name, small):
     config = small(
-        norm="layernorm",
-        norm_bias=True,
-        qkv_bias=True,
+        **{"norm.kind": "layernorm", "norm.bias": True, "attention.qkv_bias": True},
         optimizer={"name": name, "weight_decay": 0.1, "warmup_steps": 0, "schedule": "constant"},
     )
     found = state.arrays(config)

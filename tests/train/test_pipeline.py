@@ -65,18 +65,18 @@ LAYOUTS = {
 }  # fmt: skip
 FIRST, RING, *_, REPLICAS, _ = LAYOUTS
 MIXED = "pattern, dropout and a tied table"
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_mlp": 16, "init_std": 0.3}
+EXPERTS = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "init_std": 0.3}
 MODELS = {
     "plain": {},
     "pattern, dropout and a tied table": {
-        "layer_pattern": ("full", "nope"), "dropout": 0.1, "tied_embeddings": True, "kv_heads": 4,
+        "layer_pattern": ("full", "nope"), "dropout": 0.1, "embedding.tied": True, "kv_heads": 4,
     },
-    "a layer behind the pattern": {"layer_pattern": ("chunked", "nope", "full"), "attention_chunk": 5, "behind": 1},
-    "dense, then experts": {**EXPERTS, "dense_layers": 1, "balance": "row", "router_z_loss": 0.1},
-    "experts in a pattern": {**EXPERTS, "sparse_step": 2, "balance": "bias", "shared_mlp": 8},
+    "a layer behind the pattern": {"layer_pattern": ("chunked", "nope", "full"), "attention.chunk": 5, "behind": 1},
+    "dense, then experts": {**EXPERTS, "experts.dense_layers": 1, "experts.balance": "row", "experts.z_loss": 0.1},
+    "experts in a pattern": {**EXPERTS, "experts.step": 2, "experts.balance": "bias", "experts.shared_mlp": 8},
     "adapters": {"lora": Lora(rank=4, alpha=8.0, targets=("wq", "w_down"))},
 }  # fmt: skip
-CLASSES = {"classes": {"objective": "classes", "classes": 3, "mask": "full"}}
+CLASSES = {"classes": {"objective": "classes", "classes.count": 3, "attention.mask": "full"}}
 REMATS = ("none", "block", "dots", {"save": ["attention_out"]})
 ALONE = ("dense, then experts", "experts in a pattern")  # whose weights are gathered in each turn
 # Each model under three of the layouts, and each layout with three of the models.
@@ -90,7 +90,7 @@ PRODUCT = [
     )
     for i, model in enumerate(MODELS)
     for j, layout in enumerate(LAYOUTS)
-    if (i + j) % 2 == 0 and not (layout == RING and "attention_chunk" in MODELS[model])
+    if (i + j) % 2 == 0 and not (layout == RING and "attention.chunk" in MODELS[model])
 ]
 
 
@@ -125,10 +125,12 @@ def rules_of(layout, repeats=1, remat="block", gather="turn", mesh="", **pipelin
 def model_of(name, layout, repeats, small):
     """A model with two turns of its pattern, or one, in each part of a stage."""
     settings = dict((MODELS | CLASSES)[name])
-    length = math.lcm(len(settings.get("layer_pattern", ("full",))), settings.get("sparse_step", 1))
+    length = math.lcm(len(settings.get("layer_pattern", ("full",))), settings.get("experts.step", 1))
     layers = LAYOUTS[layout]["mesh"]["stage"] * repeats * length * (2 if length == repeats == 1 else 1)
     return small(
-        layers=layers + settings.get("dense_layers", 0) + settings.pop("behind", 0), optimizer=UNCLIPPED, **settings
+        layers=layers + settings.get("experts.dense_layers", 0) + settings.pop("behind", 0),
+        optimizer=UNCLIPPED,
+        **settings,
     )
 
 
@@ -309,7 +311,7 @@ def test_weights_that_are_gathered_once_give_the_same_gradients(first, small, co
 def test_what_cannot_be_gathered_once_is_refused(small):
     experts = model_of("dense, then experts", "experts", 1, small)
     for config, layout, said in (
-        (experts, "experts", "layers with model.experts=8 gather their weights in each turn"),
+        (experts, "experts", "layers with model.experts.count=8 gather their weights in each turn"),
         (model_of("plain", FIRST, 1, small), FIRST, ""),
     ):
         problems = pipeline_problems(config, rules_of(layout, gather="step").fill(8))
@@ -389,7 +391,7 @@ def test_each_round_gives_each_stage_a_part(stages, repeats):
 
 
 def test_layers_outside_of_the_stages_rest_as_under_other_rules(small):
-    arrays = state.arrays(small(layers=5, **EXPERTS, dense_layers=1, balance="row"))
+    arrays = state.arrays(small(layers=5, **EXPERTS, **{"experts.dense_layers": 1, "experts.balance": "row"}))
     rules = rules_of("experts")
     placed = {leaf.path: rules.resolve("weights", leaf.path, leaf.axes, like.shape)[0][0]
               for leaf, like in pairs(arrays.named_params, arrays.params) if "layers" in leaf.axes}  # fmt: skip

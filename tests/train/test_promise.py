@@ -16,9 +16,9 @@ LOOP = {"unroll": 1}  # one device writes its layers out, which takes longer to 
 # Two values of each thing that a model or a run can be.
 FACTORS = {
     "block": ("sequential", "parallel"),
-    "qk_norm": (False, True),
+    "attention.qk_norm": (False, True),
     "kv_heads": (8, 4),  # 4 are shared by two query heads each, and do not divide over tensor 8
-    "tied_embeddings": (False, True),
+    "embedding.tied": (False, True),
     "dropout": (0.0, 0.1),
     "microbatches": (1, 4),
 }
@@ -51,7 +51,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 def settings(bits):
     """What a case has. A gate of attention goes with norms of queries and keys, as in Qwen3-Next."""
     found = {name: values[bit] for (name, values), bit in zip(FACTORS.items(), bits, strict=True)}
-    return found | {"attention_gate": found["qk_norm"]}
+    return found | {"attention.gate": found["attention.qk_norm"]}
 
 
 def test_the_cases_hold_every_pair_of_values():
@@ -75,33 +75,42 @@ def test_a_layout_changes_nothing(layout, bits, small, course):
 # What only some families have.
 FAMILIES = {
     "Llama 4": {
-        "kv_heads": 4, "layer_pattern": ("chunked", "nope"), "attention_chunk": 5,
-        "attention_temperature": AttentionTemperature(every=3, offset=1, layers="nope"), "qk_norm": True,
-        "qk_norm_kind": "unscaled", "experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16,
-        "sparse_step": 2, "routing": "sigmoid", "normalized_weights": False, "weighted_input": True,
-        "balance": "bias", "init_std": 0.1,
+        "kv_heads": 4, "layer_pattern": ("chunked", "nope"), "attention.chunk": 5,
+        "attention.temperature": AttentionTemperature(every=3, offset=1, layers="nope"), "attention.qk_norm": True,
+        "attention.qk_norm_kind": "unscaled", "experts.count": 8, "experts.per_token": 2, "experts.mlp": 16,
+        "experts.shared_mlp": 16,
+        "experts.step": 2, "experts.routing": "sigmoid", "experts.normalized_weights": False,
+        "experts.weighted_input": True,
+        "experts.balance": "bias", "init_std": 0.1,
     },
     "Qwen3-Next": {
-        "kv_heads": 4, "layer_pattern": ("linear", "full"), "attention_gate": True,
-        "linear_attention": LinearAttention(key_heads=4, value_heads=8, head_dim=8, taps=3), "init_std": 0.1,
+        "kv_heads": 4, "layer_pattern": ("linear", "full"), "attention.gate": True,
+        "attention.linear": LinearAttention(key_heads=4, value_heads=8, head_dim=8, taps=3), "init_std": 0.1,
     },
     "Gemma 3n": {
-        "layers": 2, "kv_heads": 4, "sliding_window": 5, "shared_kv_layers": 1, "residual_streams": 2, "laurel_rank": 4,
-        "layer_embed": 8, "layer_vocab": 50, "activation_sparsity": 0.5, "sparse_layers": 1, "value_norm": True,
+        "layers": 2, "kv_heads": 4, "attention.window": 5, "attention.shared_kv_layers": 1, "residual.streams": 2,
+        "residual.laurel_rank": 4,
+        "residual.layer_embed": 8, "residual.layer_vocab": 50, "feed_forward.sparsity": 0.5,
+        "feed_forward.sparse_layers": 1, "attention.value_norm": True,
         "init_std": 0.1,
     },
     "DeepSeek-V3": {
-        "latent_attention": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6, "rope_dim": 2,
-        "experts": 8, "experts_per_token": 2, "expert_mlp": 16, "shared_mlp": 16, "dense_layers": 1,
-        "routing": "sigmoid", "expert_groups": 4, "groups_per_token": 2, "expert_scale": 2.5, "balance": "bias",
+        "attention.latent": LatentAttention(kv_rank=16, q_rank=24, v_head_dim=4), "head_dim": 6,
+        "attention.rope.dim": 2,
+        "experts.count": 8, "experts.per_token": 2, "experts.mlp": 16, "experts.shared_mlp": 16,
+        "experts.dense_layers": 1,
+        "experts.routing": "sigmoid", "experts.groups": 4, "experts.groups_per_token": 2, "experts.scale": 2.5,
+        "experts.balance": "bias",
         "init_std": 0.1,
     },
 }  # fmt: skip
-LATENT = {key: FAMILIES["DeepSeek-V3"][key] for key in ("latent_attention", "head_dim", "rope_dim", "init_std")}
+LATENT = {
+    key: FAMILIES["DeepSeek-V3"][key] for key in ("attention.latent", "head_dim", "attention.rope.dim", "init_std")
+}
 # A layer with linear attention, and one with latent attention within chunks. Others have experts in layouts.
 FAMILIES["linear and latent"] = {
-    **LATENT, "layer_pattern": ("linear", "chunked"), "attention_chunk": 5,
-    "linear_attention": FAMILIES["Qwen3-Next"]["linear_attention"],
+    **LATENT, "layer_pattern": ("linear", "chunked"), "attention.chunk": 5,
+    "attention.linear": FAMILIES["Qwen3-Next"]["attention.linear"],
 }  # fmt: skip
 KEPT = [
     Remat("none"), Remat("dots"), Remat("names", ("kv_latent", "q_latent", "attention_out")),

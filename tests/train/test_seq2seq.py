@@ -16,27 +16,31 @@ from tests.courses import agree, weights
 
 T5 = {
     "objective": "seq2seq", "encoder": Encoder(layers=1, heads=16, kv_heads=16, mlp=32, context=24),
-    "head_dim": 6, "positions": "none", "relative_positions": RelativePositions(ranges=8, distance=12),
-    "query_scale": 1.0, "tied_embeddings": True, "logit_scale": 32**-0.5, "mlp_kind": "plain", "activation": "relu",
+    "head_dim": 6, "positions": "none", "attention.relative_positions": RelativePositions(ranges=8, distance=12),
+    "attention.scale": 1.0, "embedding.tied": True, "logits.scale": 32**-0.5, "feed_forward.kind": "plain",
+    "feed_forward.activation": "relu",
     "dropout": 0.1, "data": {"source_seq": 24},
 }  # fmt: skip
 BART = {
-    "objective": "seq2seq", "encoder": Encoder(), "pre_norms": False, "sum_norms": True, "final_norm": False,
-    "norm": "layernorm", "norm_bias": True, "embedding_norm": True, "mlp_kind": "plain", "activation": "gelu",
-    "positions": "learned", "position_offset": 2, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
-    "tied_embeddings": True, "unembedding_bias": True,
+    "objective": "seq2seq", "encoder": Encoder(), "norm.pre": False, "norm.sum": True, "norm.final": False,
+    "norm.kind": "layernorm", "norm.bias": True, "embedding.norm": True, "feed_forward.kind": "plain",
+    "feed_forward.activation": "gelu",
+    "positions": "learned", "embedding.position_offset": 2, "attention.qkv_bias": True, "attention.out_bias": True,
+    "feed_forward.bias": True,
+    "embedding.tied": True, "logits.bias": True,
 }  # fmt: skip
 WHISPER = {
-    "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20, mlp=32), "norm": "layernorm",
-    "norm_bias": True, "mlp_kind": "plain", "activation": "gelu", "positions": "learned", "qkv_bias": True,
-    "key_bias": False, "attention_out_bias": True, "mlp_bias": True, "tied_embeddings": True,
+    "objective": "seq2seq", "frames": Frames(bands=6), "encoder": Encoder(context=20, mlp=32), "norm.kind": "layernorm",
+    "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "gelu", "positions": "learned",
+    "attention.qkv_bias": True,
+    "attention.key_bias": False, "attention.out_bias": True, "feed_forward.bias": True, "embedding.tied": True,
     "data": {"source_seq": 24},
 }  # fmt: skip
 KINDS = {"T5": T5, "BART": BART}
 OF_EACH_LAYER = RelativePositions(ranges=8, distance=12, shared=False)
 ALIKE = {
-    "UMT5": T5 | {"relative_positions": OF_EACH_LAYER},
-    "mBART": BART | {"pre_norms": True, "sum_norms": False, "final_norm": True, "embedding_scale": 32**0.5},
+    "UMT5": T5 | {"attention.relative_positions": OF_EACH_LAYER},
+    "mBART": BART | {"norm.pre": True, "norm.sum": False, "norm.final": True, "embedding.scale": 32**0.5},
     "Whisper": WHISPER,
 }
 # What no stack without a source has. test_promise.py has dropout, and test_image_layouts.py the biases and norms.
@@ -151,9 +155,9 @@ def test_a_source_and_its_text_are_dropped_apart(small, monkeypatch):
     [
         ({"encoder": Encoder()}, "objective: seq2seq needs model.encoder"),
         ({"objective": "seq2seq"}, "objective: seq2seq needs model.encoder"),
-        ({**T5, "mask": "full"}, "model.mask: full shows a token what objective: seq2seq asks for"),
+        ({**T5, "attention.mask": "full"}, "model.attention.mask: full shows a token what objective: seq2seq asks for"),
         ({**T5, "data": {"source_seq": 25}}, "data.source_seq=25 is longer than the encoder's context"),
-        ({**T5, "sliding_window": 4}, "encoder does not go with sliding_window"),
+        ({**T5, "attention.window": 4}, "encoder does not go with attention.window"),
         ({**T5, "encoder": Encoder(heads=6)}, "encoder.heads=6 and encoder.kv_heads=0, which do not divide"),
         ({**T5, "encoder": Encoder(start_token=61)}, "encoder.start_token=61, which is not below vocab=61"),
         ({**T5, "encoder": Encoder(first_tokens=(61,))}, "encoder.first_tokens=61, which is not below vocab=61"),

@@ -101,7 +101,7 @@ def test_rules_that_a_model_cannot_tell_apart_share_a_trace_and_nothing_else(
     small, traced, asked, microbatches, count, monkeypatch
 ):
     """What is recorded under other rules is what a trace under them would have."""
-    config, traces = small(layers=2, kv_heads=2, tied_embeddings=True), []
+    config, traces = small(layers=2, kv_heads=2, **{"embedding.tied": True}), []
     monkeypatch.setattr(state, "record", lambda *given: traces.append(1) or placement.record(*given))
 
     def recorded(layout, task, microbatches=1):

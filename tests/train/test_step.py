@@ -17,7 +17,7 @@ PEAK, WARMUP, DECAY, CLIP, B1, B2 = 1.0e-2, 5, 0.1, 0.5, 0.9, 0.95
 def trained(small, built):
     """A step that accumulates over microbatches, its program, and its state at step 0 on the host."""
     optimizer = {"learning_rate": PEAK, "warmup_steps": WARMUP, "weight_decay": DECAY, "clip_norm": CLIP}
-    config = small(layers=1, z_loss=1e-3, unembedding_bias=True, optimizer=optimizer | {"b1": B1, "b2": B2})
+    config = small(layers=1, **{"logits.z_loss": 1e-3, "logits.bias": True}, optimizer=optimizer | {"b1": B1, "b2": B2})
     step = built(config, "single", microbatches=4)
     return step, step.lower_train().compile(), jax.device_get(begun(step))
 
@@ -45,7 +45,7 @@ def plain_loss(params, batch, cfg):
     targets, counted = batch["targets"], batch["targets"] >= 0
     logits_BTV = logits(x_BTD, table, bias, cfg)[..., : cfg.vocab]
     each = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.maximum(targets, 0))
-    each += cfg.z_loss * jax.nn.logsumexp(logits_BTV, -1) ** 2
+    each += cfg.logits.z_loss * jax.nn.logsumexp(logits_BTV, -1) ** 2
     return jnp.where(counted, each, 0).sum() / counted.sum()
 
 

@@ -18,8 +18,10 @@ from tests.courses import agree, weights
 CLIP = {
     "objective": "contrastive", "vision": Vision(patches=Patches(image=16, size=4, bias=False), projection=24, embed=48,
                                                  layers=1, head_dim=6, mlp=40),
-    "norm": "layernorm", "norm_bias": True, "mlp_kind": "plain", "activation": "silu", "activation_slope": 1.702,
-    "positions": "learned", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "data": {"source_seq": 24},
+    "norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain", "feed_forward.activation": "silu",
+    "feed_forward.slope": 1.702,
+    "positions": "learned", "attention.qkv_bias": True, "attention.out_bias": True, "feed_forward.bias": True,
+    "data": {"source_seq": 24},
 }  # fmt: skip
 DROPOUT = CLIP | {"dropout": 0.1}
 UNCLIPPED = {"clip_norm": 0.0, "learning_rate": 3.0e-3}
@@ -46,7 +48,7 @@ BLIP2 = {
 }  # fmt: skip
 BLIP2_T5 = BLIP2 | {
     "objective": "seq2seq", "encoder": Encoder(layers=1), "positions": "none", "data": {"source_seq": 16},
-    "relative_positions": RelativePositions(ranges=8, distance=6), "row_multiple": 8,
+    "attention.relative_positions": RelativePositions(ranges=8, distance=6), "row_multiple": 8,
 }  # fmt: skip
 # By default with one layer of queries, which reads the image.
 LEAN_BLIP2 = BLIP2 | {"vision": dataclasses.replace(BLIP2["vision"], queries=dataclasses.replace(
@@ -138,11 +140,11 @@ def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_no
         ({"data": {"images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
         ({"data": {"packing": "stream"}}, "objective: contrastive needs data.packing: documents"),
         ({"positions": "rope"}, "vision does not go with positions: rope"),
-        ({"mask": "full"}, "vision does not go with mask: full"),
-        ({"experts": 4, "experts_per_token": 2}, "vision does not go with experts"),
-        ({"encoder": Encoder()}, "vision does not go with encoder"),
-        ({"shared_layers": True}, "vision does not go with shared_layers"),
-        ({"lora": Lora(targets=("wq",))}, "vision does not go with lora: adapters would leave the projections as they"),
+        ({"attention.mask": "full"}, "vision does not go with attention.mask: full"),
+        ({"experts.count": 4, "experts.per_token": 2}, "vision.projection does not go with experts"),
+        ({"encoder": Encoder()}, "vision.projection does not go with encoder"),
+        ({"shared_layers": True}, "vision.projection does not go with shared_layers"),
+        ({"lora": Lora(targets=("wq",))}, "vision does not go with lora"),
         (
             {"vision": dataclasses.replace(CLIP["vision"], heads=6)},
             "vision.heads=6 and vision.kv_heads=0, which do not",
@@ -187,7 +189,7 @@ READING = BLIP2["vision"].queries
         ({}, {"data": {"seq": 24, "source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16"),
         ({}, {"data": {"seq": 24, "packing": "stream"}}, r"model\.vision\.queries needs data\.packing: documents"),
         ({}, {"lora": Lora(targets=("wq",))}, "vision does not go with lora"),
-        ({}, {"embedding_width": 16}, "vision does not go with embedding_width"),
+        ({}, {"embedding.width": 16}, "vision does not go with embedding.width"),
     ],
 )
 def test_rows_that_read_an_image_need_settings_that_fit(of_vision, changes, words, small):

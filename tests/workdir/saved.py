@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gspmd_lm.workdir.checkpoint import Checkpoints
 
-ARCHITECTURE = {"layers": 4, "embed": 8, "norm": "rmsnorm", "rope_scaling": None}
+ARCHITECTURE = {"layers": 4, "embed": 8, "norm.kind": "rmsnorm", "attention.rope.scaling": None}
 SIZES = {"data": 2, "tensor": 2}  # of the devices: each piece of an array is a file to write
 
 

@@ -219,14 +219,14 @@ def test_the_step_just_restored_or_saved_is_not_written_again(run):
 
 def test_another_architecture_is_refused_with_its_fields(run):
     run.save(1)
-    other = {**ARCHITECTURE, "layers": 6, "norm": "layernorm", "qk_norm": True}
+    other = {**ARCHITECTURE, "layers": 6, "norm.kind": "layernorm", "attention.qk_norm": True}
     with pytest.raises(InputError) as error:
         run.open(architecture=other).restore(abstract(make_state(1, embed=4)))
     assert str(error.value).splitlines() == [
         f"{run.directory / '1'}: a checkpoint of another architecture",
         "  layers: 4 in the checkpoint, 6 in the config",
-        "  norm: rmsnorm in the checkpoint, layernorm in the config",
-        "  qk_norm: absent in the checkpoint, True in the config",
+        "  norm.kind: rmsnorm in the checkpoint, layernorm in the config",
+        "  attention.qk_norm: absent in the checkpoint, True in the config",
         "  fix   use the config it was saved with, or another --workdir",
     ]
 

@@ -71,27 +71,27 @@ REFUSED = {
     "scale_embeddings": "a scaled token table, which this family does not have",
     "n_special": "tokens beyond the vocabulary, which are not supported",
 }
-_BIASES = ("qkv_bias", "attention_out_bias", "mlp_bias")
+_BIASES = ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias")
 # Fields that every family may have: one that transformers always reads, one that it never reads, and those that repeat
 # what a family is.
 EVERY_FAMILY: tuple[FieldCodec, ...] = (
     Fixed("is_causal", True, "lets tokens see later ones, which is not supported"),
     DualChunks(),
-    MustAgree("num_experts", ("experts",)),
-    MustAgree("num_local_experts", ("experts",)),
-    MustAgree("n_routed_experts", ("experts",)),
-    MustAgree("shared_expert_intermediate_size", ("shared_mlp",)),
-    MustAgree("sliding_window", ("sliding_window",)),
-    MustAgree("use_sliding_window", ("sliding_window",)),
+    MustAgree("num_experts", ("experts.count",)),
+    MustAgree("num_local_experts", ("experts.count",)),
+    MustAgree("n_routed_experts", ("experts.count",)),
+    MustAgree("shared_expert_intermediate_size", ("experts.shared_mlp",)),
+    MustAgree("sliding_window", ("attention.window",)),
+    MustAgree("use_sliding_window", ("attention.window",)),
     MustAgree("head_dim", ("head_dim",)),
-    MustAgree("attention_bias", ("qkv_bias", "attention_out_bias")),
-    MustAgree("qkv_bias", ("qkv_bias",)),
-    MustAgree("mlp_bias", ("mlp_bias",)),
+    MustAgree("attention_bias", ("attention.qkv_bias", "attention.out_bias")),
+    MustAgree("qkv_bias", ("attention.qkv_bias",)),
+    MustAgree("mlp_bias", ("feed_forward.bias",)),
     MustAgree("use_bias", _BIASES),
     MustAgree("bias", _BIASES),
-    MustAgree("lm_head_bias", ("unembedding_bias",)),
-    MustAgree("qk_layernorm", ("qk_norm",)),
-    MustAgree("use_qk_norm", ("qk_norm",)),
+    MustAgree("lm_head_bias", ("logits.bias",)),
+    MustAgree("qk_layernorm", ("attention.qk_norm",)),
+    MustAgree("use_qk_norm", ("attention.qk_norm",)),
 )
 # model_type of a family that is not supported -> reason.
 LEFT_OUT = {

@@ -21,7 +21,7 @@ _GROUPS = "has layers with weights of their own beside shared ones, which is not
 _ALBERT = (
     *(*ENCODER, *LEARNED, BERT_CONTEXT, Given(shared_layers=True, embedding_in="sum")),
     Activation("hidden_act", "gelu_new", GELU_NEW),
-    Renamed("embedding_size", "embedding_width", 128),
+    Renamed("embedding_size", "embedding.width", 128),
     Fixed("num_hidden_groups", 1, _GROUPS),
     Fixed("inner_group_num", 1, _GROUPS),
 )

@@ -80,7 +80,7 @@ _BART = (
     *BART_SIZES,
     Renamed("max_position_embeddings", "context", 1024),
     Given(position_offset=2, embedding_norm=True, unembedding_bias=True),
-    Flag("scale_embedding", ("embedding_scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
+    Flag("scale_embedding", ("embedding.scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
     Fixed("normalize_embedding", True, _BEFORE),
     Fixed("add_bias_logits", False, _ADDS),
     Fixed("static_position_embeddings", False, "has fixed positions, which are not supported"),

@@ -27,10 +27,10 @@ class BeitPositions:
         if own or shared:
             side = values["patches"]["image"] // values["patches"]["size"]
             relative = {"side": side, "ranges": (2 * side - 1) ** 2 + 3, "shared": shared}
-            values["relative_positions"] = relative
+            values["attention.relative_positions"] = relative
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        relative = model.relative_positions
+        relative = model.attention.relative_positions
         return {
             "use_absolute_position_embeddings": model.positions == "learned",
             "use_relative_position_bias": relative is not None and not relative.shared,
@@ -44,17 +44,17 @@ class BeitPooling:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         mean = reader.flag(["use_mean_pooling"], True)
-        values["final_norm"] = not mean
+        values["norm.final"] = not mean
         values["patches"]["pool"] = "mean" if mean else "first"
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"use_mean_pooling": not model.final_norm}
+        return {"use_mean_pooling": not model.norm.final}
 
 
 _BEIT = (
     *(*IMAGE_FIELDS, ImagePatches("none"), BeitPositions(), BeitPooling(), Classes()),
     Given(qkv_bias=True, key_bias=False),
-    Renamed("layer_scale_init_value", "layer_scale", 0.1, may_be_zero=True),
+    Renamed("layer_scale_init_value", "residual.layer_scale", 0.1, may_be_zero=True),
 )
 # Tensors of pretraining, and numbers that follow from the sizes.
 IMAGE_UNUSED = (r"embeddings\.mask_token$", r"relative_position_index$")

@@ -25,16 +25,16 @@ class Classes:
         if not isinstance(names, dict):
             reader.refuse("id2label", names, "is not an object of numbers and names")
             names = {}
-        values["classes"] = reader.whole(["num_labels"], len(names) or 2, 1)
-        if names and len(names) != values["classes"]:
-            reader.refuse("num_labels", values["classes"], f"contradicts id2label, which has {len(names)}")
+        values["classes.count"] = reader.whole(["num_labels"], len(names) or 2, 1)
+        if names and len(names) != values["classes.count"]:
+            reader.refuse("num_labels", values["classes.count"], f"contradicts id2label, which has {len(names)}")
         if (kind := reader.get(["problem_type"], "")) == SEVERAL and "patches" in values:
             reader.refuse("problem_type", kind, "is not supported for images")
         elif kind == SEVERAL:
             reader.notes.append(f"problem_type: {kind}: training and eval need --set data.label_kind=classes")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        names = [f"LABEL_{number}" for number in range(model.classes)]
+        names = [f"LABEL_{number}" for number in range(model.num_classes)]
         return {
             "id2label": {str(number): name for number, name in enumerate(names)},
             "label2id": {name: number for number, name in enumerate(names)},
@@ -50,8 +50,8 @@ ENCODER: tuple[FieldCodec, ...] = (
     Fixed("is_encoder_decoder", False, _CAUSAL),
 )
 BERT_CONTEXT = Renamed("max_position_embeddings", "context", 512)
-BERT_EPS = Renamed("layer_norm_eps", "norm_eps", 1e-12)
-LEARNED = (BERT_EPS, Given(positions="learned"), Renamed("type_vocab_size", "token_types", 2))
+BERT_EPS = Renamed("layer_norm_eps", "norm.eps", 1e-12)
+LEARNED = (BERT_EPS, Given(positions="learned"), Renamed("type_vocab_size", "embedding.token_types", 2))
 BERT_FIELDS = (*ENCODER, *LEARNED, BERT_CONTEXT, GELU)
 MASKED = (Given(head_transform=True, unembedding_bias=True), TIED)
 

@@ -38,9 +38,10 @@ class ReadImages:
         for codecs, part in ((self.seen, found), (self.reading, queries)):
             for codec in codecs:
                 codec.read(reader, part)
-        kept = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "activation", "norm_eps")
-        values["vision"] = {name: found[name] for name in ("patches", *kept)} | {
-            "queries": {name: queries[name] for name in kept} | {
+        kept = {name: name for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")}
+        kept |= {"feed_forward.activation": "activation", "norm.eps": "norm_eps"}
+        values["vision"] = {"patches": found["patches"]} | {name: found[key] for key, name in kept.items()} | {
+            "queries": {name: queries[key] for key, name in kept.items()} | {
                 "rows": queries["context"], "every": reader.number([f"{_QUERIES}.cross_attention_frequency"], 2),
                 "token": reader.whole(["image_token_index", "image_token_id"], 0, 0),
                 "start_token": reader.whole([f"{TEXT}.bos_token_id"], self.start_token, 0),

@@ -22,10 +22,10 @@ class QuickActivation(Activation):
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         super().read(reader, values)
-        values["activation_slope"] = _SLOPE if reader.get([self.names], self.default) == _QUICK_GELU else 1.0
+        values["feed_forward.slope"] = _SLOPE if reader.get([self.names], self.default) == _QUICK_GELU else 1.0
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.names: _QUICK_GELU} if model.activation_slope == _SLOPE else super().write(model)
+        return {self.names: _QUICK_GELU} if model.feed_forward.slope == _SLOPE else super().write(model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def tower_sizes(part: str, embed: int, heads: int, mlp: int, layers: int, eps: f
         Renamed(f"{part}.num_hidden_layers", "layers", layers, most=MOST_LAYERS),
         Renamed(f"{part}.num_attention_heads", "heads", heads),
         ONE_WIDTH,
-        Renamed(f"{part}.layer_norm_eps", "norm_eps", eps),
+        Renamed(f"{part}.layer_norm_eps", "norm.eps", eps),
     )
 
 
@@ -68,7 +68,7 @@ class VisionPart:
         found = Values()
         for codec in self.codecs:
             codec.read(reader, found)
-        for setting in ("activation", "activation_slope", "norm_eps"):
+        for setting in ("feed_forward.activation", "feed_forward.slope", "norm.eps"):
             if found[setting] != values[setting]:
                 both = f"{found[setting]}, and {values[setting]} by {TEXT}"
                 reader.problems.append(f"{VISION}: model.{setting} is {both}, which is not supported")

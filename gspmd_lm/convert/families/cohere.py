@@ -9,7 +9,7 @@ from gspmd_lm.convert.rope import Rope
 _COHERE = (
     ATTENTION_BIAS,
     Given(norm="layernorm", block="parallel", qk_norm_kind="per_head"),
-    Renamed("logit_scale", "logit_scale", 0.0625),
+    Renamed("logit_scale", "logits.scale", 0.0625),
     MustEqual("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
 )
 
@@ -29,7 +29,7 @@ FAMILIES = (
         "Cohere",
         "cohere",
         "CohereForCausalLM",
-        (*_like_llama(Rope(5e5)), *_COHERE, Flag("use_qk_norm", ("qk_norm",), False)),
+        (*_like_llama(Rope(5e5)), *_COHERE, Flag("use_qk_norm", ("attention.qk_norm",), False)),
         _TENSORS,
     ),
     LLAMA.relative(

@@ -57,11 +57,11 @@ class Disentangled:
         half = distance if buckets == -1 else reader.positive("position_buckets", buckets)
         if buckets == distance:
             reader.refuse("position_buckets", buckets, "is not supported if it is max_relative_positions, only -1")
-        values["relative_vectors"] = {"ranges": 2 * half, "distance": distance, "own_projections": self.own}
-        values["query_scale"] = max(3 * values["head_dim"], 1) ** -0.5
+        values["attention.relative_vectors"] = {"ranges": 2 * half, "distance": distance, "own_projections": self.own}
+        values["attention.scale"] = max(3 * values["head_dim"], 1) ** -0.5
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (vectors := model.relative_vectors):
+        if not (vectors := model.attention.relative_vectors):
             return {}
         written = self.terms | {"max_relative_positions": vectors.distance}
         half = vectors.ranges // 2
@@ -96,8 +96,8 @@ def _has_convolution(model: config.ModelConfig) -> bool:
 _WIDTH = "is another width than hidden_size, which is not supported"
 _EACH = (
     *(*ENCODER, BERT_CONTEXT, GELU, Given(positions="none")),
-    Renamed("layer_norm_eps", "norm_eps", 1e-7),
-    Renamed("type_vocab_size", "token_types", 0, may_be_zero=True),
+    Renamed("layer_norm_eps", "norm.eps", 1e-7),
+    Renamed("type_vocab_size", "embedding.token_types", 0, may_be_zero=True),
     MustEqual("embedding_size", "embed", _WIDTH),
 )
 _NO_TALK = Fixed("talking_head", False, "mixes the scores of heads, which is not supported")
@@ -111,7 +111,7 @@ _CLASSES = (
 
 
 def _has_types(model: config.ModelConfig) -> bool:
-    return model.token_types > 0
+    return model.embedding.token_types > 0
 
 
 _TABLES = (

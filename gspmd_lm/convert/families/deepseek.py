@@ -19,10 +19,10 @@ class SharedExperts:
     default: int = 1
 
     def read(self, reader: ConfigReader, values: Values) -> None:
-        values["shared_mlp"] = reader.whole(["n_shared_experts"], self.default, 0) * values["expert_mlp"]
+        values["experts.shared_mlp"] = reader.whole(["n_shared_experts"], self.default, 0) * values["experts.mlp"]
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"n_shared_experts": model.shared_mlp // model.expert_width}
+        return {"n_shared_experts": config.value_at(model, "experts.shared_mlp") // model.expert_width}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LatentSizes:
         turned, own = reader.number(["qk_rope_head_dim"], 64), reader.number(["qk_nope_head_dim"], self.own)
         q_rank = reader.get(["q_lora_rank"], None if "q_lora_rank" in reader.raw else self.q_rank)
         values["head_dim"] = turned + own
-        values["latent_attention"] = {
+        values["attention.latent"] = {
             "kv_rank": reader.number(["kv_lora_rank"], 512),
             "q_rank": 0 if q_rank is None else reader.positive("q_lora_rank", q_rank),
             "v_head_dim": reader.number(["v_head_dim"], self.v_head_dim),
@@ -47,11 +47,11 @@ class LatentSizes:
                 reader.refuse(name, reader.raw[name], f"is not {value}, as the sizes of its parts have it")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (latent := model.latent_attention):
+        if not (latent := model.attention.latent):
             return {}
         return {
             "kv_lora_rank": latent.kv_rank, "q_lora_rank": latent.q_rank or None, "v_head_dim": latent.v_head_dim,
-            "qk_nope_head_dim": model.head_dim - model.rope_dim, "head_dim": model.rope_dim,
+            "qk_nope_head_dim": model.head_dim - model.attention.rope.dim, "head_dim": model.attention.rope.dim,
             "qk_head_dim": model.head_dim,
         }  # fmt: skip
 
@@ -66,12 +66,16 @@ class GroupLimited:
         if method not in ("greedy", "group_limited_greedy"):
             reader.refuse("topk_method", method, "is not greedy or group_limited_greedy")
         limited = method == "group_limited_greedy"
-        values["expert_groups"] = reader.positive("n_group", groups) if limited else 1
-        values["groups_per_token"] = reader.positive("topk_group", used) if limited else 1
+        values["experts.groups"] = reader.positive("n_group", groups) if limited else 1
+        values["experts.groups_per_token"] = reader.positive("topk_group", used) if limited else 1
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        method = "group_limited_greedy" if model.expert_groups > 1 else "greedy"
-        return {"topk_method": method, "n_group": model.expert_groups, "topk_group": model.groups_per_token}
+        method = "group_limited_greedy" if config.value_at(model, "experts.groups") > 1 else "greedy"
+        return {
+            "topk_method": method,
+            "n_group": config.value_at(model, "experts.groups"),
+            "topk_group": config.value_at(model, "experts.groups_per_token"),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class LaterTokens:
 
 
 NUMBERS = "n_routed_experts num_local_experts"
-# Settings of parallelism, and of a loss for equal loads: model.balance row is that loss.
+# Settings of parallelism, and of a loss for equal loads: model.experts.balance row is that loss.
 DEEPSEEK_TRAINING = (*ROUTER_TRAINING, "ep_size", "seq_aux", "aux_loss_alpha")
 
 
@@ -107,16 +111,16 @@ def deepseek_router(groups: int, used: int, scale: float) -> tuple[FieldCodec, .
     """DeepSeek-V3's router, with defaults. The bias on its scores stays as it came until balance_rate is set."""
     return (
         Given(routing="sigmoid", balance="bias", balance_rate=0.0),
-        Flag("norm_topk_prob", ("normalized_weights",), True, null_is_false=True),
-        Renamed("routed_scaling_factor", "expert_scale", scale),
-        Renamed("n_group", "expert_groups", groups),
-        Renamed("topk_group", "groups_per_token", used),
+        Flag("norm_topk_prob", ("experts.normalized_weights",), True, null_is_false=True),
+        Renamed("routed_scaling_factor", "experts.scale", scale),
+        Renamed("n_group", "experts.groups", groups),
+        Renamed("topk_group", "experts.groups_per_token", used),
     )
 
 
 def first_layers(default: int) -> Renamed:
     """first_k_dense_replace: how many layers at the beginning have no experts."""
-    return Renamed("first_k_dense_replace", "dense_layers", default, may_be_zero=True)
+    return Renamed("first_k_dense_replace", "experts.dense_layers", default, may_be_zero=True)
 
 
 def _fixed(name: str, value: Any) -> Fixed:
@@ -136,7 +140,7 @@ _V2 = (
     # transformers has no default for the experts of a token: this is the published number.
     *(*_DEEPSEEK, GroupLimited(), *mixture("n_routed_experts num_experts", 64, 6, width=1407)),
     *(_fixed("scoring_func", "softmax"), _fixed("norm_topk_prob", False), Given(normalized_weights=False)),
-    *(Renamed("routed_scaling_factor", "expert_scale", 1.0), first_layers(0), SharedExperts(2)),
+    *(Renamed("routed_scaling_factor", "experts.scale", 1.0), first_layers(0), SharedExperts(2)),
     Fixed("mlp_bias", False, "has biases in the MLP, which are not supported"),
 )
 _ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"

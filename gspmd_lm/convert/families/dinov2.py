@@ -41,8 +41,8 @@ _FIELDS = (
     *(Renamed("hidden_size", "embed", 768), Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS)),
     *(Renamed("num_attention_heads", "heads", 12), PLAIN_LAYERNORM, ONE_WIDTH, GELU),
     Given(mask="full", attention_out_bias=True, mlp_bias=True, positions="learned"),
-    *(Flag("qkv_bias", ("qkv_bias",), True), ImagePatches("none"), Classes(), Dinov2Sizes()),
-    *(Renamed("layer_norm_eps", "norm_eps", 1e-6), Renamed("layerscale_value", "layer_scale", 1.0)),
+    *(Flag("qkv_bias", ("attention.qkv_bias",), True), ImagePatches("none"), Classes(), Dinov2Sizes()),
+    *(Renamed("layer_norm_eps", "norm.eps", 1e-6), Renamed("layerscale_value", "residual.layer_scale", 1.0)),
     Fixed("use_swiglu_ffn", False, "is a gated feed-forward network, which is not supported"),
 )
 _TENSORS = (

@@ -17,14 +17,14 @@ from gspmd_lm.convert.fields import DefaultsTo, Fixed, Given
 from gspmd_lm.convert.layout import linear
 
 _ELECTRA = (
-    *(*BERT_FIELDS, DefaultsTo("embedding_size", "embedding_width", "embed", 128)),
-    Given(embedding_in=lambda values: "sum" if values["embedding_width"] else "tokens"),
+    *(*BERT_FIELDS, DefaultsTo("embedding_size", "embedding.width", "embed", 128)),
+    Given(embedding_in=lambda values: "sum" if values["embedding.width"] else "tokens"),
 )
 _GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
 _REPLACED = Given(classes=1, classes_of="tokens", pooler_activation="gelu")
 # Whether the token table has a width of its own.
-_NARROW: dict[str, Any] = {"exists_in": lambda model: model.embedding_width > 0}
-_WIDE: dict[str, Any] = {"exists_in": lambda model: model.embedding_width == 0}
+_NARROW: dict[str, Any] = {"exists_in": lambda model: model.embedding.width > 0}
+_WIDE: dict[str, Any] = {"exists_in": lambda model: model.embedding.width == 0}
 _TENSORS = (
     *embedding_tables("electra.embeddings", **_WIDE),
     *embedding_tables("electra.embeddings", "W", **_NARROW),

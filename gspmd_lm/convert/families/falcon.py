@@ -38,15 +38,15 @@ class FalconBlock:
             reader.refuse("parallel_attn", parallel, "contradicts new_decoder_architecture")
         values["kv_heads"] = heads if new else 1 if one else values["heads"]
         values["block"] = "parallel" if parallel else "sequential"
-        values["shared_norm"] = norms == 1
+        values["norm.shared"] = norms == 1
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         parallel = model.block == "parallel"
-        new = parallel and (not model.shared_norm or model.kv_heads not in (1, model.heads))
+        new = parallel and (not model.norm.shared or model.kv_heads not in (1, model.heads))
         written: dict[str, Any] = {"new_decoder_architecture": new, "parallel_attn": parallel}
         if not new:
             return written | {"multi_query": model.kv_heads == 1}
-        return written | {"num_kv_heads": model.kv_heads, "num_ln_in_parallel_attn": 1 if model.shared_norm else 2}
+        return written | {"num_kv_heads": model.kv_heads, "num_ln_in_parallel_attn": 1 if model.norm.shared else 2}
 
 
 _FALCON = (
@@ -64,11 +64,11 @@ _FALCON = (
 
 
 def _has_one_norm(model: config.ModelConfig) -> bool:
-    return model.shared_norm
+    return model.norm.shared
 
 
 def _has_two_norms(model: config.ModelConfig) -> bool:
-    return not model.shared_norm
+    return not model.norm.shared
 
 
 _TENSORS = (

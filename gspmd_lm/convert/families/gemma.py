@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, post_norms, qk_norm
 from gspmd_lm.convert.family import ATTENTION_BIAS, TANH, llama_fields
@@ -26,7 +27,7 @@ class Cap:
         values[self.setting] = 0.0 if cap is None else reader.positive(self.name, cap)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: getattr(model, self.setting) or None}
+        return {self.name: value_at(model, self.setting) or None}
 
 
 def all_but_every(length: int, name: str = "") -> Callable[[ConfigReader], Callable[[int], bool]]:
@@ -56,14 +57,14 @@ _GEMMA = (*llama_fields(16, 256, activation=_OLD_GELU, tied=True), *EACH_GEMMA, 
 _GEMMA_2 = (
     *llama_fields(4, 256, activation=_GELU, tied=True),
     *(*EACH_GEMMA, *_SCORES, LayerTypes(4096, every_second)),
-    Cap("attn_logit_softcapping", "attention_softcap", 50.0),
-    Cap("final_logit_softcapping", "logit_softcap", 30.0),
+    Cap("attn_logit_softcapping", "attention.softcap", 50.0),
+    Cap("final_logit_softcapping", "logits.softcap", 30.0),
 )
 _GEMMA_3 = (
     *llama_fields(4, 256, rope=ROPE, activation=_GELU, tied=True),
     *(*EACH_GEMMA, *_SCORES, Given(qk_norm=True), patterned_layers(6)),
     Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
-    Cap("final_logit_softcapping", "logit_softcap", None),
+    Cap("final_logit_softcapping", "logits.softcap", None),
 )
 POST_NORMS = post_norms("post_attention_layernorm", "post_feedforward_layernorm")
 FAMILIES = (

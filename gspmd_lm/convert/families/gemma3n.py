@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.convert.config_reader import ConfigReader
 from gspmd_lm.convert.families.gemma import EACH_GEMMA, POST_NORMS, ROPE, Cap, all_but_every
 from gspmd_lm.convert.families.llama import LLAMA, llama_tensors, qk_norm
@@ -28,7 +29,7 @@ class EachLayer:
         values[self.setting] = reader.positive(self.name, each[0])
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {self.name: [getattr(model, self.setting)] * model.layers}
+        return {self.name: [value_at(model, self.setting)] * model.layers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,19 @@ class SparseActivation:
         if not isinstance(share, float) or not 0 <= share < 1 or shares != [share] * count + [0] * (layers - count):
             reader.refuse(name, shares, f"is not {layers} shares, of which the first are equal and the others 0")
             count = 0
-        values["activation_sparsity"] = float(share) if count else 0.0
-        values["sparse_layers"] = count if count < layers else 0
+        values["feed_forward.sparsity"] = float(share) if count else 0.0
+        values["feed_forward.sparse_layers"] = count if count < layers else 0
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        share = model.activation_sparsity
-        count = (model.sparse_layers or model.layers) if share else 0
+        share = model.feed_forward.sparsity
+        count = (model.feed_forward.sparse_layers or model.layers) if share else 0
         return {"activation_sparsity_pattern": [share] * count + [0.0] * (model.layers - count)}
 
 
 _SIZES = (
     *(*SIZES, KeyHeads(2), EachLayer("intermediate_size", "mlp", 16384)),
     Renamed("max_position_embeddings", "context", 32768),
-    Renamed("rms_norm_eps", "norm_eps", 1e-6),
+    Renamed("rms_norm_eps", "norm.eps", 1e-6),
     Renamed("head_dim", "head_dim", 256),
     TIED,
 )
@@ -64,16 +65,16 @@ _ATTENTION = (
     ROPE,
     LayerTypes(512, all_but_every(5)),
     Given(post_norms=True, qk_norm=True, value_norm=True, query_scale=1.0),
-    Cap("final_logit_softcapping", "logit_softcap", 30.0),
-    Renamed("num_kv_shared_layers", "shared_kv_layers", 15, may_be_zero=True),
+    Cap("final_logit_softcapping", "logits.softcap", 30.0),
+    Renamed("num_kv_shared_layers", "attention.shared_kv_layers", 15, may_be_zero=True),
 )
 _STREAMS = (
     Activation("hidden_activation", "gelu_pytorch_tanh", TANH),
     SparseActivation(),
-    Renamed("altup_num_inputs", "residual_streams", 4),
-    Renamed("laurel_rank", "laurel_rank", 64),
-    Renamed("hidden_size_per_layer_input", "layer_embed", 256),
-    Renamed("vocab_size_per_layer_input", "layer_vocab", 262144),
+    Renamed("altup_num_inputs", "residual.streams", 4),
+    Renamed("laurel_rank", "residual.laurel_rank", 64),
+    Renamed("hidden_size_per_layer_input", "residual.layer_embed", 256),
+    Renamed("vocab_size_per_layer_input", "residual.layer_vocab", 262144),
     Fixed("altup_active_idx", 0, "makes another stream than the first one the block's, which is not supported"),
     Fixed("altup_correct_scale", True, "leaves a scale out, which is not supported"),
 )
@@ -82,7 +83,7 @@ _ALTUP, _LAUREL = f"{_LAYER}.altup", f"{_LAYER}.laurel"
 
 
 def _table_sizes(model: config.ModelConfig) -> dict[str, int]:
-    return {"V": model.layer_vocab or model.vocab, "D": model.layers * model.layer_embed}
+    return {"V": model.residual.layer_vocab or model.vocab, "D": model.layers * model.residual.layer_embed}
 
 
 def _streams(name: str, ours: str) -> Tensor:
@@ -90,12 +91,14 @@ def _streams(name: str, ours: str) -> Tensor:
 
 
 def _coefficients(name: str, ours: str, power: int) -> Tensor:
-    sizes = lambda model: {"U": model.residual_streams**power}  # noqa: E731
+    sizes = lambda model: {"U": model.residual.streams**power}  # noqa: E731
     return Tensor(f"{_ALTUP}.{name}.weight", "U M", (f"altup.{ours}",), others=sizes)
 
 
 def _laurel(name: str, axes: str, ours: str) -> Tensor:
-    return Tensor(f"{_LAUREL}.{name}.weight", axes, (f"laurel.{ours}",), others=lambda model: {"R": model.laurel_rank})
+    return Tensor(
+        f"{_LAUREL}.{name}.weight", axes, (f"laurel.{ours}",), others=lambda model: {"R": model.residual.laurel_rank}
+    )
 
 
 _TENSORS = (

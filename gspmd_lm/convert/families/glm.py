@@ -37,10 +37,10 @@ class MlpTypes:
             reader.refuse("mlp_layer_types", types, "are not dense ones and then sparse ones, one for each layer")
         if (first := reader.get(["first_k_dense_replace"], count)) != count:
             reader.refuse("first_k_dense_replace", first, f"contradicts mlp_layer_types, which has {count} dense ones")
-        values["dense_layers"] = count
+        values["experts.dense_layers"] = count
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"mlp_layer_types": _mlp_types(model.dense_layers, model.layers)}
+        return {"mlp_layer_types": _mlp_types(config.value_at(model, "experts.dense_layers"), model.layers)}
 
 
 def _mlp_types(dense: int, layers: int) -> list[str]:
@@ -59,16 +59,24 @@ class ChatRope:
         if ratio != 1 and values["vocab"] == CHATGLM2_VOCAB and "chatglm3" not in str(path):
             reader.refuse("rope_ratio", ratio, "divides positions in ChatGLM 2, which is not supported, and multiplies "
                           f"rope_theta in ChatGLM 3, which _name_or_path has to name: {path}")  # fmt: skip
-        values |= {"positions": "rope", "rope_theta": 10000.0 * ratio, "rope_dim": values["head_dim"] // 2}
+        values |= {
+            "positions": "rope",
+            "attention.rope.theta": 10000.0 * ratio,
+            "attention.rope.dim": values["head_dim"] // 2,
+        }
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"rope_ratio": model.rope_theta / 10000}
+        return {"rope_ratio": model.attention.rope.theta / 10000}
 
 
-_GLM = (*llama_fields(2, 128, 1.5625e-7, Rope(part=0.5)), Flag("attention_bias", ("qkv_bias",), True))
+_GLM = (*llama_fields(2, 128, 1.5625e-7, Rope(part=0.5)), Flag("attention_bias", ("attention.qkv_bias",), True))
 _GLM_4_5 = (
-    *(*llama_fields(8, eps=1e-5, rope=Rope(part=0.5)), Flag("attention_bias", ("qkv_bias",), False)),
-    *(Flag("use_qk_norm", ("qk_norm",), False), *deepseek_router(1, 1, 1.0), *mixture(NUMBERS, 128, 8, width=1408)),
+    *(*llama_fields(8, eps=1e-5, rope=Rope(part=0.5)), Flag("attention_bias", ("attention.qkv_bias",), False)),
+    *(
+        Flag("use_qk_norm", ("attention.qk_norm",), False),
+        *deepseek_router(1, 1, 1.0),
+        *mixture(NUMBERS, 128, 8, width=1408),
+    ),
     *(first_layers(1), SharedExperts(), LaterTokens()),
 )
 _GLM_4_7 = (
@@ -86,8 +94,8 @@ _CHATGLM = (
     Renamed("ffn_hidden_size", "mlp"),
     Renamed("seq_length", "context", 2048),
     *(ChatRope(), UNTIED),
-    Renamed("layernorm_epsilon", "norm_eps", 1e-5),
-    Flag("add_qkv_bias", ("qkv_bias",), False),
+    Renamed("layernorm_epsilon", "norm.eps", 1e-5),
+    Flag("add_qkv_bias", ("attention.qkv_bias",), False),
     Fixed("multi_query_attention", True, _OTHER_ORDER),
     Fixed("interleaved_qkv", False, _OTHER_ORDER),
     Fixed("add_bias_linear", False, "has biases behind attention and in the MLP, which are not supported"),

@@ -13,7 +13,7 @@ GPT2_SIZES = (
     Renamed("n_inner", "mlp", four_times),
     ONE_WIDTH,
 )
-GPT_EPS = Renamed("layer_norm_epsilon", "norm_eps", 1e-5)
+GPT_EPS = Renamed("layer_norm_epsilon", "norm.eps", 1e-5)
 SCALED = Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported")
 ALONE = Fixed("add_cross_attention", False, "attends to an encoder, which is not supported")
 GPT2_FIELDS = (PLAIN_LAYERNORM, GPT_EPS, Given(positions="learned"), BIASES, TIED, SCALED, ALONE)

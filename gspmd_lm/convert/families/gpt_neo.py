@@ -29,12 +29,16 @@ class LocalLayers:
             reader.refuse("attention_types", types, f"must be {layers} of global, local")
             return
         short = ["sliding" if kind == "local" else "full" for kind in kinds]
-        values["sliding_window"] = window if "sliding" in short else 0
+        values["attention.window"] = window if "sliding" in short else 0
         values["layer_pattern"] = shortest_pattern(short)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = ["local" if kind == "sliding" else "global" for kind in model.kind_of_each_layer]
-        return {"attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256}
+        return {
+            "attention_types": [[kinds, 1]],
+            "attention_layers": kinds,
+            "window_size": model.attention.window or 256,
+        }
 
 
 _GPT_NEO = (

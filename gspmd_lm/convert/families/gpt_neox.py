@@ -40,7 +40,7 @@ _NEOX = (
     Rope(theta_name="rotary_emb_base", part=0.25, part_name="rotary_pct"),
     Flag("use_parallel_residual", ("block",), True, "parallel", "sequential"),
     Given(shared_norm=lambda values: values["block"] == "sequential"),
-    Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True),
+    Flag("attention_bias", ("attention.qkv_bias", "attention.out_bias"), True),
 )
 _TENSORS = (
     *megatron_tensors("gpt_neox", "layers", "attention", "embed_in", "final_layer_norm", "embed_out"),

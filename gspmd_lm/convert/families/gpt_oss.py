@@ -15,15 +15,15 @@ _YARN = {
 _SILU = Given(activation="silu")  # hidden_act says silu, too, and is not read by transformers
 _ATTENTION = (
     *llama_fields(8, 64, 1e-5, Rope(150000.0, default=_YARN), activation=_SILU),
-    Flag("attention_bias", ("qkv_bias", "attention_out_bias"), True),
+    Flag("attention_bias", ("attention.qkv_bias", "attention.out_bias"), True),
     LayerTypes(128, every_second),
 )
 _EXPERTS = (
     Given(attention_sinks=True, mlp_bias=True, router_bias=True, mlp_up_offset=1.0),
-    Renamed("swiglu_alpha", "activation_slope", 1.702),
-    Renamed("swiglu_limit", "mlp_limit", 7.0),
-    Renamed("num_local_experts num_experts", "experts", 128),
-    Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
+    Renamed("swiglu_alpha", "feed_forward.slope", 1.702),
+    Renamed("swiglu_limit", "feed_forward.limit", 7.0),
+    Renamed("num_local_experts num_experts", "experts.count", 128),
+    Renamed("num_experts_per_tok experts_per_token", "experts.per_token", 4),
 )
 _MLP = "model.layers.{}.mlp"
 _TURNS: dict[str, Any] = {"mlp": "expert_width", "interleaved_gate": True}

@@ -21,10 +21,10 @@ class RotaryDim:
         rotated = reader.get(["rotary_dim"], None if "rotary_dim" in reader.raw else self.default)
         rotated = reader.positive("rotary_dim", rotated)
         values["positions"] = "rope"
-        values["rope_dim"] = 0 if rotated == values["head_dim"] else rotated
+        values["attention.rope.dim"] = 0 if rotated == values["head_dim"] else rotated
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"rotary_dim": model.rope_dim or model.head_dim}
+        return {"rotary_dim": model.attention.rope.dim or model.head_dim}
 
 
 _GPTJ = (

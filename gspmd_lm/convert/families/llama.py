@@ -100,13 +100,13 @@ def routed_experts(
 def shared_experts(prefix: str) -> tuple[Tensor, ...]:
     """The experts that compute every token."""
     return (
-        *linear(f"{prefix}.gate_proj", "F D", "mlp.shared.w_gate", bias=False, mlp="shared_mlp"),
-        *linear(f"{prefix}.up_proj", "F D", "mlp.shared.w_up", bias=False, mlp="shared_mlp"),
-        *linear(f"{prefix}.down_proj", "D F", "mlp.shared.w_down", bias=False, mlp="shared_mlp"),
+        *linear(f"{prefix}.gate_proj", "F D", "mlp.shared.w_gate", bias=False, mlp="experts.shared_mlp"),
+        *linear(f"{prefix}.up_proj", "F D", "mlp.shared.w_up", bias=False, mlp="experts.shared_mlp"),
+        *linear(f"{prefix}.down_proj", "D F", "mlp.shared.w_down", bias=False, mlp="experts.shared_mlp"),
     )
 
 
-# How a router is trained: model.balance says it here, and is "none" after an import, as dropout is 0.
+# How a router is trained: model.experts.balance says it here, and is "none" after an import, as dropout is 0.
 ROUTER_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 LLAMA = Family(
     "Llama",
@@ -126,10 +126,10 @@ class Temperature:
         tuned = reader.flag(["attn_temperature_tuning"], True)
         scale, every = reader.number(["attn_scale"], 0.1), reader.number(["floor_scale"], 8192)
         temperature = {"scale": float(scale), "every": every, "offset": 1, "layers": "nope"}
-        values["attention_temperature"] = temperature if tuned else None
+        values["attention.temperature"] = temperature if tuned else None
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        tuned = model.attention_temperature
+        tuned = model.attention.temperature
         if tuned is None:
             return {"attn_temperature_tuning": False}
         return {"attn_temperature_tuning": True, "attn_scale": tuned.scale, "floor_scale": tuned.every}
@@ -154,14 +154,14 @@ class ChunkedLayers:
         kinds = known or chunked
         chunk = reader.get(["attention_chunk_size"], None if "attention_chunk_size" in reader.raw else 8192)
         if "chunked" in kinds:
-            values["attention_chunk"] = reader.positive("attention_chunk_size", chunk)
+            values["attention.chunk"] = reader.positive("attention_chunk_size", chunk)
         values["layer_pattern"] = shortest_pattern(kinds)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = model.kind_of_each_layer
         types = ["chunked_attention" if kind == "chunked" else "full_attention" for kind in kinds]
         rotated = [int(kind != "nope") for kind in kinds]
-        return {"no_rope_layers": rotated, "layer_types": types, "attention_chunk_size": model.attention_chunk or None}
+        return {"no_rope_layers": rotated, "layer_types": types, "attention_chunk_size": model.attention.chunk or None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,16 +176,16 @@ class SparseLayers:
             step = max(sparse[0] + 1, 1)
         if not sparse or sparse != list(range(step - 1, layers, step)):
             reader.refuse("moe_layers", sparse, "are not every n-th layer: other layers with experts are not supported")
-        values["sparse_step"] = step
+        values["experts.step"] = step
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        step = model.sparse_step
+        step = config.value_at(model, "experts.step")
         return {"interleave_moe_layer_step": step, "moe_layers": list(range(step - 1, model.layers, step))}
 
 
 _FEED = "model.layers.{}.feed_forward"
 _SIZES = (*SIZES, KeyHeads(8), Renamed("max_position_embeddings", "context", 131072))
-_EPS, _HEAD = Renamed("rms_norm_eps", "norm_eps", 1e-5), Renamed("head_dim", "head_dim", 128)
+_EPS, _HEAD = Renamed("rms_norm_eps", "norm.eps", 1e-5), Renamed("head_dim", "head_dim", 128)
 _ATTENTION = (
     _EPS,
     _HEAD,
@@ -193,14 +193,14 @@ _ATTENTION = (
     ATTENTION_BIAS,
     ChunkedLayers(),
     Temperature(),
-    Flag("use_qk_norm", ("qk_norm",), True),
+    Flag("use_qk_norm", ("attention.qk_norm",), True),
 )
 _EXPERTS = (
     *mixture("num_local_experts num_experts", 16, 1),
     Renamed("intermediate_size_mlp", "mlp", 16384),
-    Renamed("intermediate_size", "expert_mlp", 8192),
+    Renamed("intermediate_size", "experts.mlp", 8192),
     SparseLayers(),
-    Given(shared_mlp=lambda values: values["expert_mlp"], weighted_input=True),
+    Given(shared_mlp=lambda values: values["experts.mlp"], weighted_input=True),
     Given(routing="sigmoid", normalized_weights=False, qk_norm_kind="unscaled"),
 )
 _LLAMA_4_EXPERTS = (

@@ -15,7 +15,7 @@ _OLMOE = (
     *(*llama_fields(head_dim=NO_HEAD_DIM, eps=1e-5), ATTENTION_BIAS, NO_CLIP),
     Given(qk_norm=True, qk_norm_kind="joint"),
     *mixture("num_experts num_local_experts", 64, 8),
-    Flag("norm_topk_prob", ("normalized_weights",), False),
+    Flag("norm_topk_prob", ("experts.normalized_weights",), False),
 )
 _JOINT = qk_norm("(N H)", "(K H)")
 _TENSORS = llama_tensors(mlp_norm="pre_feedforward_layernorm", more=(*POST_NORMS, *_JOINT))

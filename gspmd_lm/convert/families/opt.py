@@ -17,11 +17,11 @@ class OptNorms:
     def read(self, reader: ConfigReader, values: Values) -> None:
         before = reader.flag(["do_layer_norm_before"], True)
         removed = reader.flag(["_remove_final_layer_norm"], False)
-        values |= {"pre_norms": before, "sum_norms": not before, "final_norm": before and not removed}
+        values |= {"norm.pre": before, "norm.sum": not before, "norm.final": before and not removed}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        removed = model.pre_norms and not model.final_norm
-        return {"do_layer_norm_before": model.pre_norms, "_remove_final_layer_norm": removed}
+        removed = model.norm.pre and not model.norm.final
+        return {"do_layer_norm_before": model.norm.pre, "_remove_final_layer_norm": removed}
 
 
 _SIZES = (*SIZES, Renamed("ffn_dim", "mlp"), Renamed("max_position_embeddings", "context"), ONE_WIDTH)
@@ -29,14 +29,14 @@ _FIELDS = (
     *(PLAIN_LAYERNORM, OptNorms(), TIED, Flag("enable_bias", ALL_BIASES, True)),
     Given(norm_eps=1e-5, positions="learned", position_offset=2),
     Activation("activation_function", "relu", GELU_NEW),
-    DefaultsTo("word_embed_proj_dim", "embedding_width", "embed"),
+    DefaultsTo("word_embed_proj_dim", "embedding.width", "embed"),
     Fixed("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),
 )
 _DECODER, _LAYER = "model.decoder", "model.decoder.layers.{}"
 _TABLE = f"{_DECODER}.embed_tokens.weight"
 _TENSORS = (
-    Tensor(_TABLE, "V D", ("embedding",), exists_in=lambda model: not model.embedding_width),
-    Tensor(_TABLE, "V W", ("embedding",), exists_in=lambda model: model.embedding_width > 0),
+    Tensor(_TABLE, "V D", ("embedding",), exists_in=lambda model: not model.embedding.width),
+    Tensor(_TABLE, "V W", ("embedding",), exists_in=lambda model: model.embedding.width > 0),
     Tensor(f"{_DECODER}.project_in.weight", "D W", ("embedding_in",)),
     Tensor(f"{_DECODER}.project_out.weight", "W D", ("embedding_out",)),
     Tensor(f"{_DECODER}.embed_positions.weight", "p D", ("position_embedding",)),

@@ -10,7 +10,7 @@ _PHI = (
     *llama_fields(eps=LAYERNORM_EPS, rope=Rope(part=0.5), activation=Activation("hidden_act", "gelu_new", GELU_NEW)),
     *(PLAIN_LAYERNORM, BIASES),
     Given(block="parallel", unembedding_bias=True),
-    Flag("qk_layernorm", ("qk_norm",), False),
+    Flag("qk_layernorm", ("attention.qk_norm",), False),
 )
 _ROPE = Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope")))
 _PHI_3 = (
@@ -23,11 +23,11 @@ _PHI_MOE = (
     *llama_fields(8, eps=1e-5, rope=Rope(1e6, mscales=True)),
     *(Window(None), ATTENTION_BIAS),
     Given(norm="layernorm", norm_bias=True),
-    Flag("lm_head_bias", ("unembedding_bias",), False),
-    Renamed("num_local_experts num_experts", "experts", 16),
+    Flag("lm_head_bias", ("logits.bias",), False),
+    Renamed("num_local_experts num_experts", "experts.count", 16),
     Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
     Given(experts_per_token=2, routing="sparsemixer", normalized_weights=False),
-    Renamed("router_jitter_noise", "router_jitter", 0.01, may_be_zero=True),
+    Renamed("router_jitter_noise", "experts.jitter", 0.01, may_be_zero=True),
 )
 _NORMS = qk_norm(name="layernorm")
 FAMILIES = (

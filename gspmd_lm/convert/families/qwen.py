@@ -96,13 +96,13 @@ class LinearLayers:
             "head_dim": value_dim,
             "taps": reader.number(["linear_conv_kernel_dim"], 4),
         }
-        values["linear_attention"] = sizes if "linear_attention" in types else None
+        values["attention.linear"] = sizes if "linear_attention" in types else None
         values["layer_pattern"] = shortest_pattern([known[kind] for kind in types])
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         kinds = ["linear_attention" if kind == "linear" else "full_attention" for kind in model.kind_of_each_layer]
         written: dict[str, Any] = {"layer_types": kinds}
-        if linear := model.linear_attention:
+        if linear := model.attention.linear:
             written |= {
                 "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads,
                 "linear_key_head_dim": linear.head_dim, "linear_value_head_dim": linear.head_dim,
@@ -121,25 +121,28 @@ class DenseLayers:
         if dense != list(range(count)):
             reader.refuse("mlp_only_layers", dense, "are not the first layers: other layers without experts are not "
                           "supported")  # fmt: skip
-        values["dense_layers"] = count
-        values["sparse_step"] = reader.whole(["decoder_sparse_step"], 1, 1)
+        values["experts.dense_layers"] = count
+        values["experts.step"] = reader.whole(["decoder_sparse_step"], 1, 1)
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"mlp_only_layers": list(range(model.dense_layers)), "decoder_sparse_step": model.sparse_step}
+        return {
+            "mlp_only_layers": list(range(config.value_at(model, "experts.dense_layers"))),
+            "decoder_sparse_step": config.value_at(model, "experts.step"),
+        }
 
 
 _MLP, _LINEAR = "model.layers.{}.mlp", "model.layers.{}.linear_attn"
 _LAYERS = LayerTypes(4096, last_layers, "use_sliding_window", _first_window_layer)
 _NUMBERS = "num_experts num_local_experts"
-_SUM_TO_ONE = Flag("norm_topk_prob", ("normalized_weights",), False)
+_SUM_TO_ONE = Flag("norm_topk_prob", ("experts.normalized_weights",), False)
 _QWEN_2 = (*llama_fields(32), Given(qkv_bias=True), _LAYERS)
 _QWEN_3 = (*llama_fields(32, 128), Given(qk_norm=True), ATTENTION_BIAS, _LAYERS)
 _QWEN_2_MOE = (
     *llama_fields(16, NO_HEAD_DIM),
-    Flag("qkv_bias", ("qkv_bias",), True),
+    Flag("qkv_bias", ("attention.qkv_bias",), True),
     LayerTypes(4096, _first_every_second, "use_sliding_window"),
     *mixture(_NUMBERS, 60, 4, width=1408),
-    Renamed("shared_expert_intermediate_size", "shared_mlp", 5632),
+    Renamed("shared_expert_intermediate_size", "experts.shared_mlp", 5632),
     Given(shared_gate=True),
     _SUM_TO_ONE,
     DenseLayers(),
@@ -159,8 +162,8 @@ _QWEN_3_NEXT = (
     Fixed("attention_bias", False, "has biases in attention with a gate, which are not supported"),
     Given(norm_offset=1.0, qk_norm=True, attention_gate=True, shared_gate=True),
     *mixture(_NUMBERS, 512, 10, width=512),
-    Flag("norm_topk_prob", ("normalized_weights",), True),
-    Renamed("shared_expert_intermediate_size", "shared_mlp", 512),
+    Flag("norm_topk_prob", ("experts.normalized_weights",), True),
+    Renamed("shared_expert_intermediate_size", "experts.shared_mlp", 512),
     DenseLayers(),
 )
 _SHARED = (
@@ -173,7 +176,7 @@ _SHARED = (
 def _linear(name: str, axes: str, *weights: str, **options: Any) -> Tensor:
     """A tensor of a layer with linear attention."""
     ours = tuple(f"linear_attention.{weight}" for weight in weights)
-    has_linear_layers = lambda model: model.linear_attention is not None  # noqa: E731
+    has_linear_layers = lambda model: model.attention.linear is not None  # noqa: E731
     return Tensor(f"{_LINEAR}.{name}", axes, ours, linear=True, exists_in=has_linear_layers, **options)
 
 

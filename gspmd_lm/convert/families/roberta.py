@@ -26,8 +26,8 @@ class PositionsAfterPadding:
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         rows = reader.number(["max_position_embeddings"], 512)
-        values["position_offset"] = reader.whole(["pad_token_id"], 1, 0) + 1
-        values["context"] = rows - values["position_offset"]
+        values["embedding.position_offset"] = reader.whole(["pad_token_id"], 1, 0) + 1
+        values["context"] = rows - values["embedding.position_offset"]
         if values["context"] < 1:
             reader.refuse("max_position_embeddings", rows, f"leaves no position after pad_token_id + 1 = "
                           f"{values['position_offset']}")  # fmt: skip
@@ -35,8 +35,8 @@ class PositionsAfterPadding:
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         return {
-            "max_position_embeddings": model.position_offset + model.context,
-            "pad_token_id": model.position_offset - 1,
+            "max_position_embeddings": model.embedding.position_offset + model.context,
+            "pad_token_id": model.embedding.position_offset - 1,
         }
 
 

@@ -6,7 +6,7 @@ from gspmd_lm.convert.fields import Flag
 
 _SEED_OSS = (
     *(*llama_fields(8, 128), MLP_BIAS),
-    Flag("attention_bias", ("qkv_bias",), True),
-    Flag("attention_out_bias", ("attention_out_bias",), False),
+    Flag("attention_bias", ("attention.qkv_bias",), True),
+    Flag("attention_out_bias", ("attention.out_bias",), False),
 )
 FAMILIES = (LLAMA.relative("Seed-OSS", "seed_oss", "SeedOssForCausalLM", _SEED_OSS),)

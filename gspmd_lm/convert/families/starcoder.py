@@ -6,7 +6,7 @@ from gspmd_lm.convert.family import ALL_BIASES, PLAIN_LAYERNORM, TANH, heads, ll
 from gspmd_lm.convert.fields import Activation, Flag, Renamed, Window
 from gspmd_lm.convert.layout import linear
 
-_EPS = Renamed("norm_epsilon", "norm_eps", 1e-5)
+_EPS = Renamed("norm_epsilon", "norm.eps", 1e-5)
 _STARCODER_2 = (
     *llama_fields(2, eps=_EPS, activation=Activation("hidden_act", "gelu_pytorch_tanh", TANH), tied=True),
     *(PLAIN_LAYERNORM, Window(None), Flag("use_bias", ALL_BIASES, True)),

@@ -43,7 +43,7 @@ class SwinLevels:
         values |= first | {"kv_heads": heads[0], "head_dim": head_dim, "row_multiple": ROWS_DIVIDE_BY}
         values |= {"layer_pattern": ["full", "shifted"], "windows": {"size": size, "shift": size // 2, "levels": rest}}
         ranges = (2 * size - 1) ** 2
-        values["relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
+        values["attention.relative_positions"] = {"side": size, "ranges": ranges, "shared": False, "learned_row": False}
 
     def _numbers(self, reader: ConfigReader, names: Sequence[str], default: list[int]) -> list[int]:
         numbers = reader.get(names, default)
@@ -66,7 +66,7 @@ class SwinLevels:
 _SWIN = (
     *(ImagePatches("none", size=4, class_row=False), SwinLevels(), PLAIN_LAYERNORM, GELU, Classes()),
     Given(norm_eps=1e-5, mask="full", positions="none", embedding_norm=True, attention_out_bias=True, mlp_bias=True),
-    Flag("qkv_bias", ("qkv_bias",), True),
+    Flag("qkv_bias", ("attention.qkv_bias",), True),
     Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
     Fixed("use_absolute_embeddings", False, "adds a table of positions to the patches, which is not supported"),
 )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.convert.config_reader import LARGEST, ConfigReader
 from gspmd_lm.convert.family import TIED, Family, heads
 from gspmd_lm.convert.fields import ACTIVATIONS, MOST_LAYERS, Given, Renamed, Values
@@ -41,7 +42,7 @@ class EncoderPart:
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
         if not (model.encoder and model.of_encoder):
             return {}
-        sizes = {names.split()[0]: getattr(model.of_encoder, setting) for setting, names in self.names.items()}
+        sizes = {names.split()[0]: value_at(model.of_encoder, setting) for setting, names in self.names.items()}
         start, first = model.encoder.start_token, model.encoder.first_tokens
         written = {"forced_bos_token_id": first[0]} if first and not model.frames else {}
         return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}
@@ -56,10 +57,10 @@ class Distances:
     def read(self, reader: ConfigReader, values: Values) -> None:
         ranges = reader.number(["relative_attention_num_buckets"], 32)
         distance = reader.number(["relative_attention_max_distance"], 128)
-        values["relative_positions"] = {"ranges": ranges, "distance": distance, "shared": self.shared}
+        values["attention.relative_positions"] = {"ranges": ranges, "distance": distance, "shared": self.shared}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (relative := model.relative_positions):
+        if not (relative := model.attention.relative_positions):
             return {}
         names = ("relative_attention_num_buckets", "relative_attention_max_distance")
         return dict(zip(names, (relative.ranges, relative.distance), strict=True))
@@ -81,11 +82,11 @@ class FeedForward:
         for field, wanted in (("dense_act_fn", name), ("is_gated_act", gated)):
             if known and (value := reader.get([field], wanted)) != wanted:
                 reader.refuse(field, value, f"contradicts feed_forward_proj: {word}")
-        values["mlp_kind"] = "gated" if gated else "plain"
-        values["activation"] = ACTIVATIONS.get(name, "relu")
+        values["feed_forward.kind"] = "gated" if gated else "plain"
+        values["feed_forward.activation"] = ACTIVATIONS.get(name, "relu")
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        gated, name = model.mlp_kind == "gated", model.activation
+        gated, name = model.feed_forward.kind == "gated", model.feed_forward.activation
         if gated:
             word = "gated-gelu" if name == "gelu_tanh" else f"gated-{name}"
         else:
@@ -105,11 +106,11 @@ class T5Head:
     def read(self, reader: ConfigReader, values: Values) -> None:
         tied = reader.flag(["tie_word_embeddings"], True)
         scaled = reader.flag(["scale_decoder_outputs"], tied and "scale_decoder_outputs" not in reader.raw)
-        values["tied_embeddings"] = tied and scaled
-        values["logit_scale"] = values["embed"] ** -0.5 if scaled else 1.0
+        values["embedding.tied"] = tied and scaled
+        values["logits.scale"] = values["embed"] ** -0.5 if scaled else 1.0
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        return {"tie_word_embeddings": model.tied_embeddings, "scale_decoder_outputs": model.logit_scale != 1}
+        return {"tie_word_embeddings": model.embedding.tied, "scale_decoder_outputs": model.logits.scale != 1}
 
 
 _T5_LAYERS = "num_layers num_hidden_layers"
@@ -122,7 +123,7 @@ _T5 = (
     Renamed(_T5_LAYERS, "layers", most=MOST_LAYERS),
     Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
     Renamed("n_positions", "context", 512),
-    Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
+    Renamed("layer_norm_epsilon", "norm.eps", 1e-6),
     Given(kv_heads=heads, positions="none", query_scale=1.0),
     EncoderPart({"layers": _T5_LAYERS}, 0),
 )
@@ -145,9 +146,11 @@ def _t5_stack(prefix: str, ours: str, mlp: int, distances: str) -> tuple[Tensor,
         *_t5_attention(prefix, 0, "SelfAttention", f"{ours}attention"),
         Tensor(f"{prefix}.block.{distances}.layer.0.SelfAttention.relative_attention_bias.weight", "r N",
                (f"{ours}relative_bias" if distances == "0" else f"{ours}attention.relative_bias",)),
-        Tensor(f"{feed}.wi.weight", "F D", (f"{ours}mlp.w_up",), exists_in=lambda model: model.mlp_kind == "plain"),
+        Tensor(f"{feed}.wi.weight", "F D", (f"{ours}mlp.w_up",),
+               exists_in=lambda model: model.feed_forward.kind == "plain"),
         Tensor(f"{feed}.wi_0.weight", "F D", (f"{ours}mlp.w_gate",)),
-        Tensor(f"{feed}.wi_1.weight", "F D", (f"{ours}mlp.w_up",), exists_in=lambda model: model.mlp_kind == "gated"),
+        Tensor(f"{feed}.wi_1.weight", "F D", (f"{ours}mlp.w_up",),
+               exists_in=lambda model: model.feed_forward.kind == "gated"),
         Tensor(f"{feed}.wo.weight", "D F", (f"{ours}mlp.w_down",)),
         *norm(f"{layer}.layer_norm", f"{ours}mlp_norm"),
         *norm(f"{prefix}.final_layer_norm", f"{ours}final_norm"),

@@ -88,4 +88,4 @@ def _scores_of_replaced(totals: Mapping[str, float]) -> dict[str, float]:
 REPLACED = Objective(
     target_inputs, _sums_of_replaced, count_targets, _totals_of_replaced, _means_of_replaced, _scores_of_replaced
 )
-FAMILY = Family(module=TextClassifier, fits=lambda cfg: cfg.classes, objective=text_objective)
+FAMILY = Family(module=TextClassifier, fits=lambda cfg: cfg.num_classes, objective=text_objective)

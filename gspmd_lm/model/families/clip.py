@@ -102,7 +102,7 @@ class PairSums(NamedTuple):
 
 def _sums_of_pairs(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> PairSums:
     holds_B = _holds_pair(batch)
-    text_BP, image_BP, scale = output(module, params, zigzag_sharded(dict(batch), module.cfg.mask), key)
+    text_BP, image_BP, scale = output(module, params, zigzag_sharded(dict(batch), module.cfg.attention.mask), key)
     own_B = scale * (text_BP * image_BP).sum(-1)
     # All that a row is compared with are its classes: each device has all scores of its own rows.
     holds_C = like(holds_B, "class_scores: classes")

@@ -15,4 +15,4 @@ class LayerInputDecoder(Decoder):
         return LayerInputs(self.cfg, name="per_layer_inputs")(x_BTD, batch["tokens"])
 
 
-FAMILY = Family(module=LayerInputDecoder, fits=lambda cfg: cfg.layer_embed)
+FAMILY = Family(module=LayerInputDecoder, fits=lambda cfg: cfg.residual.layer_embed)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED
@@ -136,7 +137,7 @@ def embed_prompt(
 
 
 def _with_eps(cfg: config.ModelConfig, eps: float) -> config.ModelConfig:
-    return dataclasses.replace(cfg, norm_eps=eps)
+    return with_values(cfg, {"norm.eps": eps})
 
 
 def fourier_features(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:

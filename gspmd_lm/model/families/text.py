@@ -19,7 +19,9 @@ Inputs = dict[str, Input]
 def text_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:
     """The arrays that `Decoder` reads."""
     tokens = Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)
-    names = ["tokens", "positions"] + ["segment_ids"] * shape.segments + ["token_types"] * (cfg.token_types > 0)
+    names = (
+        ["tokens", "positions"] + ["segment_ids"] * shape.segments + ["token_types"] * (cfg.embedding.token_types > 0)
+    )
     return dict.fromkeys(names, tokens) | {"row": Input((shape.batch,), "int32", ROW_SPEC)}
 
 

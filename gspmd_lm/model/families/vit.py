@@ -60,7 +60,7 @@ def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
     is_patch_T1 = (places_T1 >= cfg.patches.first) & (places_T1 < cfg.context)
     sum_B1D = jnp.where(is_patch_T1, x_BTD, 0).sum(1, keepdims=True, dtype=jnp.float32)
     mean_B1D = like((sum_B1D / cfg.patches.side**2).astype(x_BTD.dtype), RESIDUAL)
-    return mean_B1D if cfg.final_norm else Norm(cfg, name="pooled_norm")(mean_B1D)
+    return mean_B1D if cfg.norm.final else Norm(cfg, name="pooled_norm")(mean_B1D)
 
 
 def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.A
         padding = (0, T - cfg.context), (0, 0)
         x_BTD += for_each_row(table, len(x_BTD), lambda table_PD: jnp.pad(table_PD, padding))
     x_BTD = like(x_BTD, RESIDUAL)
-    return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding_norm else x_BTD
+    return Norm(cfg, name="embedding_norm")(x_BTD) if cfg.embedding.norm else x_BTD
 
 
 def image_inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:

@@ -13,6 +13,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm import config
+from gspmd_lm.config import value_at
 from gspmd_lm.model.kernels.distances import alibi_slopes, score_bias, scores_by_distance
 from gspmd_lm.sharding.annotate import attention_kernel, like, per_device, platform, recomputed, shard, split
 from gspmd_lm.sharding.op_names import scope
@@ -62,9 +63,9 @@ def attend(
     own_RN: jax.Array | None = None,
     one_text: bool = False,
 ) -> jax.Array:
-    """softmax(scale q k) v over the positions of the same segment that `model.mask` leaves, [B, T, N, H].
+    """softmax(scale q k) v over the positions of the same segment that `model.attention.mask` leaves, [B, T, N, H].
 
-    Kernels compute the softmax in float32, XLA in `model.attention_scores_dtype`.
+    Kernels compute the softmax in float32, XLA in `model.attention.scores_dtype`.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
     which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
@@ -119,7 +120,7 @@ def fused(
     from gspmd_lm.model.kernels import cudnn, documents
 
     packed = None if segments_BT is None else documents.runs(segments_BT, key_segments_BS, one_text)
-    passes = (functools.partial(one, causal=cfg.mask == "causal") for one in (cudnn.forward, cudnn.backward))
+    passes = (functools.partial(one, causal=cfg.attention.mask == "causal") for one in (cudnn.forward, cudnn.backward))
     return with_sums(tuple(passes), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (packed,))
 
 
@@ -153,12 +154,12 @@ def unsupported(
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
-    if kernel != "xla" and model.attention_scores_dtype != "float32":
-        return f"model.attention_scores_dtype: {model.attention_scores_dtype}"
+    if kernel != "xla" and model.attention.scores_dtype != "float32":
+        return f"model.attention.scores_dtype: {model.attention.scores_dtype}"
     if kernel != "xla" and model.positions in ("alibi", "alibi_bf16"):
         return f"model.positions: {model.positions}"
-    for key in ("relative_positions", "relative_vectors"):
-        if kernel != "xla" and getattr(model, key):
+    for key in ("attention.relative_positions", "attention.relative_vectors"):
+        if kernel != "xla" and value_at(model, key):
             return f"model.{key}"
     if kernel != "xla" and model.windows and not config.is_whole(model):
         return "model.windows"
@@ -166,11 +167,11 @@ def unsupported(
         current, oldest, hopper = (".".join(map(str, version)) for version in (capability, AMPERE, HOPPER))
         if capability and capability < AMPERE:
             return f"compute capability {current} (only {oldest} and newer)"
-        if (segments or model.attention_chunk) and capability and capability < HOPPER:  # a chunk is a document, too
-            asked = "data.packing: documents" if segments else f"model.attention_chunk: {model.attention_chunk}"
+        if (segments or model.attention.chunk) and capability and capability < HOPPER:  # a chunk is a document, too
+            asked = "data.packing: documents" if segments else f"model.attention.chunk: {model.attention.chunk}"
             return f"{asked} on compute capability {current} (only {hopper} and newer)"
-        if model.attention_softcap:
-            return f"model.attention_softcap: {model.attention_softcap}"
+        if model.attention.softcap:
+            return f"model.attention.softcap: {model.attention.softcap}"
         if model.compute_dtype == "float32":
             return "model.compute_dtype: float32 (only bfloat16)"
         most = 128 if capability and capability[0] != HOPPER[0] else 256
@@ -188,7 +189,7 @@ def unsupported(
 @functools.cache
 def mask(cfg: config.ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function that gives whether queries see keys, [B, T, S], from the places of both, [B, T] and [B, S]."""
-    window = cfg.sliding_window
+    window = cfg.attention.window
 
     def full(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
         return jnp.ones_like(queries_BT[:, :, None] - keys_BS[:, None, :], bool)
@@ -200,7 +201,7 @@ def mask(cfg: config.ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]
         ahead_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
         return (ahead_BTS >= 0) & (ahead_BTS < window)
 
-    return {"full": full, "causal": sliding if window else causal}[cfg.mask]
+    return {"full": full, "causal": sliding if window else causal}[cfg.attention.mask]
 
 
 def sees(cfg: config.ModelConfig) -> Any:
@@ -211,8 +212,8 @@ def sees(cfg: config.ModelConfig) -> Any:
 @functools.cache
 def _reach(cfg: config.ModelConfig) -> list[str]:
     """The words of `sees`."""
-    window = "all" if cfg.mask == "full" else str(cfg.sliding_window or "")
-    return list(filter(None, (window, f"chunk{cfg.attention_chunk}" if cfg.attention_chunk else "")))
+    window = "all" if cfg.attention.mask == "full" else str(cfg.attention.window or "")
+    return list(filter(None, (window, f"chunk{cfg.attention.chunk}" if cfg.attention.chunk else "")))
 
 
 def masked(
@@ -262,17 +263,17 @@ class ScoreParts(NamedTuple):
 @functools.cache
 def score_parts(cfg: config.ModelConfig) -> ScoreParts:
     """The parts of the scores of a model."""
-    cap, dtype = cfg.attention_softcap, jnp.dtype(cfg.attention_scores_dtype)
+    cap, dtype = cfg.attention.softcap, jnp.dtype(cfg.attention.scores_dtype)
     return ScoreParts(
         score_bias(cfg, scores_scale(cfg)),
-        bool(cfg.relative_positions or cfg.relative_vectors),
+        bool(cfg.attention.relative_positions or cfg.attention.relative_vectors),
         cfg.positions == "alibi_bf16",
         _zero_without_keys if cfg.reads else lambda seen_BTS: (seen_BTS, lambda out_BTNH: out_BTNH),
-        _products_and_distances if cfg.relative_vectors else _products,
+        _products_and_distances if cfg.attention.relative_vectors else _products,
         (lambda scores: cap * jnp.tanh(scores / cap)) if cap else lambda scores: scores,
-        _with_sink if cfg.attention_sinks else lambda weights, scores, heads_RN: weights,
+        _with_sink if cfg.attention.sinks else lambda weights, scores, heads_RN: weights,
         dtype,
-        dtype == jnp.float32 and not (cap or cfg.attention_sinks or cfg.relative_vectors),
+        dtype == jnp.float32 and not (cap or cfg.attention.sinks or cfg.attention.relative_vectors),
     )
 
 
@@ -285,7 +286,7 @@ def _products(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
 
 def _products_and_distances(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
     """q k and the products of both with distances, scaled, [B, N, 1, T, S]."""
-    added_BNTS = scores_by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.relative_vectors)
+    added_BNTS = scores_by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.attention.relative_vectors)
     scores_BNTS: jax.Array = with_added(scores_scale(cfg), score_parts(cfg).dtype, q_BTNH, k_BSKH, added_BNTS)
     return scores_BNTS[:, :, None]
 
@@ -351,7 +352,7 @@ with_added.defvjp(_with_added, _with_added_backward)
 
 def scores_scale(cfg: config.ModelConfig) -> float:
     """What q k is multiplied with."""
-    return cfg.query_scale or cfg.head_dim**-0.5
+    return cfg.attention.scale or cfg.head_dim**-0.5
 
 
 def head_numbers(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
@@ -377,7 +378,7 @@ def with_sums(
 
 def _with_sums(passes, cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args):
     out_BTNH, lse_BTN = passes[0](q_BTNH, k_BSKH, v_BSKH, cfg, *kernel_args)
-    if cfg.attention_sinks:  # one more logit in the softmax, which takes its share of the result
+    if cfg.attention.sinks:  # one more logit in the softmax, which takes its share of the result
         total_BTN = jnp.logaddexp(lse_BTN, heads_RN[0].astype(jnp.float32))
         out_BTNH, lse_BTN = jnp.exp(lse_BTN - total_BTN)[..., None] * out_BTNH, total_BTN
     out_BTNH, lse_BTN = (checkpoint_name(x, "attention_out") for x in (out_BTNH.astype(q_BTNH.dtype), lse_BTN))
@@ -388,7 +389,7 @@ def _with_sums_backward(passes, cfg, saved, dout_BTNH):
     q_BTNH, k_BSKH, v_BSKH, heads_RN, kernel_args, out_BTNH, lse_BTN = saved
     dq, dk, dv = passes[1](q_BTNH, k_BSKH, v_BSKH, cfg, out_BTNH, lse_BTN, dout_BTNH, *kernel_args)
     dheads_RN = None
-    if cfg.attention_sinks:
+    if cfg.attention.sinks:
         along_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH).sum(-1)
         shares_BTN = jnp.exp(heads_RN[0].astype(jnp.float32) - lse_BTN)
         dheads_RN = -(shares_BTN * along_BTN).sum((0, 1))[None].astype(heads_RN.dtype)

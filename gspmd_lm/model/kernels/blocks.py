@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.documents import CallRanges, Documents, runs, shared
 from gspmd_lm.sharding.op_names import scope
@@ -95,7 +96,7 @@ class Blocks:
     def _scores(self, q_BTKGH, segments: Segments, causal: bool, chunk) -> tuple[jax.Array, Any]:
         """[B, K, G, T, S]: the masked scores of a chunk of keys, and their derivative by q k."""
         k_BSKH, _, *known = chunk
-        scale, cap, T = scores_scale(self.cfg), self.cfg.attention_softcap, q_BTKGH.shape[1]
+        scale, cap, T = scores_scale(self.cfg), self.cfg.attention.softcap, q_BTKGH.shape[1]
         s, slope = _einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * scale, scale
         # Otherwise the masks, which all layers share, are made for all chunks at once: [T, S].
         s, at_S, *ids_BS = jax.lax.optimization_barrier((s, *known))
@@ -123,7 +124,7 @@ class Blocks:
     def _splash(self, q_BTNH: jax.Array, keys: int, causal: bool) -> Any:
         from gspmd_lm.model.kernels import splash
 
-        cfg = dataclasses.replace(self.cfg, sliding_window=0)
+        cfg = with_values(self.cfg, {"attention.window": 0})
         options: Any = {"everything": not causal, "interpret": self.interpret}
         return splash.kernel(q_BTNH, keys, cfg, **options)
 

@@ -144,7 +144,7 @@ def attend(
 
 def rows_are_texts(tokens: Tokens, cfg: config.ModelConfig) -> bool:
     """Whether each row is one text, so that its segments only tell it from padding: see `documents.runs`."""
-    return not cfg.attention_chunk and (cfg.one_text or tokens.slot is not None)
+    return not cfg.attention.chunk and (cfg.one_text or tokens.slot is not None)
 
 
 def attend_to_memory(
@@ -208,7 +208,7 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
 
         piece = T // over.num_shards // (2 if zigzag else 1)
         named: Any = {"residual_checkpoint_name": "attention_out", "interpret": interpret}
-        if cfg.mask == "full":  # the queries of all devices see the same
+        if cfg.attention.mask == "full":  # the queries of all devices see the same
             made = splash.kernel(q_BTNH, T, cfg, **named)
         else:
             made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)

@@ -109,7 +109,7 @@ def _call(primitive: Any, cfg: config.ModelConfig, causal: bool, qkv: Any, after
     return primitive.bind(
         *qkv, none, *where, none, none, *after, scale=scores_scale(cfg), seed=0, dropout_rate=0.0,
         variadic_args=(False, False), mask_type=mask, layout=kernels.AttentionLayout.BTNH.value,
-        sliding_window_length=cfg.sliding_window or None, **options,
+        sliding_window_length=cfg.attention.window or None, **options,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def score_bias(cfg: config.ModelConfig, scale: float) -> Callable[..., jax.Array
         "alibi": _alibi,
         "alibi_bf16": functools.partial(_rounded_alibi, scale),
     }
-    if cfg.relative_positions:
+    if cfg.attention.relative_positions:
         return functools.partial(_bias_of_ranges, cfg)
     return table.get(cfg.positions, lambda *_: None)
 
@@ -33,9 +33,9 @@ def _bias_of_ranges(
     cfg: config.ModelConfig, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int
 ) -> jax.Array:
     """The learned number of the range of each distance (T5, BEiT)."""
-    assert cfg.relative_positions
+    assert cfg.attention.relative_positions
     queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
-    plane = cfg.relative_positions.side > 0
+    plane = cfg.attention.relative_positions.side > 0
     range_BTS = ranges_of_plane(queries_BT1, keys_B1S, cfg) if plane else ranges(keys_B1S - queries_BT1, cfg)
     bias = jnp.moveaxis(heads_RN.astype(jnp.float32)[range_BTS], -1, 1)
     return jnp.repeat(bias, rows // len(bias), axis=0) if len(bias) > 1 else bias
@@ -73,10 +73,10 @@ def alibi_slopes(heads: int) -> jax.Array:
 
 def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """The number of the range that holds a distance from query to key: see `config.RelativePositions`."""
-    relative, first = cfg.relative_positions, 0
+    relative, first = cfg.attention.relative_positions, 0
     assert relative
     count, far = relative.ranges, jnp.maximum(-ahead, 0)
-    if cfg.mask == "full":  # keys after the query have the second half of the ranges
+    if cfg.attention.mask == "full":  # keys after the query have the second half of the ranges
         count //= 2
         first, far = jnp.where(ahead > 0, count, 0), jnp.abs(ahead)
     exact = count // 2
@@ -90,7 +90,7 @@ def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig
 
     The place 0 is that of a learned row, and places beyond the patches, which are padding, have any range.
     """
-    relative = cfg.relative_positions
+    relative = cfg.attention.relative_positions
     assert relative
     side, last, first = relative.side, relative.ranges - 1, int(relative.learned_row)
     (query_y, query_x), (key_y, key_x) = (jnp.divmod(jnp.maximum(at - first, 0), side) for at in (queries, keys))

@@ -10,7 +10,6 @@ What each turn gives is merged by its softmax sums, in float32. The backward pas
 and values travel along with them, added up on the way, one turn behind.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from gspmd_lm.config import with_values
 from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.blocks import Blocks
 from gspmd_lm.sharding.annotate import Split
@@ -43,7 +43,7 @@ def attend(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *, 
     if segments_BT is not None:
         everyone = jax.lax.all_gather(segments_BT, over.over)  # [devices, B, T]: small beside keys
     if kernel == "splash":  # which leaves the scale to its caller: queries are scaled once, not in each turn
-        q_BTNH, cfg = q_BTNH * scores_scale(cfg), dataclasses.replace(cfg, query_scale=1.0)
+        q_BTNH, cfg = q_BTNH * scores_scale(cfg), with_values(cfg, {"attention.scale": 1.0})
     return _ring(over, Blocks(kernel, cfg, interpret), q_BTNH, k_BTKH, v_BTKH, everyone)
 
 

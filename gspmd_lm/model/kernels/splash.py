@@ -79,11 +79,11 @@ def kernel(
         block_q=rows, block_kv=columns, block_kv_compute=columns,
         block_q_dkv=rows, block_kv_dkv=columns, block_kv_dkv_compute=columns, use_fused_bwd_kernel=True,
     )  # fmt: skip
-    everything = everything or cfg.mask == "full"
-    one: Any = masks.FullMask((len(places_T), keys)) if everything else _Mask(places_T, keys, cfg.sliding_window)
+    everything = everything or cfg.attention.mask == "full"
+    one: Any = masks.FullMask((len(places_T), keys)) if everything else _Mask(places_T, keys, cfg.attention.window)
     return splash.make_splash_mha(
         masks.MultiHeadMask([one] * N), block_sizes=sizes, head_shards=1, q_seq_shards=devices,
-        attn_logits_soft_cap=cfg.attention_softcap or None, **options,
+        attn_logits_soft_cap=cfg.attention.softcap or None, **options,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def attend(
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_RN: the sinks, if any."""
-    if cfg.attention_sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
+    if cfg.attention.sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
         return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (made, segments))
     out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)

@@ -30,16 +30,16 @@ class AltUp(nn.Module):
     cfg: config.ModelConfig
 
     def setup(self):
-        cfg, D, M = self.cfg, self.cfg.embed, self.cfg.residual_streams
+        cfg, D, M = self.cfg, self.cfg.embed, self.cfg.residual.streams
         self.altup_router = matrix(self, "altup_router", "embed streams", (D, M), cfg)
         self.altup_predict = matrix(self, "altup_predict", "coefficients streams", (M * M, M), cfg)
         self.altup_correct = matrix(self, "altup_correct", "coefficients streams", (M, M), cfg)
         self.router_norm = Norm(cfg)
-        if cfg.layer_embed:
+        if cfg.residual.layer_embed:
             ones = nn.initializers.ones
             self.altup_scale = weight(self, "altup_scale", "embed", (D,), cfg, ones)
-            self.layer_gate = matrix(self, "layer_gate", "embed layer_embed", (D, cfg.layer_embed), cfg)
-            self.layer_out = matrix(self, "layer_out", "layer_embed embed", (cfg.layer_embed, D), cfg)
+            self.layer_gate = matrix(self, "layer_gate", "embed layer_embed", (D, cfg.residual.layer_embed), cfg)
+            self.layer_out = matrix(self, "layer_out", "layer_embed embed", (cfg.residual.layer_embed, D), cfg)
             self.layer_norm = Norm(cfg)
 
     def before(self, x_MBTD: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class AltUp(nn.Module):
         if input_BTY is not None:
             first_BTD = streams_MBTD[0] * use(self.altup_scale)
             gate_BTY = jnp.einsum("BTD,DY->BTY", first_BTD, use(self.layer_gate))
-            gated_BTY = ACTIVATIONS[cfg.activation](gate_BTY) * input_BTY
+            gated_BTY = ACTIVATIONS[cfg.feed_forward.activation](gate_BTY) * input_BTY
             own_BTD = self.layer_norm(like(jnp.einsum("BTY,YD->BTD", gated_BTY, use(self.layer_out)), RESIDUAL))
             others = jnp.arange(len(streams_MBTD))[:, None, None, None] > 0
             streams_MBTD += jnp.where(others, own_BTD, 0)
@@ -88,7 +88,7 @@ class Laurel(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """`x_BTD` and its product, normed. Nothing is split in its rank."""
-        cfg, D, R = self.cfg, self.cfg.embed, self.cfg.laurel_rank
+        cfg, D, R = self.cfg, self.cfg.embed, self.cfg.residual.laurel_rank
         inward = matrix(self, "laurel_in", "embed rank", (D, R), cfg)
         outward = matrix(self, "laurel_out", "rank embed", (R, D), cfg)
         low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, use(inward))
@@ -131,9 +131,9 @@ class LayerInputs(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """[L, B, T, Y]: the mean of what a table has and of a projection of the embedded tokens, times sqrt(2)."""
-        cfg, L, Y = self.cfg, self.cfg.layers, self.cfg.layer_embed
+        cfg, L, Y = self.cfg, self.cfg.layers, self.cfg.residual.layer_embed
         table = matrix(self, "layer_table", "vocab embed", (cfg.vocab_rows, L * Y), cfg)
-        tokens_BT = jnp.where(tokens_BT < (cfg.layer_vocab or cfg.vocab), tokens_BT, 0)
+        tokens_BT = jnp.where(tokens_BT < (cfg.residual.layer_vocab or cfg.vocab), tokens_BT, 0)
         found_BTD = look_up(table, shard(tokens_BT, "tokens: batch seq"), BLOCK_INPUT, RESIDUAL)
         found_LBTY = jnp.moveaxis(found_BTD.reshape(*tokens_BT.shape, L, Y), 2, 0)
         inward = matrix(self, "layer_in", "layers embed layer_embed", (L, cfg.embed, Y), cfg)
@@ -150,7 +150,7 @@ class Streams(nn.Module):
     cfg: config.ModelConfig
 
     def setup(self):
-        cfg, D, others = self.cfg, self.cfg.embed, self.cfg.residual_streams - 1
+        cfg, D, others = self.cfg, self.cfg.embed, self.cfg.residual.streams - 1
         self.streams_in = matrix(self, "streams_in", "streams embed stream_width", (others, D, D), cfg)
         self.streams_out = matrix(self, "streams_out", "streams embed stream_width", (others, D, D), cfg)
 

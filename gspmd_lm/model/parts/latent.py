@@ -1,12 +1,11 @@
 """Latent attention: keys and values of all heads are made from one short vector of a token (arXiv 2405.04434, 2.1)."""
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.model.attention import AttentionParts
 from gspmd_lm.model.kernels.attention import Q, attend_to_cache
 from gspmd_lm.model.kernels.context import gathered_early, keys_spec
@@ -35,10 +34,10 @@ class LatentAttention(nn.Module):
 
     def setup(self):
         cfg = self.cfg
-        sizes = cfg.latent_attention
+        sizes = cfg.attention.latent
         assert sizes
-        D, N, H, P, R, Z = cfg.embed, cfg.head_rows, cfg.head_dim, cfg.rope_dim, sizes.q_rank, sizes.kv_rank
-        norm = dataclasses.replace(cfg, norm_eps=LATENT_EPS)
+        D, N, H, P, R, Z = cfg.embed, cfg.head_rows, cfg.head_dim, cfg.attention.rope.dim, sizes.q_rank, sizes.kv_rank
+        norm = with_values(cfg, {"norm.eps": LATENT_EPS})
         self.wq = None
         if R:
             self.wq_down = matrix(self, "wq_down", "embed q_rank", (D, R), cfg)
@@ -85,7 +84,7 @@ class LatentAttention(nn.Module):
         latent_BTZ, shared_BTP = vectors
         with gathered(latent_BTZ, specs[0], KV_LATENT) as in_BTZ:
             own_BTNH, v_BTNH = project(in_BTZ, self.wk_up), project(in_BTZ, self.wv_up)
-        shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own_BTNH.shape[:3], cfg.rope_dim))
+        shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own_BTNH.shape[:3], cfg.attention.rope.dim))
         k, v = (keys_spec(name).replace("kv_heads", "heads") for name in "kv")
         k_BTNH = shard(jnp.concatenate([shared_BTNP, own_BTNH], -1), k)
         return self.attend(q_BTNH, k_BTNH, shard(v_BTNH, v), self.parts.seen(tokens), cfg, self.numbers(tokens))
@@ -103,7 +102,7 @@ class LatentAttention(nn.Module):
         cfg, rank, seen = self.cfg, self.wk_up.array.shape[0], self.parts.seen(tokens)
         assert tokens.cache
         (stored_BS1G,) = tokens.cache.read(tokens.place_in_cache)
-        shared_B1NP, own_B1NH = jnp.split(q_B1NH, [cfg.rope_dim], axis=-1)
+        shared_B1NP, own_B1NH = jnp.split(q_B1NH, [cfg.attention.rope.dim], axis=-1)
         q_B1NZ = jnp.einsum("BTNH,ZNH->BTNZ", own_B1NH, whole(self.wk_up))
         q_B1NG = jnp.concatenate([q_B1NZ, shared_B1NP], -1)
         # The shared keys are summed up along, as values, and cut off: without them, the cache would have to be copied.

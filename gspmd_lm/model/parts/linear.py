@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.model.cache import LinearState
 from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.norm import Norm
@@ -35,11 +36,11 @@ class GatedDeltaNet(nn.Module):
     cfg: config.ModelConfig
 
     def setup(self):
-        cfg, sizes = self.cfg, self.cfg.linear_attention
+        cfg, sizes = self.cfg, self.cfg.attention.linear
         assert sizes
         D, K, N, H, A = cfg.embed, sizes.key_heads, sizes.value_heads, sizes.head_dim, sizes.taps
         exact = dataclasses.replace(cfg, compute_dtype="float32")
-        plain = dataclasses.replace(cfg, norm="rmsnorm", norm_scale=True, norm_bias=False, norm_offset=0.0)
+        plain = with_values(cfg, {"norm.kind": "rmsnorm", "norm.scale": True, "norm.bias": False, "norm.offset": 0.0})
         keys, values, tap = "embed kv_heads head_dim", "embed heads head_dim", nn.initializers.normal(A**-0.5)
         self.linear_q = matrix(self, "linear_q", keys, (D, K, H), cfg)
         self.linear_k = matrix(self, "linear_k", keys, (D, K, H), cfg)
@@ -78,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         else:
             convolved = [_convolve(x, w, segments_BT) for x, w in zip(qkv, taps, strict=True)]
             last = [_last(x, w.shape[0] - 1, segments_BT) for x, w in zip(qkv, taps, strict=True)]
-        q, k, v = (ACTIVATIONS[cfg.activation](x).astype(jnp.float32) for x in convolved)
+        q, k, v = (ACTIVATIONS[cfg.feed_forward.activation](x).astype(jnp.float32) for x in convolved)
         group = v.shape[2] // k.shape[2]
         q, k = (like(jnp.repeat(_unit(x), group, axis=2), OF_VALUES.format("q")) for x in (q, k))
         q *= q.shape[-1] ** -0.5

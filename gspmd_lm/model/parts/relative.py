@@ -21,8 +21,8 @@ Numbers = Callable[[Tokens], Any]  # numbers of each head, see `head_numbers`, f
 
 def table_of_biases(module: nn.Module, cfg: config.ModelConfig) -> jax.Array:
     """The bias of each range of distances for each head, [R, N]."""
-    assert cfg.relative_positions
-    sizes = cfg.relative_positions.ranges, cfg.head_rows
+    assert cfg.attention.relative_positions
+    sizes = cfg.attention.relative_positions.ranges, cfg.head_rows
     return use(matrix(module, "relative_bias", "ranges heads", sizes, cfg))
 
 
@@ -44,10 +44,10 @@ def own_biases(cfg: config.ModelConfig, module: nn.Module) -> Numbers:
 
 def add_vectors(cfg: config.ModelConfig, module: nn.Module, tokens: Tokens) -> Tokens:
     """The tokens with a vector for each range of distances, which all layers of a stack share."""
-    assert cfg.relative_vectors
-    sizes = cfg.relative_vectors.ranges, cfg.embed
+    assert cfg.attention.relative_vectors
+    sizes = cfg.attention.relative_vectors.ranges, cfg.embed
     vectors_RD = use(matrix(module, "relative_embedding", "ranges embed", sizes, cfg))
-    if not cfg.relative_vectors.own_projections:
+    if not cfg.attention.relative_vectors.own_projections:
         vectors_RD = Norm(cfg, name="relative_norm")(vectors_RD)
     return tokens._replace(vectors_RD=shard(vectors_RD, VECTORS))
 

@@ -21,7 +21,7 @@ def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
 
 def kind_of_layer(cfg: config.ModelConfig) -> str:
     """The kind of layer whose keys and values a layer of this kind shares."""
-    return "sliding" if cfg.sliding_window else "full"
+    return "sliding" if cfg.attention.window else "full"
 
 
 class KeepingAttention(Attention):

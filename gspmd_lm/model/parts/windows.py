@@ -1,6 +1,5 @@
 """Attention within windows of an image (Swin, arXiv 2103.14030; SAM, arXiv 2304.02643)."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.config import with_values
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.kernels import attention as kernels
 from gspmd_lm.model.kernels.attention import (
@@ -92,7 +92,7 @@ def attend_in_windows(
         places_rS = jnp.broadcast_to(jnp.arange(size), (shards, size))
         places_rS = like(places_rS, SEGMENTS) if shards > 1 else places_rS
         q, k = with_places(q, k, vectors_RH, places_rS, scale)
-        cfg = dataclasses.replace(cfg, query_scale=scale)  # that of a head without its places
+        cfg = with_values(cfg, {"attention.scale": scale})  # that of a head without its places
     if size == side:
         out = kernels.attend(q, k, v, None, cfg, own_RN=own_RN)
     else:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
+from gspmd_lm.config import from_values, value_at
 from gspmd_lm.model.kernels import attention, distances
 from gspmd_lm.model.parts import windows
 
@@ -18,7 +19,7 @@ B, T, N, K, H = 2, 128, 4, 2, 128
 
 def settings(**changes):
     usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": T}
-    return config.ModelConfig(**(usual | changes))
+    return from_values(config.ModelConfig, usual | changes)
 
 
 PLAIN = settings()
@@ -40,7 +41,8 @@ def segments():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"attention_softcap": 5.0}, {"sliding_window": 20, "query_scale": 0.2}, {"mask": "full"}]
+    "changes",
+    [{}, {"attention.softcap": 5.0}, {"attention.window": 20, "attention.scale": 0.2}, {"attention.mask": "full"}],
 )
 def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
     segments, cfg = segments if packed else None, settings(**changes)
@@ -56,9 +58,9 @@ def test_splash_computes_what_xla_does(qkv, segments, packed, changes):
 @pytest.mark.parametrize(
     "cfg",
     [
-        *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (PLAIN, settings(mask="full"))),
-        settings(attention_sinks=True, sliding_window=20),
-        settings(attention_sinks=True, mask="full"),
+        *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (PLAIN, settings(**{"attention.mask": "full"}))),
+        settings(**{"attention.sinks": True, "attention.window": 20}),
+        settings(**{"attention.sinks": True, "attention.mask": "full"}),
     ],
 )
 def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
@@ -72,14 +74,14 @@ def test_splash_has_the_gradients_of_xla(qkv, segments, cfg):
     want = of(lambda *qkv: attention.attend(*qkv[:3], segments, cfg, own_RN=qkv[3]))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
-    assert np.asarray(got[3]).any() == cfg.attention_sinks
+    assert np.asarray(got[3]).any() == cfg.attention.sinks
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}, {"positions": "alibi"}, {"attention_sinks": True}])
+@pytest.mark.parametrize("changes", [{}, {"attention.softcap": 5.0}, {"positions": "alibi"}, {"attention.sinks": True}])
 def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes):
     rounded, exact = (
-        attend(*qkv, segments, cfg=settings(attention_scores_dtype=dtype, **changes),
-               own_RN=SINKS if "attention_sinks" in changes else None)
+        attend(*qkv, segments, cfg=settings(**{"attention.scores_dtype": dtype}, **changes),
+               own_RN=SINKS if "attention.sinks" in changes else None)
         for dtype in ("bfloat16", "float32")
     )  # fmt: skip
     assert 0 < np.abs(np.asarray(rounded) - np.asarray(exact)).max() < 0.1  # scores of up to 4 have steps of 2^-6
@@ -90,21 +92,25 @@ def test_scores_in_bfloat16_differ_by_its_rounding_alone(qkv, segments, changes)
 def test_scores_have_the_dtype_that_is_asked_for(qkv, dtype, hlo_dtype):
     """They are the largest arrays of attention, and its first product."""
     q, k, v = (x.astype(jnp.bfloat16) for x in qkv)
-    text = jax.jit(lambda: attention.attend(q, k, v, None, settings(attention_scores_dtype=dtype))).lower().as_text()
+    text = (
+        jax.jit(lambda: attention.attend(q, k, v, None, settings(**{"attention.scores_dtype": dtype})))
+        .lower()
+        .as_text()
+    )
     assert re.findall(r"stablehlo.dot_general.*-> tensor<[x\d]*x(\w+)>", text) == [hlo_dtype, "bf16"]
 
 
 def test_a_large_softcap_is_none(qkv, segments):
     want = attend(*qkv, segments, cfg=PLAIN)
-    np.testing.assert_allclose(attend(*qkv, segments, cfg=settings(attention_softcap=1e4)), want, atol=1e-4)
+    np.testing.assert_allclose(attend(*qkv, segments, cfg=settings(**{"attention.softcap": 1e4})), want, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("kernel", "asked", "words"),
     [
         ("cudnn", {"segments": True, "capability": (8, 0)}, "packing: documents on compute capability 8.0"),
-        ("cudnn", {"attention_chunk": 64, "capability": (8, 6)}, "attention_chunk: 64 on compute capability 8.6"),
-        ("cudnn", {"attention_softcap": 30.0}, "attention_softcap: 30"),
+        ("cudnn", {"attention.chunk": 64, "capability": (8, 6)}, "attention.chunk: 64 on compute capability 8.6"),
+        ("cudnn", {"attention.softcap": 30.0}, "attention.softcap: 30"),
         ("cudnn", {"compute_dtype": "float32"}, "compute_dtype: float32"),
         ("cudnn", {"head_dim": 264}, "head_dim: 264 (only multiples of 8 up to 256)"),
         ("cudnn", {"head_dim": 136, "capability": (8, 9)}, "head_dim: 136 (only multiples of 8 up to 128)"),
@@ -113,11 +119,11 @@ def test_a_large_softcap_is_none(qkv, segments):
         ("cudnn", {"seq": 1}, "data.seq: 1 (only 2 and more)"),
         ("cudnn", {"capability": (7, 5)}, "compute capability 7.5 (only 8.0 and newer)"),
         ("cudnn", {"positions": "alibi"}, "positions: alibi"),
-        ("cudnn", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
-        ("splash", {"attention_scores_dtype": "bfloat16"}, "attention_scores_dtype: bfloat16"),
+        ("cudnn", {"attention.scores_dtype": "bfloat16"}, "attention.scores_dtype: bfloat16"),
+        ("splash", {"attention.scores_dtype": "bfloat16"}, "attention.scores_dtype: bfloat16"),
         ("splash", {"positions": "alibi"}, "positions: alibi"),
-        ("cudnn", {"relative_positions": RELATIVE}, "relative_positions"),
-        ("splash", {"relative_positions": RELATIVE}, "relative_positions"),
+        ("cudnn", {"attention.relative_positions": RELATIVE}, "attention.relative_positions"),
+        ("splash", {"attention.relative_positions": RELATIVE}, "attention.relative_positions"),
         ("splash", {"seq": 100}, "seq: 100"),
     ],
 )
@@ -138,17 +144,19 @@ KERNELS = {
 }
 ASKED = {
     "`data.packing: documents`, and padding": {"segments": True},
-    "`model.sliding_window`": {"sliding_window": 64},
-    "`model.attention_chunk`": {"attention_chunk": 128},
-    "`model.attention_sinks`": {"attention_sinks": True},
-    "`model.attention_softcap`": {"attention_softcap": 30.0},
+    "`model.attention.window`": {"attention.window": 64},
+    "`model.attention.chunk`": {"attention.chunk": 128},
+    "`model.attention.sinks`": {"attention.sinks": True},
+    "`model.attention.softcap`": {"attention.softcap": 30.0},
     "`model.positions: alibi`": {"positions": "alibi"},
-    "`model.mask: full`": {"mask": "full"},
-    "`model.relative_positions`, `model.relative_vectors`, `model.windows`": {"relative_positions": RELATIVE},
+    "`model.attention.mask: full`": {"attention.mask": "full"},
+    "`model.attention.relative_positions`, `model.attention.relative_vectors`, `model.windows`": {
+        "attention.relative_positions": RELATIVE
+    },
     "`model.head_dim` above 128, up to 256": {"head_dim": 256},
     "`model.head_dim` that is not a multiple of 8": {"head_dim": 100},
     "`model.compute_dtype: float32`": {"compute_dtype": "float32"},
-    "`model.attention_scores_dtype: bfloat16`": {"attention_scores_dtype": "bfloat16"},
+    "`model.attention.scores_dtype: bfloat16`": {"attention.scores_dtype": "bfloat16"},
     "`data.seq` that is not a multiple of 128": {"seq": 100},
 }
 
@@ -172,7 +180,7 @@ def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
     q, k, v = (rng.standard_normal((1, side**2, heads, 8)).astype(np.float32) for _ in range(3))
     height, width = (rng.standard_normal((2 * side - 1, 8)).astype(np.float32) for _ in range(2))
     cfg = settings(
-        heads=heads, kv_heads=heads, head_dim=8, mask="full", positions="none", context=side**2,
+        heads=heads, kv_heads=heads, head_dim=8, **{"attention.mask": "full"}, positions="none", context=side**2,
         patches=config.Patches(image=side, size=1, class_row=False, pool="mean"),
         windows=config.Windows(size=side, vectors=True),
     )  # fmt: skip
@@ -181,8 +189,9 @@ def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
     bias = sum(np.einsum("BTNH,TSH->BNTS", q, table[at]) for table, at in zip((height, width), apart, strict=True))
     weights = np.exp(np.einsum("BTNH,BSNH->BNTS", q, k) * 8**-0.5 + bias)
     want = np.einsum("BNTS,BSNH->BTNH", weights / weights.sum(-1, keepdims=True), v)
-    in_one = settings(**{name: getattr(cfg, name) for name in ("heads", "kv_heads", "head_dim", "mask", "context")},
-                      query_scale=8**-0.5)  # fmt: skip
+    in_one = settings(**{name: value_at(cfg, name) for name in ("heads", "kv_heads", "head_dim", "attention.mask",
+                                                                "context")},
+                      **{"attention.scale": 8**-0.5})  # fmt: skip
 
     @jax.jit
     def both(q, k, v, *vectors):
@@ -206,7 +215,8 @@ def test_vectors_of_distances_are_a_bias_that_a_fused_kernel_computes_too():
 )
 def test_what_fused_kernels_can_do_in_windows(kernel, capability, changes, reason):
     cfg = settings(
-        heads=2, kv_heads=2, head_dim=changes.get("head_dim", 64), mask="full", positions="none", context=256,
+        heads=2, kv_heads=2, head_dim=changes.get("head_dim", 64), **{"attention.mask": "full"}, positions="none",
+        context=256,
         patches=config.Patches(image=16, size=1, class_row=False, pool="mean"),
         windows=config.Windows(size=changes["size"], vectors=True),
     )  # fmt: skip
@@ -228,7 +238,7 @@ def test_splash_blocks_divide_the_sequence_and_fit_the_memory(seq, head_dim, ite
     assert attention.splash_block(seq, head_dim, itemsize) == block
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
+@pytest.mark.parametrize("changes", [{}, {"attention.softcap": 5.0}])
 def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, changes):
     attend = functools.partial(attention.attend, segments_BT=segments, cfg=settings(**changes))
     _, back = jax.eval_shape(functools.partial(jax.vjp, attend), *qkv)
@@ -239,7 +249,11 @@ def test_the_backward_pass_keeps_no_scores_of_the_forward_pass(qkv, segments, ch
 def test_attention_with_vectors_of_distances_adds_what_they_give_to_each_product(qkv, segments):
     """The products and what is added to them are scaled alike, once."""
     relative = config.RelativeVectors(ranges=16, distance=24)
-    cfg = settings(mask="full", kv_heads=N, positions="none", qkv_bias=True, relative_vectors=relative)
+    cfg = settings(
+        **{"attention.mask": "full", "attention.qkv_bias": True, "attention.relative_vectors": relative},
+        kv_heads=N,
+        positions="none",
+    )
     (q, k, v), places = qkv, np.arange(T)[None]
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
     own_RN = np.random.default_rng(1).standard_normal((2 * 16 * H, N), np.float32)
@@ -280,14 +294,14 @@ def test_scores_with_what_is_added_have_the_derivatives_of_autodiff(qkv):
 def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     """Of 16 ranges, 8 are of keys after the query, and 4 of each side hold one distance."""
     cfg, bias_RN = (
-        settings(mask="full", relative_positions=RELATIVE),
+        settings(**{"attention.mask": "full", "attention.relative_positions": RELATIVE}),
         np.random.default_rng(1).standard_normal((16, N), np.float32),
     )
     ahead = np.array([-200, -24, -23, -8, -4, -3, -1, 0, 1, 3, 4, 8, 23, 24, 200])
     wanted = [7, 7, 7, 5, 4, 3, 1, 0, 9, 11, 12, 13, 15, 15, 15]
     ranges = jax.jit(distances.ranges, static_argnums=1)
     np.testing.assert_array_equal(ranges(ahead, cfg), wanted)
-    causal = settings(relative_positions=RELATIVE)
+    causal = settings(**{"attention.relative_positions": RELATIVE})
     np.testing.assert_array_equal(
         ranges(np.array([3, 0, -7, -8, -11, -23, -24, -99]), causal), [0, 0, 7, 8, 10, 15, 15, 15]
     )
@@ -307,15 +321,15 @@ def test_a_bias_by_distance_is_that_of_the_range_that_holds_it(qkv, segments):
     ("changes", "dtype"),
     [
         ({}, jnp.bfloat16),
-        ({"relative_positions": RELATIVE, "positions": "none"}, jnp.bfloat16),
-        ({"positions": "alibi", "attention_softcap": 5.0}, jnp.float32),
+        ({"attention.relative_positions": RELATIVE, "positions": "none"}, jnp.bfloat16),
+        ({"positions": "alibi", "attention.softcap": 5.0}, jnp.float32),
     ],
 )
 def test_no_mask_as_large_as_the_scores_is_kept_before_a_loop_on_gpus(qkv, segments, changes, dtype, monkeypatch):
     """The results and gradients are those of other platforms, where XLA does better with the mask as it is."""
     cfg, (q, *kv) = settings(**changes), (x.astype(dtype) for x in qkv)
     table = None
-    if "relative_positions" in changes:
+    if "attention.relative_positions" in changes:
         table = np.random.default_rng(1).standard_normal((RELATIVE.ranges, N), np.float32)
 
     def loss(q):

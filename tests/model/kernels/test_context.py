@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
+from gspmd_lm.config import from_values
 from gspmd_lm.model.kernels import attention, context, splash
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding import mesh, rules_file
@@ -43,7 +44,7 @@ def arrays(B, T, H):
 
 def settings(H, **changes):
     usual = {"layers": 1, "embed": 8, "heads": N, "kv_heads": K, "head_dim": H, "mlp": 8, "vocab": 8, "context": 8}
-    return config.ModelConfig(**(usual | changes))
+    return from_values(config.ModelConfig, usual | changes)
 
 
 def both(cfg, place, qkv, weigh, batch, own_RN=None):
@@ -55,7 +56,7 @@ def both(cfg, place, qkv, weigh, batch, own_RN=None):
     def split(qkv, weigh, batch):
         with placed_by(place):
             B, T = batch["tokens"].shape
-            batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.mask)
+            batch = context.zigzag_sharded(batch | {"at": jnp.broadcast_to(jnp.arange(T), (B, T))}, cfg.attention.mask)
             order = batch.get("places", batch["at"])[0]
             back = jnp.argsort(order)
             function = functools.partial(
@@ -98,7 +99,7 @@ def test_splash_over_a_split_sequence_computes_what_xla_does(form, packed, block
     qkv, weigh, batch = arrays(1, 512, 128)
     if not packed:
         del batch["segment_ids"]
-    want, (got, at) = both(settings(128, mask=mask), placement(form, "splash"), qkv, weigh, batch)
+    want, (got, at) = both(settings(128, **{"attention.mask": mask}), placement(form, "splash"), qkv, weigh, batch)
     order = np.arange(512) if form == "ulysses" or mask == "full" else np.r_[:128, 384:512, 128:384]
     np.testing.assert_array_equal(at, order[None])
     for a, b in zip(got, want, strict=True):
@@ -130,20 +131,24 @@ def test_a_ring_holds_no_array_that_grows_with_the_square_of_the_length():
 
 
 NEAR = config.RelativePositions(ranges=8, distance=12)
-VECTORS = {"relative_vectors": config.RelativeVectors(ranges=8, distance=12), "kv_heads": N, "positions": "none",
-           "qkv_bias": True}  # fmt: skip
+VECTORS = {"attention.relative_vectors": config.RelativeVectors(ranges=8, distance=12), "kv_heads": N,
+           "positions": "none",
+           "attention.qkv_bias": True}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
 @pytest.mark.parametrize(
     ("changes", "ranges"),
-    [({}, 0), ({"relative_positions": NEAR}, 8), (VECTORS, 2 * 8 * 8)],
+    [({}, 0), ({"attention.relative_positions": NEAR}, 8), (VECTORS, 2 * 8 * 8)],
     ids=["mask alone", "bias", "vectors"],
 )
 def test_a_full_mask_and_what_depends_on_distance_are_right_over_a_split_sequence(form, changes, ranges):
     """Under vectors, heads have the queries and the keys of 8 ranges, of 8 numbers each."""
     (q, k, v), weigh, batch = arrays(2, 32, 8)
-    cfg, own_RN = settings(8, mask="full", **changes), np.random.default_rng(7).standard_normal((ranges, N), np.float32)
+    cfg, own_RN = (
+        settings(8, **{"attention.mask": "full"}, **changes),
+        np.random.default_rng(7).standard_normal((ranges, N), np.float32),
+    )
     scales_K1 = np.arange(1, cfg.kv_heads + 1, dtype=np.float32)[:, None]
     k, v = (np.repeat(x, cfg.kv_heads // K, axis=2) * scales_K1 for x in (k, v))
     want, (got, at) = both(cfg, placement(form), (q, k, v), weigh, batch, own_RN if ranges else None)

@@ -116,11 +116,11 @@ def packed_rows():
 @pytest.mark.parametrize(
     ("changes", "packed", "at_once", "width"),
     [
-        ({"sliding_window": 7, "query_scale": 0.2}, False, 0, 6),
-        ({"sliding_window": 7}, True, 3, 6),
-        ({"attention_sinks": True, "sliding_window": 2}, True, 5, 8),
-        ({"mask": "full"}, False, 0, 8),
-        ({"mask": "full"}, True, 3, 8),
+        ({"attention.window": 7, "attention.scale": 0.2}, False, 0, 6),
+        ({"attention.window": 7}, True, 3, 6),
+        ({"attention.sinks": True, "attention.window": 2}, True, 5, 8),
+        ({"attention.mask": "full"}, False, 0, 8),
+        ({"attention.mask": "full"}, True, 3, 8),
     ],
 )
 def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, monkeypatch):
@@ -143,12 +143,12 @@ def test_cudnn_computes_what_xla_does(packed, at_once, width, changes, calls, mo
 
     with jax.default_matmul_precision("highest"):
         got, want = both()
-    masks = ("NO_MASK", "PADDING") if cfg.mask == "full" else ("CAUSAL", "PADDING_CAUSAL")
-    mask, window = masks[packed], changes.get("sliding_window")
+    masks = ("NO_MASK", "PADDING") if cfg.attention.mask == "full" else ("CAUSAL", "PADDING_CAUSAL")
+    mask, window = masks[packed], changes.get("attention.window")
     assert {*calls} == {("fwd", mask, window), ("bwd", mask, window)}
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
-    assert np.asarray(got[4]).any() == cfg.attention_sinks
+    assert np.asarray(got[4]).any() == cfg.attention.sinks
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -187,7 +187,7 @@ def test_a_window_is_jaxs_own_of_one_key_less():
 
     @jax.jit
     def both():
-        ours = attention.attend(q, k, v, None, settings(8, sliding_window=7))
+        ours = attention.attend(q, k, v, None, settings(8, **{"attention.window": 7}))
         return ours, jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(6, 0))
 
     np.testing.assert_allclose(*both(), atol=1e-6)
@@ -283,8 +283,17 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
     ("changes", "one_text"),
     [
         ({"encoder": config.Encoder(layers=1), "frames": config.Frames(bands=8)}, True),
-        ({"patches": config.Patches(image=4, size=2), "vocab": 0, "context": 5, "classes": 3, "mask": "full"}, True),
-        ({"classes": 3, "mask": "full"}, False),
+        (
+            {
+                "patches": config.Patches(image=4, size=2),
+                "vocab": 0,
+                "context": 5,
+                "classes.count": 3,
+                "attention.mask": "full",
+            },
+            True,
+        ),
+        ({"classes.count": 3, "attention.mask": "full"}, False),
         ({}, False),
     ],
 )
@@ -296,7 +305,7 @@ def test_a_prompt_in_chunks_has_more_documents_than_one_call_takes(calls):
     """Its chunks are documents, of which each call takes two of a row."""
     (q, k, v), _, _ = arrays(1, 24, 8)
     rows = np.ones((1, 24), np.int32)
-    cfg = settings(8, compute_dtype="bfloat16", attention_chunk=4)
+    cfg = settings(8, compute_dtype="bfloat16", **{"attention.chunk": 4})
 
     def found(kernel):
         tokens = in_chunks(4, Tokens(np.arange(24)[None], rows))._replace(slot=np.int32(0))
@@ -319,7 +328,7 @@ def test_rows_of_one_text_are_computed_in_one_call_without_a_loop(memory, calls)
         attend = context.attend_to_memory
         of_memory = np.array([np.repeat([0, 1], [3, 21]), np.full(24, 7)], np.int32)
         tokens = tokens._replace(memory_segments_BS=of_memory)
-    cfg = settings(8, compute_dtype="bfloat16", mask="full", memory_width=8 * memory)
+    cfg = settings(8, compute_dtype="bfloat16", **{"attention.mask": "full"}, memory_width=8 * memory)
 
     def found(kernel, *qkv):
         with placed_by(placement("gather", kernel, 1)):

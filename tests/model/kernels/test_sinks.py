@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from test_context import arrays, placement, settings
 
+from gspmd_lm.config import with_values
 from gspmd_lm.model.kernels import attention, context
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import placed_by
 
-WITH = dataclasses.replace(settings(8), attention_sinks=True)
+WITH = with_values(settings(8), {"attention.sinks": True})
 
 
 def inputs(T=32, H=8):
