@@ -40,7 +40,7 @@ OTHER_WORDS = {
     "n_head": "heads", "n_heads": "heads", "num_heads": "heads", "num_attention_heads": "heads",
     "n_kv_heads": "kv_heads", "num_kv_heads": "kv_heads", "num_key_value_heads": "kv_heads",
     "intermediate_size": "mlp", "d_ff": "mlp", "ffn_dim": "mlp", "hidden_dim": "mlp", "vocab_size": "vocab",
-    "max_position_embeddings": "context", "num_experts": "experts", "top_k": "experts_per_token",
+    "max_position_embeddings": "context", "num_experts": "count", "top_k": "per_token",
 }  # fmt: skip
 
 

@@ -57,24 +57,10 @@ def read_run(path: epath.Path, step: int) -> dict[str, Any]:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
-<<<<<<< gspmd_lm/workdir/compatible.py
-    saved = _complete(saved)
-    names = [
-        name
-        for name in sorted({*saved, *wanted} - _FREE)
-        if saved.get(name, _DEFAULTS[ModelConfig].get(name, _ABSENT)) != wanted.get(name, _ABSENT)
-    ]
-    differences = [
-        f"  {name}: {one} in the checkpoint, {other} in the config"
-        for field in names
-        for name, one, other in _differences(field, saved.get(field, "absent"), wanted.get(field, "absent"))
-    ]
-=======
-    found = sorted(_differences("", _completed(ModelConfig, saved), wanted))
+    found = sorted(_differences("", _complete(ModelConfig, saved), wanted))
     names = [name for name, _, _ in found if name not in _FREE]
     differences = [f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found
                    if name in names]  # fmt: skip
->>>>>>> /work/tmp/lead/k.py
     if differences:
         fix = "  fix   use the config it was saved with, or another --workdir"
         if all(name.startswith("padded_") for name in names):
@@ -91,21 +77,10 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any,
     for key in dict.fromkeys((*saved, *wanted)):
         one, other = saved.get(key, "absent"), wanted.get(key, "absent")
         if one != other:
-<<<<<<< gspmd_lm/workdir/compatible.py
-            yield from _differences(f"{name}.{key}", one, other)
-
-
-def _complete(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved facts whose mappings have the fields that are younger than the checkpoint."""
-    return {
-        name: _DEFAULTS[_MAPPINGS[name]] | value if name in _MAPPINGS and isinstance(value, dict) else value
-        for name, value in saved.items()
-    }
-=======
             yield from _differences(f"{name}.{key}".lstrip("."), one, other)
 
 
-def _completed(kind: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(kind: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved facts with the defaults of the settings that are younger than the checkpoint."""
     defaults = {field.name: default_at(kind, field.name) for field in dataclasses.fields(kind)}
     known = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
@@ -114,9 +89,8 @@ def _completed(kind: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (known | {**saved}).items():
         section = dataclass_in(hints[name]) if name in hints else None
         value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-        found[name] = _completed(section, value) if section and isinstance(value, Mapping) else value
+        found[name] = _complete(section, value) if section and isinstance(value, Mapping) else value
     return as_json(found)
->>>>>>> /work/tmp/lead/k.py
 
 
 def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool = False) -> None:
