@@ -21,7 +21,7 @@ from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.train.choices import settled
+from gspmd_lm.train.choices import settle_rules
 
 RESULTS = "expert_buffers"
 ROWS = 2  # of each device
@@ -51,7 +51,7 @@ def layout(name: str, over: int, remat: str) -> tuple[Config, Rules, Target]:
         raw["rules"]["batch"] = ["fsdp", "expert"]
         raw["weights"] = {"embed": ["fsdp", "expert"], **dict.fromkeys(whole, "fsdp")}
     rules = rules_file.from_dict(raw, "experts").fill(devices)
-    return config, settled(config, rules, target.processor), target
+    return config, settle_rules(config, rules, target.processor), target
 
 
 def compiled(name: str, over: int, remat: str) -> dict[str, Any]:

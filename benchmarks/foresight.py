@@ -254,7 +254,7 @@ def needed_bytes(row: step_times.Row) -> int:
     where = target.parse(row.target)
     assert where.chip
     short = compiled(row, where.chip.usable_hbm_bytes // 2)
-    return memory.refused(short.refusal, short.state_bytes, None).peak_bytes
+    return memory.refused_memory(short.refusal, short.state_bytes, None).peak_bytes
 
 
 def compiled(row: step_times.Row, limit_bytes: int) -> compile.CompiledProgram:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import measure
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.infer import generate
 from gspmd_lm.model.families import init
@@ -55,7 +55,7 @@ Run = Callable[[], Times]
 
 def ours(name: str, prompts: np.ndarray, new: int) -> Run:
     """Our generator."""
-    cfg = configs.from_dict({"name": name, "model": nested(MODELS[name]), "train": {"steps": 1}}, "benchmark")
+    cfg = configs.from_dict({"name": name, "model": nest(MODELS[name]), "train": {"steps": 1}}, "benchmark")
     rules, rows = rules_file.load("single"), prompts.tolist()
     built, _ = generate.programs_for(cfg, rules, jax.devices()[:1], "cpu", rows, new_tokens=new, batch=len(rows))
     shardings = jax.tree.map(lambda like: like.sharding, built.abstract_params)

@@ -106,7 +106,7 @@ def explained(
     also = built.program_kinds
     lowered, here = traced.lower(), target.from_devices([device])
     compiled, reading = built.compile(lowered, also=also), any_step.read(traced, lowered, built.mesh)
-    program = compile.described(built, compiled, reading, built.options(*also), here, 0.0)
+    program = compile.describe_compiled(built, compiled, reading, built.options(*also), here, 0.0)
     return compiled, explain.report(cfg, rules, here, arrays, problems, program, phase), program.text
 
 

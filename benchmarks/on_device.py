@@ -143,7 +143,7 @@ def kernel_cases(
             continue
         cfg = from_values(config.ModelConfig, sizes | changes)
         for packed in (False, True):
-            if not attention.unsupported(kernel, cfg, seq=T, segments=packed, capability=capability):
+            if not attention.unsupported_setting(kernel, cfg, seq=T, segments=packed, capability=capability):
                 segments = _documents(T) if packed else None
                 fused = functools.partial(attention.fused, segments_BT=segments, kernel=kernel, cfg=cfg)
                 found.append({"case": name, "packed": packed} | _compared(kernel, fused, cfg, segments, T))
@@ -177,7 +177,7 @@ def _judged_by_float32(kernel: str, fused: Any, xla: Any, cfg: config.ModelConfi
 
 def _memory(kernel: str, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
     """What a decoder reads of an encoder: segments in another order, of other lengths, of which some are missing."""
-    of_memory, queries = dataclasses.replace(cfg, memory_width=cfg.embed).of_memory, _documents(T)
+    of_memory, queries = dataclasses.replace(cfg, memory_width=cfg.embed).memory_config, _documents(T)
     keys = queries[:, : T // 4 - 1 : -1]
 
     def fused(q: Any, k: Any, v: Any, sinks: Any) -> Any:
@@ -187,7 +187,7 @@ def _memory(kernel: str, cfg: config.ModelConfig, T: int) -> dict[str, Any]:
     def xla(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         of_q, of_k = (attention.TokenPlaces(jnp.arange(of.shape[1])[None], of, None) for of in (queries, keys))
         k, v = (x[:, : keys.shape[1]] for x in (k, v))
-        return attention.masked(q, k, v, of_q, of_k, attention.head_numbers(of_memory, sinks), of_memory)
+        return attention.attend_masked(q, k, v, of_q, of_k, attention.head_numbers(of_memory, sinks), of_memory)
 
     return _judged_by_float32(kernel, fused, xla, cfg, T)
 

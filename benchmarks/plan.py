@@ -196,7 +196,7 @@ def stages(name: str | None, again: bool) -> None:
     if name is None:
         for row in step_times.rows(step_times.PIPELINES):
             where, config = targets.parse(row.target), row.config()
-            rules = choices.settled(config, row.rules().fill(where.devices), where.processor)
+            rules = choices.settle_rules(config, row.rules().fill(where.devices), where.processor)
             estimate = Estimator(config, where).estimate(rules)
             print(f"{row.name}: published {row.step_time_s:.2f} s, estimated {estimate.step_time_s:.2f} s, "
                   f"{estimate.peak_bytes / 1e9:.0f} GB")  # fmt: skip

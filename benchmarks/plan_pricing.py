@@ -26,7 +26,7 @@ def pricing() -> dict[str, Any]:
     config, target = configs.load(CONFIG, ("data.batch=512", "data.seq=8192")), targets.parse(TARGET)
     traces = TraceCache(config)
     space = Space(config, target, traces)
-    count = sum(1 for _, rules in space.filled() if space.estimator.estimate(rules).step_time_s)
+    count = sum(1 for _, rules in space.fill_layouts() if space.estimator.estimate(rules).step_time_s)
     seconds, cpu_s = time.monotonic() - began, time.process_time()
     asked = sum(len(part.transfers) for layout in space.estimator._layouts.values() for part in layout.parts)
     return {"config": CONFIG, "target": TARGET, "layouts": count, "seconds": round(seconds, 1),

@@ -63,7 +63,7 @@ def differences(row: step_times.Row) -> Iterator[tuple[str, float]]:
         yield "in place of products with one-hot rows", -ours_s
     else:
         yield "tiles of 512 x 1024 x 1024", tiled_s - step_s
-        downs = [one for one in ops if isinstance(one.op, Op) and one.op.grouped][2::3]
+        downs = [one for one in ops if isinstance(one.op, Op) and one.op.is_grouped][2::3]
         combined = [one for one in ops if isinstance(one.op, MoveOp) and one.op.node.primitive == "gather"][1::2]
         if not row.more.get("experts.weighted_input"):
             again_s = sum(one.trip_count * one.forward_s for one in (*downs, *combined))
@@ -91,7 +91,10 @@ def _is_bias(one: TimedOp) -> bool:
     """Whether it multiplies one-hot rows with the biases of experts."""
     op = one.op
     return (
-        isinstance(op, Op) and op.flops > 0 and not op.grouped and any("mlp" in n.name.modules[-1:] for n in op.nodes)
+        isinstance(op, Op)
+        and op.flops > 0
+        and not op.is_grouped
+        and any("mlp" in n.name.modules[-1:] for n in op.nodes)
     )
 
 

@@ -71,7 +71,7 @@ def published_prices(numbers: Sequence[int], compile_best: bool) -> None:
         space = Space(config, target)
         theirs = space.estimator.estimate(row.rules().fill(target.devices))
         limit_bytes = max(theirs.peak_bytes, target.chip.usable_hbm_bytes)
-        estimated = search.estimated(space)
+        estimated = search.estimate_layouts(space)
         fitting = [one for one in estimated if one.estimate.peak_bytes <= limit_bytes]
         best = min(fitting, key=lambda one: one.estimate.step_time_s)
         cpu_s = time.process_time() - began_s

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspmd_lm import config as configs
-from gspmd_lm.config import Config, core_yaml, nested, paths
+from gspmd_lm.config import Config, core_yaml, nest, paths
 from gspmd_lm.hardware.chips import CHIPS
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
@@ -176,7 +176,7 @@ class Row:
         """What was computed."""
         raw = {
             "name": self.model,
-            "model": nested({
+            "model": nest({
                 "layers": self.L, "embed": self.D, "heads": self.N, "kv_heads": self.K, "head_dim": self.H,
                 "mlp": self.F, "vocab": self.V, "context": self.seq,
                 "feed_forward.kind": "gated" if self.gated else "plain",

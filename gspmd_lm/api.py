@@ -246,7 +246,7 @@ def load(
     if not (published or files.is_remote(place) or layout.is_run(Path(place))):
         raise session.no_model(place)
     config = published.config if published else load_config(f"{place}/{layout.CONFIG}", overrides, place)
-    kept = None if published else layout.left(place, layout.RULES)
+    kept = None if published else layout.find_earlier(place, layout.RULES)
     chosen = _rules(rules or kept or "none")
     begun = session.begin(config, chosen, start(chosen, platform), place)
     return Model(config, begun.rules, begun.devices, begun.machine.platform, place,
@@ -270,7 +270,7 @@ def load_task(
     _simulate()
     from gspmd_lm import session
 
-    chosen = _rules(rules or layout.left(str(folder), layout.RULES) or "none", task)
+    chosen = _rules(rules or layout.find_earlier(str(folder), layout.RULES) or "none", task)
     return session.task_model(task, chosen, start(chosen), str(folder), step)
 
 

@@ -43,7 +43,7 @@ from gspmd_lm.show import comparison, terminal
 from gspmd_lm.show.progress import progress
 from gspmd_lm.show.report import first_lines
 from gspmd_lm.train import decoder, loop, state, step
-from gspmd_lm.train.optimizer import unfinished
+from gspmd_lm.train.optimizer import unfinished_schedule_note
 from gspmd_lm.train.programs import PreRunReport, ReportStep, TrainPrograms
 from gspmd_lm.train.step import Step
 from gspmd_lm.units import plural
@@ -93,9 +93,9 @@ def _facts(session: Session) -> dict[str, Any]:
     """The facts, besides flags and data, that must be equal in every process of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers", "libtpu")
     return {
-        "config": state.described(session.config),
+        "config": state.describe_run(session.config),
         "rules": session.rules.facts(),
-        "versions": versions.installed(packages) | {"gspmd_lm's code": versions.source()[:12]},
+        "versions": versions.installed_versions(packages) | {"gspmd_lm's code": versions.source()[:12]},
     }
 
 
@@ -227,7 +227,7 @@ def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRo
         wrong = "train.samples and train.init_from need the decoder of a config"
     elif settings.keeps_best and not held_out:
         wrong = "train.keep_best and train.patience need held_out"
-    elif held_out and task.changed and not task.evaluate and not task.is_module:
+    elif held_out and task.changed_paths and not task.evaluate and not task.is_module:
         wrong = "held_out needs evaluate in the task, since sums() changes the model's state"
     if wrong or data is None:
         raise InputError(
@@ -326,12 +326,14 @@ def open_run(
             writer=writer,
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-        device = f"{'simulated ' * machine.simulated}{machine.device_kind} device"
+        device = f"{'simulated ' * machine.is_simulated}{machine.device_kind} device"
         run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, mesh {mesh} on "
                 f"{plural(len(session.devices), device)}")  # fmt: skip
         run.say(f"workdir {workdir}")
         if writes and built.config:
-            for line in filter(None, (_learning_rate(config), unfinished(config.optimizer, config.train.steps))):
+            for line in filter(
+                None, (_learning_rate(config), unfinished_schedule_note(config.optimizer, config.train.steps))
+            ):
                 run.say(line)
         yield run
 
@@ -377,7 +379,7 @@ def _report_step(built: Step, problems: Sequence[Problem]) -> ReportStep:
     def report_step(compiled: Any, traced: Any, options: Mapping[str, Any], compile_s: float) -> PreRunReport:
         devices = target.from_devices(list(built.mesh.devices.flat))
         reading = read_train(built, traced)
-        program = compile.described(built, compiled, reading, options, devices, compile_s)
+        program = compile.describe_compiled(built, compiled, reading, options, devices, compile_s)
         report = explain.report(built.config or built.task, built.rules, devices, built.arrays, problems, program)
         if not report.memory.fits:
             page = terminal.text_of(lambda console: comparison.show([report], console), 120)

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 PACKAGE = Path(__file__).parent
 
 
-def installed(names: Iterable[str]) -> dict[str, str | None]:
+def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
     """The version of Python and of each package, without importing any; None for one that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in names:
@@ -29,7 +29,7 @@ def installed(names: Iterable[str]) -> dict[str, str | None]:
 def cuda_plugin() -> str:
     """The package that holds XLA's compiler for NVIDIA GPUs: of CUDA 13 where it is installed, otherwise of CUDA 12."""
     newer, older = "jax-cuda13-plugin", "jax-cuda12-plugin"
-    return newer if installed([newer])[newer] else older
+    return newer if installed_versions([newer])[newer] else older
 
 
 @functools.cache

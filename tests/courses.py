@@ -84,7 +84,7 @@ def trace_gradients(step: Any) -> jax.stages.Traced:
     """(State, batch) -> (metrics, gradients) as a train step computes them: half of its operations are the update."""
 
     def computed(state: State, batch: Any) -> tuple[Any, Any]:
-        count = jnp.maximum(step.task.counted(batch), 1)
+        count = jnp.maximum(step.task.divisor(batch), 1)
         (sums, _), gradients = step._gradients(state, *step.task.partition(state.params), batch, count)
         return step.task.means(sums, count, state.step), gradients
 

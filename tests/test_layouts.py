@@ -143,7 +143,7 @@ def test_the_table_shows_the_chunk_of_logits_that_a_step_makes():
     cfg = config.load("tiny", ["data.batch=512"])
     found = rules_file.from_dict({"mesh": {"context": 8}, "rules": {"seq": "context"}}, "here.yaml")
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    listed = table.rows(cfg, found, arrays, state.recorded(cfg, arrays, 1, found).arrays)
+    listed = table.rows(cfg, found, arrays, state.record_arrays(cfg, arrays, 1, found).arrays)
     (logits,) = (row for row in listed if row.path == "logits")
     assert (logits.shape, logits.in_use) == ((512, 16, 264), ((), ("context",), ()))
     assert logits.bytes_per_device == 1024 * 264 * 4
@@ -206,11 +206,11 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     for cfg in configs:
         arrays = state.arrays(cfg)
         seen |= {leaf.path.split(".")[-1] for leaf, _ in pairs(arrays.named_params, arrays.params)}
-        seen |= set(state.recorded(cfg, arrays, 1, one).arrays)
+        seen |= set(state.record_arrays(cfg, arrays, 1, one).arrays)
         # Generation reads the same arrays, and what it has kept of earlier tokens.
         asked = cfg is configs[0] or cfg.model.attention.linear or len(names) > 1
         if asked and cfg.objective == "causal":
-            for recorder in programs.recorded(cfg, arrays, programs.whole_context(cfg), one).values():
+            for recorder in programs.record_arrays(cfg, arrays, programs.whole_context(cfg), one).values():
                 seen |= set(recorder.arrays)
     assert seen == set(axes.ARRAYS)
 

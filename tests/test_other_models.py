@@ -43,7 +43,7 @@ def rules(raw):
 def test_a_model_that_reads_and_writes_a_stream_and_pools_it_is_priced_on_every_layout():
     target = targets.parse("v5e:2x4")
     space = Space(own_models.POOLED, target)
-    found = search.estimated(space)
+    found = search.estimate_layouts(space)
     assert len(found) > 100 and all(one.estimate.step_time_s > 0 for one in found)
 
 

@@ -176,7 +176,9 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
     number, params = restored
     shardings = built.state_shardings.params
     if model.lora and not values.adapter:
-        merge = jax.jit(lambda params: lora.merged(params, config.model)[0], out_shardings=lora.weights(shardings))
+        merge = jax.jit(
+            lambda params: lora.merge_adapters(params, config.model)[0], out_shardings=lora.weights(shardings)
+        )
         params, model = merge(params), dataclasses.replace(model, lora=None)
     if values.adapter:
         export.write_adapter(folder, model, params, values.base, like)
@@ -229,7 +231,7 @@ def _classes(workdir: str) -> list[str]:
 def _build_step(begun: Session, config: configs.Config) -> step.Step:
     """A Step, for the placement of its weights at rest. Raises ShardingError if weights do not divide."""
     arrays = state.arrays(config)
-    shapes.checked(dataclasses.replace(arrays, named_optimizer=(), optimizer=()), begun.rules)
+    shapes.check_layout(dataclasses.replace(arrays, named_optimizer=(), optimizer=()), begun.rules)
     return step.build_step(config, begun.rules, arrays, begun.devices)
 
 

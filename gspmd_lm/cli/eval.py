@@ -89,7 +89,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
         session.compare_texts(begun, tokens, [line.request.tokens for line in lines])
         seq, rows = max(len(line.request.tokens) - 1 for line in lines), len(lines)
     rows = min(values.batch, rows)
-    for note in tokenizer.unspelled(tokens):
+    for note in tokenizer.dropped_characters_note(tokens):
         begun.say(note)
     compile_cache.enable(values.compile_cache)
 
@@ -97,7 +97,7 @@ def _score(values: flags.FlagValues, config: "Config", rules: "Rules") -> int:
         built, warnings = score.build_scoring(config, begun.rules, begun.devices, begun.machine.platform, rows, seq)
         for message in (*(f"warning: {warning}" for warning in warnings), *built.choices):
             begun.say(message)
-        _ = built.compiled  # whether the program fits is known before the weights are read
+        _ = built.compile_forward  # whether the program fits is known before the weights are read
         return score.Scorer(built, read(built.abstract_params), tokens)
 
     if values.text:

@@ -52,7 +52,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.data import chat, tokenizer
-    from gspmd_lm.data.tokenizer import unspelled
+    from gspmd_lm.data.tokenizer import dropped_characters_note
     from gspmd_lm.infer import generate, generation_config, lines
     from gspmd_lm.infer.detokenizer import Stops, special_stops
     from gspmd_lm.infer.sampling import Sampling
@@ -89,11 +89,11 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         places=[line.place for line in prompts],
     )
     ends = chat.stop_ids(config.data.tokenizer)
-    for note in (*notes, *generation_config.about_sampling(tokens, sampling), *unspelled(tokens)):
+    for note in (*notes, *generation_config.about_sampling(tokens, sampling), *dropped_characters_note(tokens)):
         begun.say(note)
     compile_cache.enable(values.compile_cache)
     began = time.perf_counter()
-    _ = built.compiled  # whether the program fits is known before the weights are read
+    _ = built.compile_both  # whether the program fits is known before the weights are read
     begun.say(f"prefill and decode: compiled in {time.perf_counter() - began:.1f} s")
     generator = generate.Generator(built, read(built.abstract_params), tokens)
     pieces = generator.generate(

@@ -29,7 +29,7 @@ PLAN = "plan"  # in place of a rules file
 def read_config(values: flags.FlagValues) -> Config:
     """The config that --config names, else the one in the workdir, else tiny, with --set laid over it."""
     workdir = getattr(values, "workdir", None)
-    name = values.config or layout.left(workdir, layout.CONFIG) or "tiny"
+    name = values.config or layout.find_earlier(workdir, layout.CONFIG) or "tiny"
     return api.load_config(name, config_sets(values), workdir)
 
 
@@ -66,7 +66,7 @@ def read_rules(values: flags.FlagValues) -> Rules:
             )
         no_rules_sets(values)
         return rules_file.from_dict({"mesh": {"data": -1}}, PLAN)
-    name = values.rules if values.rules is not None else layout.left(values.workdir, layout.RULES)
+    name = values.rules if values.rules is not None else layout.find_earlier(values.workdir, layout.RULES)
     return rules_file.load(name or "none", values.mesh, overrides=rules_sets(values))
 
 
@@ -190,7 +190,7 @@ def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") ->
     command = outputs.command_line(
         ["plan", f"--config={values.config or config.name}", f"--target={target.text}", *sets]
     )
-    if kept := layout.left(values.workdir, layout.RULES):
+    if kept := layout.find_earlier(values.workdir, layout.RULES):
         text = paths.read_text(Path(kept))
         if f"{candidate.FOUND_BY}: {command} (" in text.partition("\n")[0]:
             outputs.say(f"--rules=plan: {kept} was found for these devices before")

@@ -38,14 +38,14 @@ from gspmd_lm.config.stacks import Encoder as Encoder
 from gspmd_lm.config.stacks import Queries as Queries
 from gspmd_lm.config.stacks import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
-from gspmd_lm.config.types import Count, Decay, NotNegative, Positive, Seed, Share, Size, explained
+from gspmd_lm.config.types import Count, Decay, NotNegative, Positive, Seed, Share, Size, explain_problem
 from gspmd_lm.config.types import Stack as Stack
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.values import default_at as default_at
 from gspmd_lm.config.values import differing as differing
 from gspmd_lm.config.values import flat as flat
 from gspmd_lm.config.values import from_values as from_values
-from gspmd_lm.config.values import nested as nested
+from gspmd_lm.config.values import nest as nest
 from gspmd_lm.config.values import value_at as value_at
 from gspmd_lm.config.values import with_values as with_values
 from gspmd_lm.config.windows import Windows as Windows
@@ -168,18 +168,18 @@ class Config:
     @property
     def source_seq(self) -> int:
         """Tokens of a source, or rows of a sound or image that stands beside a text; 0 where there is none."""
-        if self.model.of_vision and not self.model.encoder:
+        if self.model.vision_config and not self.model.encoder:
             return self.image_rows
-        if not (encoder := self.model.of_encoder):
+        if not (encoder := self.model.encoder_config):
             return 0
-        if queries := self.model.of_queries:
+        if queries := self.model.queries_config:
             return self.data.source_seq or queries.context + 1
         return self.data.source_seq or (encoder.context if self.model.frames else self.data.seq)
 
     @property
     def image_rows(self) -> int:
         """Rows of an image that stands beside a text; 0 where there is none."""
-        if not (vision := self.model.of_vision):
+        if not (vision := self.model.vision_config):
             return 0
         padded = padded_rows(vision.context, self.model.row_multiple)
         return padded if self.model.encoder else self.data.source_seq or padded
@@ -187,9 +187,10 @@ class Config:
     @property
     def other_stacks(self) -> dict[str, tuple[ModelConfig, str, int]]:
         """The stacks of blocks beside the model's own: the settings, the key of the number of rows, and that number."""
-        model, key, queries = self.model, "data.source_seq", self.model.of_queries
+        model, key, queries = self.model, "data.source_seq", self.model.queries_config
         found = {
-            "the encoder": (model.of_encoder, key, self.source_seq), "images": (model.of_vision, key, self.image_rows),
+            "the encoder": (model.encoder_config, key, self.source_seq),
+            "images": (model.vision_config, key, self.image_rows),
             "queries": (queries, "model.vision.queries.rows", queries.context if queries else 0),
         }  # fmt: skip
         return {name: (stack, key, rows) for name, (stack, key, rows) in found.items() if stack}
@@ -197,7 +198,7 @@ class Config:
     def _wrong_objective(self) -> list[str]:
         """The settings of other sections that contradict `objective`, in words."""
         model, objective, data, classes = self.model, self.objective, self.data, self.model.classes
-        queries = model.vision.queries if model.vision else None
+        queries, vision = model.vision.queries if model.vision else None, model.vision_config
         predicts = "model.vision.queries" if queries else f"objective: {objective}"
         problems = {
             f"model.attention.mask: full shows a token what objective: {objective} asks for: "
@@ -225,13 +226,12 @@ class Config:
             f"data.source_seq={self.source_seq} to as many, or above for padding":
                 queries and model.encoder and self.source_seq <= queries.rows,
             "model.memory_width belongs to vision.queries, which sets it": model.memory_width > 0,
-            f"model.vision gives {model.of_vision and model.of_vision.context} rows of an image: set data.source_seq="
-            f"{self.image_rows} to as many, or above for padding":
-                model.of_vision and self.image_rows < model.of_vision.context,
+            f"model.vision gives {vision and vision.context} rows of an image: set data.source_seq="
+            f"{self.image_rows} to as many, or above for padding": vision and self.image_rows < vision.context,
             "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
                 (objective == "seq2seq") != bool(model.encoder),
             f"data.source_seq={self.source_seq} is longer than the encoder's context":
-                (encoder := model.of_encoder) and not model.frames and self.source_seq > encoder.context,
+                (encoder := model.encoder_config) and not model.frames and self.source_seq > encoder.context,
             f"model.frames gives {encoder and encoder.context} rows of a sound: set data.source_seq={self.source_seq} "
             "to as many, or above for padding":
                 encoder and model.frames and self.source_seq < encoder.context,
@@ -348,7 +348,7 @@ def from_dict(raw: Mapping[str, Any], place: str) -> Config:
         # In JSON mode a strict tuple may be written as a list.
         return pydantic.TypeAdapter(Config).validate_json(json.dumps(raw))
     except pydantic.ValidationError as error:
-        lines = [line for problem in error.errors() for line in explained(problem, Config)]
+        lines = [line for problem in error.errors() for line in explain_problem(problem, Config)]
         raise InputError(f"{place}: {plural(len(lines), 'problem')}\n" + "\n".join(lines)) from error
 
 

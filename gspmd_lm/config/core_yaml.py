@@ -39,12 +39,12 @@ class YamlError(ValueError):
 def load(text: str) -> Any:
     """The value of one YAML document: None, bool, int, float, str, and lists and dicts of them. Raises YamlError."""
     try:
-        events = _checked(text)
+        events = _check_events(text)
         value, event = None, next(events, None)
         if event is not None:
             value = _value(event, events)
         if (event := next(events, None)) is not None:
-            raise _refused(event, "a second document; only one is supported")
+            raise _refusal(event, "a second document; only one is supported")
         return value
     except yaml.YAMLError as error:
         if isinstance(error, yaml.MarkedYAMLError) and error.context == "while scanning an alias":
@@ -92,20 +92,20 @@ def scalar(text: str) -> Any:
     return text
 
 
-def _checked(text: str) -> Iterator[yaml.Event]:
+def _check_events(text: str) -> Iterator[yaml.Event]:
     """The events of a text that begin, end or are a value. Raises YamlError for YAML that is not supported."""
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise _refused(event, "anchors and aliases are not supported: write the value out")
+                raise _refusal(event, "anchors and aliases are not supported: write the value out")
             if isinstance(event, yaml.DocumentStartEvent) and (event.version not in (None, (1, 2)) or event.tags):
-                raise _refused(event, "directives are not supported: drop the line that begins with %")
+                raise _refusal(event, "directives are not supported: drop the line that begins with %")
             if tag := getattr(event, "tag", None):
-                raise _refused(event, f"tags are not supported: drop {tag}")
+                raise _refusal(event, f"tags are not supported: drop {tag}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
-                raise _refused(event, f"more than {DEEPEST} levels")
+                raise _refusal(event, f"more than {DEEPEST} levels")
             if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent | yaml.CollectionEndEvent):
                 yield event
     except (ValueError, OverflowError) as error:
@@ -118,11 +118,11 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
     """The value that begins with `event`."""
     if isinstance(event, yaml.ScalarEvent):
         if any(0xD800 <= ord(character) < 0xE000 for character in event.value):
-            raise _refused(event, "half of a character (a lone surrogate)")
+            raise _refusal(event, "half of a character (a lone surrogate)")
         try:
             return event.value if event.style else scalar(event.value)
         except ValueError as error:
-            raise _refused(event, str(error)) from error
+            raise _refusal(event, str(error)) from error
     if isinstance(event, yaml.SequenceStartEvent):
         items = []
         while not isinstance(item := next(events), yaml.SequenceEndEvent):
@@ -132,14 +132,14 @@ def _value(event: yaml.Event, events: Iterator[yaml.Event]) -> Any:
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         key = _value(event, events)
         if not isinstance(key, str):
-            raise _refused(event, f"a key must be a word, not {key!r}")
+            raise _refusal(event, f"a key must be a word, not {key!r}")
         if key in mapping:
-            raise _refused(event, f"the key {key!r} appears twice")
+            raise _refusal(event, f"the key {key!r} appears twice")
         mapping[key] = _value(next(events), events)
     return mapping
 
 
-def _refused(event: yaml.Event, what: str) -> YamlError:
+def _refusal(event: yaml.Event, what: str) -> YamlError:
     return YamlError(f"line {event.start_mark.line + 1}: {what}")
 
 

@@ -117,7 +117,7 @@ class Data:
     @property
     def sources(self) -> tuple[Source, ...]:
         """The sources to train on, each with its fields filled in."""
-        return self._filled(self.source)
+        return self._fill(self.source)
 
     @property
     def held_out_share(self) -> float:
@@ -127,14 +127,14 @@ class Data:
     @property
     def held_out_sources(self) -> tuple[Source, ...]:
         """The sources for evaluation, likewise; () if `held_out` is a share of the others."""
-        return () if isinstance(self.held_out, int | float) else self._filled(self.held_out)
+        return () if isinstance(self.held_out, int | float) else self._fill(self.held_out)
 
     @property
     def conversations(self) -> bool:
         """Whether the sources hold conversations, not texts."""
         return any(one.messages_field for one in self.sources)
 
-    def _filled(self, value: str | tuple[str | Source, ...]) -> tuple[Source, ...]:
+    def _fill(self, value: str | tuple[str | Source, ...]) -> tuple[Source, ...]:
         listed = (value,) if isinstance(value, str) else value
         return tuple(
             dataclasses.replace(

@@ -171,7 +171,7 @@ class ModelConfig:
         turn, first, stacks = math.lcm(len(self.layer_pattern) or 1, step), 0, []
         for name in sorted(ends, key=ends.__getitem__):
             if (count := ends[name] - first) > 0:
-                kinds = tuple(self._of_layer(first + i) for i in range(min(turn, count)))
+                kinds = tuple(self._layer_config(first + i) for i in range(min(turn, count)))
                 stacks.append(Stack(name, first, count, kinds))
                 first += count
         return tuple(stacks)
@@ -214,22 +214,22 @@ class ModelConfig:
         return bool(self.frames or self.patches)
 
     @property
-    def of_encoder(self) -> "ModelConfig | None":
+    def encoder_config(self) -> "ModelConfig | None":
         """The settings of the encoder, if there is one."""
         return self.encoder and self.encoder.of(self)
 
     @property
-    def of_vision(self) -> "ModelConfig | None":
+    def vision_config(self) -> "ModelConfig | None":
         """The settings of the stack that sees images beside texts, if there is one."""
         return self.vision and self.vision.of(self)
 
     @property
-    def of_queries(self) -> "ModelConfig | None":
+    def queries_config(self) -> "ModelConfig | None":
         """The settings of the stack whose learned rows read an image, if there is one."""
         return self.vision and self.vision.queries and self.vision.queries.of(self)
 
     @property
-    def of_memory(self) -> "ModelConfig":
+    def memory_config(self) -> "ModelConfig":
         """The settings of the attention of a layer to what another stack made: it knows no positions and no mask."""
         attention = dataclasses.replace(
             self.attention, mask="full", relative_positions=None, window=0, chunk=0, linear=None, latent=None,
@@ -250,7 +250,7 @@ class ModelConfig:
         pattern = self.layer_pattern or ("linear" if attention.linear else usual,)
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
-    def _of_layer(self, number: int) -> "ModelConfig":
+    def _layer_config(self, number: int) -> "ModelConfig":
         """The settings of one layer, of whose kind all layers are."""
         kind, attention, experts, more = self.kind_of_each_layer[number], self.attention, self.experts, {}
         own: dict[str, Any] = {
@@ -274,5 +274,5 @@ class ModelConfig:
             self, layer_pattern=(), attention=dataclasses.replace(attention, **own), experts=experts,
             feed_forward=dataclasses.replace(self.feed_forward, sparse_layers=0, sparsity=sparsity),
             memory_width=self.memory_width if kind == "reading" else 0,
-            windows=self.windows and self.windows.of_layer(kind, self), **more,
+            windows=self.windows and self.windows.layer_windows(kind, self), **more,
         )  # fmt: skip

@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     kinds: tuple[Any, ...]  # the settings of its layers, of config.ModelConfig, repeated over its depth
 
     @property
-    def scanned(self) -> int:
+    def scanned_layers(self) -> int:
         """How many of the layers run in the loop: whole turns of `kinds`. The others stand behind it."""
         return self.layers - self.layers % len(self.kinds)
 
@@ -74,7 +74,7 @@ _BOUNDS = {
 }
 
 
-def explained(problem: Any, settings: type) -> list[str]:
+def explain_problem(problem: Any, settings: type) -> list[str]:
     """The lines of a message about one of pydantic's findings in `settings`, in the words of the config file.
 
     Parts of a place that begin with < are tags, which stand in no file.

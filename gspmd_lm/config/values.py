@@ -14,7 +14,7 @@ class Section:
     """Settings of a part of a model, of which `flat` gives each by its own path."""
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values by the names of sections: {"attention.window": 7} becomes {"attention": {"window": 7}}."""
     found: dict[str, Any] = {}
     for path, value in values.items():
@@ -33,12 +33,12 @@ def with_values(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
     A section that the settings lack is made of the values and its defaults.
     """
-    return _with(settings, nested(values))
+    return _with(settings, nest(values))
 
 
 def from_values(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     """The settings of a class with values by their paths, and defaults for all others."""
-    return _made(kind, nested(values))
+    return _make(kind, nest(values))
 
 
 def _with(settings: Any, values: Mapping[str, Any]) -> Any:
@@ -47,13 +47,13 @@ def _with(settings: Any, values: Mapping[str, Any]) -> Any:
         kind = _sections(type(settings))[name]
         if kind and isinstance(value, Mapping):
             section = getattr(settings, name)
-            own[name] = _made(kind, value) if section is None else _with(section, value)
+            own[name] = _make(kind, value) if section is None else _with(section, value)
     return dataclasses.replace(settings, **own)
 
 
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+def _make(kind: Any, values: Mapping[str, Any]) -> Any:
     inner = _sections(kind)
-    return kind(**{name: _made(inner[name], value) if inner[name] and isinstance(value, Mapping) else value
+    return kind(**{name: _make(inner[name], value) if inner[name] and isinstance(value, Mapping) else value
                    for name, value in values.items()})  # fmt: skip
 
 

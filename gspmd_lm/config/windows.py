@@ -38,7 +38,7 @@ class Windows:
     # Whether a query times a learned vector of each distance in height, and one in width, is added to scores (SAM).
     vectors: bool = False
 
-    def of_layer(self, kind: str, model: Any) -> "Windows":
+    def layer_windows(self, kind: str, model: Any) -> "Windows":
         """The windows of a layer of this kind; one that is whole has a single window, the image."""
         whole = {"size": model.patches.side} if kind == "whole" else {}
         return self if kind == "shifted" else dataclasses.replace(self, shift=0, **whole)

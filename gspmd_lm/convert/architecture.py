@@ -15,7 +15,7 @@ from gspmd_lm.convert.families import DROPOUT, EVERY_FAMILY, FAMILIES, IRRELEVAN
 from gspmd_lm.convert.family import Family
 from gspmd_lm.convert.fields import Values
 from gspmd_lm.convert.images import padded_rows, read_preprocessing
-from gspmd_lm.convert.strict_json import parse_object, shown
+from gspmd_lm.convert.strict_json import parse_object, show_value
 from gspmd_lm.errors import InputError, did_you_mean
 from gspmd_lm.units import plural
 
@@ -115,7 +115,7 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
         part = raw.get("text_config")
         of_text = part.get("model_type", texts[0]) if isinstance(part, Mapping) else texts[0]
         if of_text not in texts:
-            raise InputError(f"{place}: text_config.model_type: {shown(of_text)} is not supported in {kind}\n"
+            raise InputError(f"{place}: text_config.model_type: {show_value(of_text)} is not supported in {kind}\n"
                              f"  fix   a model whose text part is one of {', '.join(texts)}")  # fmt: skip
         rows = [row for row in rows if row.text_type == of_text]
     named = [row for row in named if row in rows]
@@ -130,7 +130,7 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
     else:
         # A name that is near a family's is usually the name of another family: mpt is not opt.
         alike = [f" (did you mean {name}?)" for name in known if _letters(name) == _letters(str(kind))]
-        message = f"model_type: {shown(kind)} is not a supported family{''.join(alike)}"
+        message = f"model_type: {show_value(kind)} is not a supported family{''.join(alike)}"
     raise InputError(f"{place}: {message}\n  fix   one of {', '.join(known)}")
 
 
@@ -167,7 +167,7 @@ def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     if isinstance(vision := values.get("vision"), dict):
         rows = config.Patches(**vision["patches"]).rows
         of_data["source_seq"] = padded_rows(vision["queries"]["rows"] + 1 if values.get("encoder") else rows)
-    return {"name": name, "objective": objective_of(values), "model": config.nested(values), "data": of_data}
+    return {"name": name, "objective": objective_of(values), "model": config.nest(values), "data": of_data}
 
 
 def _letters(word: str) -> str:
@@ -185,7 +185,7 @@ def model_settings(
     reader, values = _read(row, raw)
     unknown = [name for name in unknown_fields(row, raw) if name not in ignored]
     for name in unknown:
-        value = shown(reader.raw[name])
+        value = show_value(reader.raw[name])
         reader.problems.append(f"{name}: {value} is an unknown field, which may change what is computed")
     if not reader.problems:
         return values

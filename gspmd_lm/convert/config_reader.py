@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspmd_lm.convert.strict_json import shown
+from gspmd_lm.convert.strict_json import show_value
 
 LARGEST = 2**53  # floats hold every whole number up to here
 SMALLEST = 2.0**-100  # a smaller number is nearly zero in float32, and one that is divided by it has no float
@@ -29,7 +29,7 @@ class ConfigReader:
         first = next(iter(values), "")
         for name, value in values.items():
             if value != values[first]:
-                self.refuse(name, value, f"contradicts {first}: {shown(values[first])}")
+                self.refuse(name, value, f"contradicts {first}: {show_value(values[first])}")
         return values.get(first, default)
 
     def number(self, names: Sequence[str], default: Any = MISSING, most: float = LARGEST) -> Any:
@@ -68,4 +68,4 @@ class ConfigReader:
         return bool(value)
 
     def refuse(self, name: str, value: Any, why: str) -> None:
-        self.problems.append(f"{name}: {shown(value)} {why}")
+        self.problems.append(f"{name}: {show_value(value)} {why}")

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from gspmd_lm.convert.safetensors import DTYPES, Stored, pick
-from gspmd_lm.convert.strict_json import shown
+from gspmd_lm.convert.strict_json import show_value
 from gspmd_lm.errors import InputError
 
 CONFIG = "quantization_config"
@@ -62,7 +62,7 @@ def split_config(raw: Mapping[str, Any], place: str) -> tuple[Mapping[str, Any],
     if not about:
         return raw, None
     if not isinstance(about, dict):
-        raise InputError(f"{place}: {CONFIG}: {shown(about)} is not an object\n  fix   fetch the folder again")
+        raise InputError(f"{place}: {CONFIG}: {show_value(about)} is not an object\n  fix   fetch the folder again")
     problem = _problem(about)
     if problem:
         raise InputError(f"{place}: {CONFIG}: {problem}\n  fix   {_FIX}")
@@ -87,28 +87,32 @@ def _problem(about: Mapping[str, Any]) -> str:
     if method == "awq":
         version = str(about.get("version", "gemm")).lower()
         if version != "gemm":
-            return f"version: {shown(version)} of AWQ is not supported, only gemm"
+            return f"version: {show_value(version)} of AWQ is not supported, only gemm"
         if _bits(about) != 4:
-            return f"bits: {shown(_bits(about))} of AWQ are not supported, only 4"
+            return f"bits: {show_value(_bits(about))} of AWQ are not supported, only 4"
         return "" if about.get("zero_point", True) is True else "zero_point: AWQ without zero points is not supported"
     if method == "gptq":
         if _bits(about) not in (4, 8):
-            return f"bits: {shown(_bits(about))} of GPTQ are not supported, only 4 and 8"
+            return f"bits: {show_value(_bits(about))} of GPTQ are not supported, only 4 and 8"
         if about.get("checkpoint_format") not in (None, "gptq", "gptq_v2"):
-            return f"checkpoint_format: {shown(about['checkpoint_format'])} is not supported, only gptq and gptq_v2"
+            return (
+                f"checkpoint_format: {show_value(about['checkpoint_format'])} is not supported, only gptq and gptq_v2"
+            )
         return "dynamic: settings for each module are not supported" if about.get("dynamic") else ""
     if method == "fp8":
-        return "" if about.get("fmt", "e4m3") in ("e4m3", "e5m2") else f"fmt: {shown(about['fmt'])} is not supported"
+        return (
+            "" if about.get("fmt", "e4m3") in ("e4m3", "e5m2") else f"fmt: {show_value(about['fmt'])} is not supported"
+        )
     if method == "compressed-tensors":
         return _problem_of_groups(about.get("config_groups"))
-    return f"quant_method: {shown(method)} is not supported; supported are awq, gptq, fp8 and compressed-tensors"
+    return f"quant_method: {show_value(method)} is not supported; supported are awq, gptq, fp8 and compressed-tensors"
 
 
 def _problem_of_groups(groups: Any) -> str:
     for weights in _weights_of(groups) or [groups]:
         kind = (weights.get("type"), weights.get("num_bits")) if isinstance(weights, dict) else None
         if kind != ("float", 8):
-            return f"config_groups: {shown(weights)}: only weights of type float and 8 bits are supported"
+            return f"config_groups: {show_value(weights)}: only weights of type float and 8 bits are supported"
     return ""
 
 

@@ -243,7 +243,7 @@ def family_and_model(
             "modules of one matrix each\n  fix   convert --to=DIR without --adapter, which merges them into the weights"
         )
     safetensors.check_new(folder)
-    _, plain = lora.merged({}, model)
+    _, plain = lora.merge_adapters({}, model)
     row, _ = architecture.describe(plain, like)
     return row, plain
 

@@ -7,7 +7,7 @@ from typing import Any
 from gspmd_lm import config
 from gspmd_lm.config import paths
 from gspmd_lm.config.masks import PARTS
-from gspmd_lm.convert.strict_json import parse_object, shown
+from gspmd_lm.convert.strict_json import parse_object, show_value
 from gspmd_lm.errors import InputError
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -41,17 +41,17 @@ def read_preprocessing(folder: Path) -> dict[str, Any]:
     if isinstance(resample, int) and resample in _RESAMPLE:
         found["resample"] = _RESAMPLE[resample]
     else:
-        wrong.append(f"resample: {shown(resample)} is not 2 (bilinear) or 3 (bicubic)")
+        wrong.append(f"resample: {show_value(resample)} is not 2 (bilinear) or 3 (bicubic)")
     normalised = raw.get("do_normalize", True)
     for name, ours, plain in (("image_mean", "mean", 0.0), ("image_std", "std", 1.0)):
         numbers = raw.get(name, [0.5]) if normalised else [plain]
         if isinstance(numbers, list) and numbers and all(isinstance(one, int | float) for one in numbers):
             found[ours] = [float(one) for one in numbers]
         else:
-            wrong.append(f"{name}: {shown(numbers)} is not a list of numbers")
+            wrong.append(f"{name}: {show_value(numbers)} is not a list of numbers")
     factor = raw.get("rescale_factor", 1 / 255)
     if not raw.get("do_rescale", True) or not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-6:
-        wrong.append(f"rescale_factor: {shown(factor)} does not bring pixels to 0 to 1")
+        wrong.append(f"rescale_factor: {show_value(factor)} does not bring pixels to 0 to 1")
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise InputError(f"{path}: preparations of images that are not supported\n{lines}\n"
@@ -68,7 +68,7 @@ def _read_size(size: Any, keeps_ratio: bool, wrong: list[str]) -> dict[str, Any]
         return {"resize": sides[0], "keep_ratio": True}
     if sides and {*size} == {"height", "width"} and isinstance(sides[0], int) and sides[0] == sides[1]:
         return {"resize": sides[0]}
-    wrong.append(f"size: {shown(size)} is neither the height and width of a square nor a shortest_edge")
+    wrong.append(f"size: {show_value(size)} is neither the height and width of a square nor a shortest_edge")
     return {}
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from gspmd_lm.convert.strict_json import shown
+from gspmd_lm.convert.strict_json import show_value
 from gspmd_lm.errors import InputError
 
 Stored = TypeVar("Stored")
@@ -62,7 +62,7 @@ def text_config(raw: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     first, *others = kinds.split()
     named = inner.get("model_type", first)
     if named not in (first, *others, whole, f"{whole}_text"):
-        raise InputError(f"{place}: text_config.model_type: {shown(named)} is not supported in {whole}\n"
+        raise InputError(f"{place}: text_config.model_type: {show_value(named)} is not supported in {whole}\n"
                          f"  fix   a model whose text part is one of {', '.join(kinds.split())}")  # fmt: skip
     fields = defaults | {name: value for name, value in inner.items() if name not in _DROPPED}
     fields |= {name: raw[name] for name in _SHARED if raw.get(name) is not None}

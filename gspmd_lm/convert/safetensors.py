@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gspmd_lm.config.paths import read_text
-from gspmd_lm.convert.strict_json import damaged, parse_object, shown
+from gspmd_lm.convert.strict_json import damage_error, parse_object, show_value
 from gspmd_lm.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -114,17 +114,17 @@ def read_header(path: Path) -> dict[str, Stored]:
                 pass
         except SafetensorError as error:
             size = path.stat().st_size
-            raise damaged(path, f"safetensors cannot read its {size} bytes: {error}") from error
+            raise damage_error(path, f"safetensors cannot read its {size} bytes: {error}") from error
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length)
     if not text.startswith(b"{"):
-        raise damaged(path, "its header does not begin with {")
+        raise damage_error(path, "its header does not begin with {")
     entries = parse_object(text.decode("utf-8"), path)
     if not isinstance(entries.pop("__metadata__", {}), dict):
-        raise damaged(path, "__metadata__ of the header is not an object")
+        raise damage_error(path, "__metadata__ of the header is not an object")
     for name, entry in entries.items():
         if not isinstance(entry, dict) or entry.keys() != _ENTRY or not isinstance(entry["dtype"], str):
-            raise damaged(path, f"the header's entry of {name} is not valid: {shown(entry)}")
+            raise damage_error(path, f"the header's entry of {name} is not valid: {show_value(entry)}")
     data = 8 + length  # where it begins
     return {
         name: Stored(path, data + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))

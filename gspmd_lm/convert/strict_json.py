@@ -24,18 +24,18 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     hooks = {"object_pairs_hook": _once_each, "parse_constant": _no_number, "parse_int": _whole, "parse_float": _finite}
     value = json_value(text, path, _FIX, DEEPEST, **hooks)
     if has_half_characters(text, value):
-        raise damaged(path, "not valid JSON: half of a character, such as \\ud800")
+        raise damage_error(path, "not valid JSON: half of a character, such as \\ud800")
     if not isinstance(value, dict):
-        raise damaged(path, f"not a JSON object but a {type(value).__name__}")
+        raise damage_error(path, f"not a JSON object but a {type(value).__name__}")
     return value
 
 
-def damaged(path: Path, what: str) -> InputError:
+def damage_error(path: Path, what: str) -> InputError:
     """The error for a file that is not what it should be."""
     return InputError(f"{path}: {what}\n  fix   {_FIX}")
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value of a file as text for a message, at most 60 characters long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -45,7 +45,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = {}
     for name, value in pairs:
         if name in fields:
-            raise ValueError(f"the key {shown(name)} appears twice")
+            raise ValueError(f"the key {show_value(name)} appears twice")
         fields[name] = value
     return fields
 

@@ -15,7 +15,9 @@ from gspmd_lm.data.loader import ahead
 from gspmd_lm.errors import InputError
 
 
-def checked(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], place: str) -> dict[str, np.ndarray]:
+def check_arrays(
+    batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct], place: str
+) -> dict[str, np.ndarray]:
     """The arrays of a batch. Raises InputError, which begins with `place`, if they are not those of `shapes`."""
     arrays = {name: np.asarray(array) for name, array in batch.items()}
     given, wanted = ({name: f"{x.dtype}{list(x.shape)}" for name, x in of.items()} for of in (arrays, shapes))
@@ -58,7 +60,7 @@ class Batches:
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """A batch. Raises InputError if its arrays are not those of the task."""
-        return checked(self.at(number), self.shapes, f"{self.use}: batch {number}")
+        return check_arrays(self.at(number), self.shapes, f"{self.use}: batch {number}")
 
     def batches(
         self, start_step: int, shardings: Mapping[str, Any], stop_step: int | None = None

@@ -161,7 +161,7 @@ class _File:
         self.sha256.update(tokens)
 
 
-def _begun(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
+def _read_unfinished(partial: Path) -> tuple[Progressed, dict[str, _File]] | None:
     """The progress and the files of a build that was killed; None if there is none or it is damaged."""
     opened: dict[str, _File] = {}
     try:
@@ -195,7 +195,7 @@ def _build(
     progress: Progress | None,
 ) -> None:
     partial = folder.with_name(f"{folder.name}{files.PARTIAL}")
-    begun = _begun(partial)
+    begun = _read_unfinished(partial)
     if not begun:
         shutil.rmtree(partial, ignore_errors=True)
         noted = _survey(source, splits, tokenizer, held_out, progress)
@@ -203,7 +203,7 @@ def _build(
         for name in splits:
             (partial / f"{name}.tokens").touch()
         files.replace_json(partial / PROGRESS, dataclasses.asdict(noted))
-        begun = _begun(partial)
+        begun = _read_unfinished(partial)
         assert begun
     noted, written = begun
     apart = _ascending_hashes(source, source.held_out) if source.held_out else None

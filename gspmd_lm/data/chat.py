@@ -116,7 +116,7 @@ class Chat:
                 texts.append(text)
             encodings = iter(self._tokenizer.encode_marked(texts))
             for parts in each:
-                tokens.append(np.concatenate([_marked(next(encodings), spans) for _, spans in parts]))
+                tokens.append(np.concatenate([_mark_targets(next(encodings), spans) for _, spans in parts]))
         return tokens
 
     def _template(self, fields: Mapping[str, Any]) -> Template:
@@ -138,7 +138,7 @@ class Chat:
                 )
             spans = [span for number, span in zip(answers, spans, strict=True) if number in numbers]
         if numbers[-1:] == [len(said) - 1] and spans and spans[-1][1] > spans[-1][0]:
-            return [self._closed(template, said[-1], text, spans)]
+            return [self._close(template, said[-1], text, spans)]
         return [(text, spans)]
 
     def _parts(
@@ -170,9 +170,9 @@ class Chat:
             if is_last or whole.startswith(answered[:stop]):
                 spans.append((start, stop))
             else:
-                parts.append(self._closed(template, said[number], answered, [(start, stop)]))
+                parts.append(self._close(template, said[number], answered, [(start, stop)]))
         if spans and numbers[-1] + 1 == len(said):
-            return [*parts, self._closed(template, said[-1], whole, spans)]
+            return [*parts, self._close(template, said[-1], whole, spans)]
         return [*parts, (whole, spans)] if spans else parts
 
     def _stops(self, text: str, start: int) -> list[int]:
@@ -190,7 +190,7 @@ class Chat:
         ends = [at for at, closer in reversed(found) if closer in self._ends]
         return [*ends[:1], *(at for at, _ in found)] or [len(text)]
 
-    def _closed(self, template: Template, message: Message, text: str, spans: list[Span]) -> Part:
+    def _close(self, template: Template, message: Message, text: str, spans: list[Span]) -> Part:
         """A text that ends with `message`, and its spans, with the tokenizer's end if the template writes none.
 
         A model that never saw an end in training would not stop when it generates.
@@ -218,7 +218,7 @@ class Chat:
             _log.warning("%s: %s", place, what.replace("{}", ", ".join(new)))
 
 
-def _marked(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> np.ndarray:
+def _mark_targets(encoding: tokenizers.Encoding, spans: Sequence[Span]) -> np.ndarray:
     """The uint32 tokens of a text, with the bit TARGET in those of the spans, and LAST in the last one."""
     ids = np.asarray(encoding.ids, np.uint32)
     starts, stops = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T

@@ -76,9 +76,9 @@ class Template:
                 f"the chat template of {self.place} refuses the messages: {error}\n"
                 "  fix   change what the messages hold, or correct the template"
             ) from error
-        return [self._marked(text) for text in texts]
+        return [self._cut_marks(text) for text in texts]
 
-    def _marked(self, text: str) -> tuple[str, list[Span]]:
+    def _cut_marks(self, text: str) -> tuple[str, list[Span]]:
         """A text without marks, and the spans between them."""
         if not self.has_generation:
             return text, []

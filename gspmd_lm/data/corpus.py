@@ -32,7 +32,7 @@ class FileNotes:
 
     files: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
 
-    def skipped(self, reason: str, path: Path) -> None:
+    def skip(self, reason: str, path: Path) -> None:
         self.add(f"skipped, {reason}", path)
 
     def add(self, what: str, path: Path) -> None:
@@ -40,7 +40,7 @@ class FileNotes:
 
     def __str__(self) -> str:
         """One line for each kind of note; "" if there is none."""
-        return "\n".join(f"{what}: {listed(paths)}" for what, paths in self.files.items())
+        return "\n".join(f"{what}: {list_names(paths)}" for what, paths in self.files.items())
 
 
 def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress | None = None) -> list[Path]:
@@ -58,7 +58,7 @@ def files(names: Sequence[str], place: str, notes: FileNotes, progress: Progress
             elif one == STDLIB_PAIRS:
                 paths[_pairs_of_standard_library(place, progress)] = None
             elif "://" in one:
-                paths.update(dict.fromkeys(remote.copies(one, place, notes.skipped, progress)))
+                paths.update(dict.fromkeys(remote.copies(one, place, notes.skip, progress)))
             else:
                 paths.update(dict.fromkeys(_local(one, name, place, notes)))
     if not any(name.strip() for name in names):
@@ -89,7 +89,7 @@ def absolute(name: str) -> str:
     return " ".join(words) if len(words) == 1 or not any(" " in word for word in words) else name
 
 
-def listed(paths: Sequence[Path]) -> str:
+def list_names(paths: Sequence[Path]) -> str:
     """How many files, and the names of the first."""
     names = ", ".join(map(str, paths[:_SHOWN]))
     return f"{len(paths):,} files ({names}, ...)" if len(paths) > _SHOWN else names
@@ -133,9 +133,9 @@ def _local(name: str, whole_name: str, place: str, notes: FileNotes) -> Iterator
 def _readable(path: Path, notes: FileNotes) -> Iterator[Path]:
     """The path, unless it cannot hold documents."""
     if not path.is_file():
-        notes.skipped("no file, or a link to nothing", path)
+        notes.skip("no file, or a link to nothing", path)
     elif formats.format_of(path) is None:
-        notes.skipped("unknown ending", path)
+        notes.skip("unknown ending", path)
     else:
         yield path
 
@@ -157,24 +157,24 @@ def _walk(folder: Path, place: str, notes: FileNotes) -> Iterator[Path]:
             continue
         seen.add(os.path.realpath(at))
         if directory != folder and layout.are_of_run({*names, *subfolders}):
-            notes.skipped("the folder of a run", directory)
+            notes.skip("the folder of a run", directory)
             subfolders.clear()
             continue
-        if saved := _saved(directory, names, place, notes):
+        if saved := _list_saved_files(directory, names, place, notes):
             subfolders.clear()
             yield from saved
             continue
         for name in [name for name in subfolders if name.startswith(".")]:
-            notes.skipped("hidden", directory / name)
+            notes.skip("hidden", directory / name)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(names):
             if name.startswith("."):
-                notes.skipped("hidden", directory / name)
+                notes.skip("hidden", directory / name)
             else:
                 yield from _readable(directory / name, notes)
 
 
-def _saved(folder: Path, names: Sequence[str], place: str, notes: FileNotes) -> list[Path]:
+def _list_saved_files(folder: Path, names: Sequence[str], place: str, notes: FileNotes) -> list[Path]:
     """The files of a folder that `save_to_disk` of the package datasets wrote; of several splits, those of train."""
     if "dataset_dict.json" in names:
         splits = _member(folder / "dataset_dict.json", "splits")
@@ -185,9 +185,9 @@ def _saved(folder: Path, names: Sequence[str], place: str, notes: FileNotes) -> 
             )
         for split in splits:
             if split != "train":
-                notes.skipped("another split than train", folder / split)
+                notes.skip("another split than train", folder / split)
         train = folder / "train"
-        return _saved(train, os.listdir(train) if train.is_dir() else [], place, notes)
+        return _list_saved_files(train, os.listdir(train) if train.is_dir() else [], place, notes)
     if not {"state.json", "dataset_info.json"} <= set(names):
         return []
     paths = [folder / name for name in _member(folder / "state.json", "_data_files")]

@@ -12,7 +12,7 @@ from gspmd_lm.errors import InputError
 _SHOWN = 30  # characters of a text in an error
 
 
-def encoded(encode: Callable[[list[Any]], list[Encoding]], texts: Sequence[Any], place: str) -> list[Encoding]:
+def encode_texts(encode: Callable[[list[Any]], list[Encoding]], texts: Sequence[Any], place: str) -> list[Encoding]:
     """The encodings of texts, or of pairs of them, by a function such as `tokenizers.Tokenizer.encode_batch`.
 
     Raises an InputError that begins with `place` and shows the first text that cannot be encoded, because the
@@ -31,7 +31,7 @@ def encoded(encode: Callable[[list[Any]], list[Encoding]], texts: Sequence[Any],
         ) from error
 
 
-def dropped(text: str, encoding: Encoding) -> int:
+def count_dropped(text: str, encoding: Encoding) -> int:
     """How many characters of a text, but for white space, are in no token of its encoding, which has offsets."""
     is_in = np.array([one.isspace() for one in text], bool)
     for start, stop in encoding.offsets:  # within a word, they skip no character: those at its end are left over

@@ -118,7 +118,7 @@ def oddity(path: Path) -> str:
     kind = format_of(path)
     if kind is None or not kind.compressible:
         return ""
-    with _reading(path), readers.opened(path) as file:
+    with _reading(path), readers.open_text(path) as file:
         start = file.read(readers.SECTION_BYTES)
     if b"\0" in start:
         return BINARY
@@ -139,10 +139,10 @@ def _reading(path: Path) -> Iterator[None]:
         of_arrow = (pyarrow.ArrowException,) if pyarrow else ()
         if not isinstance(error, (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, *of_arrow)):
             raise
-        raise InputError(_refused(path, error)) from error
+        raise InputError(_refusal(path, error)) from error
 
 
-def _refused(path: Path, error: Exception) -> str:
+def _refusal(path: Path, error: Exception) -> str:
     what = {".parquet": "as parquet ", ".arrow": "as arrow "}.get(path.suffix.lower(), "")
     return (
         f"{path}: cannot be read {what}({' '.join(str(error).split())})\n"
@@ -168,4 +168,4 @@ def _field(place: str, record: dict[str, Any], field: str) -> bytes:
             else "set data.text_field, or leave the file out"
         )
         raise InputError(f"{place}: {field} is a {type(text).__name__}, not text\n  fix   {fix}")
-    return readers.encoded(text)
+    return readers.encode_surrogates(text)

@@ -56,8 +56,8 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
     data, patches = config.data, config.model.patches
     assert patches
     notes = corpus.FileNotes()
-    every, named = media.of_both(data, functools.partial(_found, data, notes, progress))
-    classes = labelled.ordered({image.label for image in every}, known)
+    every, named = media.find_both(data, functools.partial(_find_images, data, notes, progress))
+    classes = labelled.order_classes({image.label for image in every}, known)
     if len(classes) != config.model.num_classes:
         raise InputError(
             f"data.source: images of {len(classes):,} classes, and model.classes.count is {config.model.num_classes:,} "
@@ -68,7 +68,7 @@ def open_images(config: Config, progress: Progress | None = None, known: Sequenc
         labelled.check_class(image.label, classes, f"{image.encoded.place}: the class")
     rows = functools.partial(ImageRows, classes=classes, patches=patches, prepared=data.images, seq=data.seq)
     settings, lines = (patches, data.images, data.seq, classes), [labelled.about_classes(classes), str(notes)]
-    return media.opened(data, "images", "images", rows, (every, named), settings, lines, classes)
+    return media.open_rows(data, "images", "images", rows, (every, named), settings, lines, classes)
 
 
 def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.ndarray:
@@ -87,7 +87,7 @@ def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.nda
     with reading(encoded.place):
         turned = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded.read())))  # as the camera was held
         resample = Image.Resampling[prepared.resample.upper()]
-        width, height, left, top = fitted(turned.size, patches, prepared)
+        width, height, left, top = fit_image(turned.size, patches, prepared)
         sized = np.asarray(turned.convert(kind).resize((width, height), resample), np.float32)
     sized = sized.reshape(height, width, patches.channels)
     middle = sized[top : top + patches.image, left : left + patches.image]
@@ -97,7 +97,7 @@ def pixels(encoded: media.Encoded, patches: Patches, prepared: Images) -> np.nda
     return np.pad(normal, (*beyond, (0, 0)))
 
 
-def fitted(size: tuple[int, int], patches: Patches, prepared: Images) -> tuple[int, int, int, int]:
+def fit_image(size: tuple[int, int], patches: Patches, prepared: Images) -> tuple[int, int, int, int]:
     """The width and height to which an image of this size is resized, and from the left and top how much is cut off."""
     width = height = side = prepared.resize or patches.image
     if prepared.keep_ratio:
@@ -116,7 +116,7 @@ def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
     return apart.transpose(0, 2, 4, 1, 3).reshape(count * count, patches.pixels)
 
 
-def of_file(name: str, patches: Patches, prepared: Images) -> np.ndarray:
+def read_image_rows(name: str, patches: Patches, prepared: Images) -> np.ndarray:
     """The rows of the image that a file holds, float32 [rows, numbers of a patch]: zeros where learned rows stand."""
     needs_pillow()
     content = media.bytes_of(Path(name).expanduser())
@@ -156,19 +156,19 @@ def check(place: str, encoded: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def _checked(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:
+def _check_item(place: str, label: str, encoded: bytes, path: Path | None = None) -> media.Item:
     check(place, encoded)
     return media.Item(media.Encoded.of(place, encoded, path), label)
 
 
-def _found(
+def _find_images(
     data: Data, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source], place: str
 ) -> Iterator[media.Item]:
     """The images of sources, in the order of the sources and of the names in them. Their headers are read."""
     if data.fields:
         for table, where, record in media.records(data, sources, place, ENDINGS, "images", notes, progress):
             at, held, path = media.content_of(table, where, record, data.fields[0], "image")
-            yield _checked(at, str(labelled.label_of(data, record, where)), held, path)
+            yield _check_item(at, str(labelled.label_of(data, record, where)), held, path)
         return
     for one in sources:
         if one.weight:
@@ -179,20 +179,20 @@ def _found(
                 f"{place}: {one.path}: no folder\n  fix   name a folder with one folder of images for each class, or "
                 "tables, with data.fields=[image] and data.label=label"
             )
-        for number, image in enumerate(_of_folder(name, place, notes), 1):
+        for number, image in enumerate(_find_in_folder(name, place, notes), 1):
             if progress and number % media.NOTED == 0:
                 progress(f"reading images of {one.path}", 0, 0)
             yield image
 
 
-def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[media.Item]:
+def _find_in_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[media.Item]:
     """The images below a folder. Their class is the folder right below it that they lie in."""
     count = 0
     for at, below, names in os.walk(folder, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for path in (Path(at, name) for name in sorted(names) if not name.startswith(".")):
             if path.suffix.lower() not in ENDINGS:
-                notes.skipped("no ending of an image", path)
+                notes.skip("no ending of an image", path)
                 continue
             inside = path.relative_to(folder).parts
             if len(inside) < 2:
@@ -201,7 +201,7 @@ def _of_folder(folder: Path, place: str, notes: corpus.FileNotes) -> Iterator[me
                     f"above {folder}"
                 )
             count += 1
-            yield _checked(str(path), inside[0], media.bytes_of(path), path)
+            yield _check_item(str(path), inside[0], media.bytes_of(path), path)
     if not count:
         raise InputError(f"{place}: {folder}: no images\n  fix   give files that end in {' '.join(ENDINGS)}")
 
@@ -274,11 +274,11 @@ def open_captions(config: Config, progress: Progress | None = None) -> media.Ope
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
     encode = _encoding(config, tokens)
-    found = media.of_both(data, functools.partial(_captions, config, encode, notes, progress))
+    found = media.find_both(data, functools.partial(_captions, config, encode, notes, progress))
     settings = vision.patches, data.images, data.seq, config.source_seq, tokens.fingerprint
     settings += (vision.queries, config.model.encoder) * (vision.queries is not None)
     rows = functools.partial(CaptionRows, config=config)
-    return media.opened(data, "images", "images with texts", rows, found, settings, [str(notes)])
+    return media.open_rows(data, "images", "images with texts", rows, found, settings, [str(notes)])
 
 
 def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[int], bool]]:
@@ -288,18 +288,18 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
         made = labelled.cutting(tokens, "seq", config.data.seq)
 
         def whole(text: str) -> tuple[list[int], bool]:
-            (encoding,) = encodings.encoded(made.encode_batch_fast, [text], "data.tokenizer")
+            (encoding,) = encodings.encode_texts(made.encode_batch_fast, [text], "data.tokenizer")
             return encoding.ids, bool(encoding.overflowing)
 
         return whole
     start, before = (encoder.start_token, 0) if encoder else (queries.start_token, queries.rows)
     most = config.data.seq - before + 1
 
-    def predicted(text: str) -> tuple[list[int], bool]:
+    def predict(text: str) -> tuple[list[int], bool]:
         ids = [start, *tokens.encode(text.encode()).tolist(), tokens.end]
         return ids[:most], len(ids) > most
 
-    return predicted
+    return predict
 
 
 def _captions(

@@ -14,7 +14,7 @@ from gspmd_lm import files
 from gspmd_lm.config import Data
 from gspmd_lm.config.data import MOST_OF_SEVERAL
 from gspmd_lm.config.paths import cache_folder, readable_entry, unwritable
-from gspmd_lm.data.encodings import encoded
+from gspmd_lm.data.encodings import encode_texts
 from gspmd_lm.data.packing import LAST
 from gspmd_lm.data.sources import DocumentSource, Progress
 from gspmd_lm.data.tokenizer import NO_CHARACTER, Tokenizer
@@ -60,8 +60,10 @@ class Labelled:
         for start in range(0, len(documents), TOGETHER):
             records = [json.loads(document) for document in documents[start : start + TOGETHER]]
             texts = [self._input(texts) for texts, _ in records]
-            encodings = encoded(self._tokenizer.encode_batch_fast, texts, "data.tokenizer")
-            tokens += [self._marked(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)]
+            encodings = encode_texts(self._tokenizer.encode_batch_fast, texts, "data.tokenizer")
+            tokens += [
+                self._mark_label(encoding, label) for encoding, (_, label) in zip(encodings, records, strict=True)
+            ]
         return tokens
 
     def learn_classes(
@@ -75,8 +77,8 @@ class Labelled:
         if self.data.label_kind == "number":
             return
         found = self._found_classes(source, progress)
-        self.classes = ordered(found, known)
-        if self.classes != ordered(found):
+        self.classes = order_classes(found, known)
+        if self.classes != order_classes(found):
             self.fingerprint += f"-{hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()[:12]}"
 
     def _found_classes(self, source: DocumentSource, progress: Progress | None) -> tuple[str, ...]:
@@ -94,10 +96,11 @@ class Labelled:
             )
         if len(found) < 2:
             raise InputError(
-                f"data.label={self.data.label}: the training data has {_listed(sorted(found)) or 'no label'} alone\n"
+                f"data.label={self.data.label}: the training data has "
+                f"{_list_names(sorted(found)) or 'no label'} alone\n"
                 "  fix   name the column of the labels, or set data.label_kind to number for numbers to predict"
             )
-        classes = ordered(found)
+        classes = order_classes(found)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace_json(path, classes)
@@ -111,7 +114,7 @@ class Labelled:
         self.replaced_bytes += sum(replaced for _, replaced in cleaned)
         return cleaned[0][0] if len(cleaned) == 1 else tuple(text for text, _ in cleaned)
 
-    def _marked(self, encoding: tokenizers.Encoding, label: str | float | list[str]) -> np.ndarray:
+    def _mark_label(self, encoding: tokenizers.Encoding, label: str | float | list[str]) -> np.ndarray:
         ids = np.asarray(encoding.ids, np.uint32)
         ids[np.asarray(encoding.type_ids) > 0] |= SECOND
         ids[-1] |= LAST | CUT if encoding.overflowing else LAST
@@ -145,7 +148,7 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
     `place`.
     """
     name = data.label
-    label = _found(record, name, place, "label")
+    label = _find_field(record, name, place, "label")
     if data.label_kind == "classes":
         if not isinstance(label, list):
             raise InputError(
@@ -174,7 +177,7 @@ def label_of(data: Data, record: Mapping[str, Any], place: str) -> str | float |
     raise InputError(f"{place}: {name}={label!r} is not {wanted}\n  fix   correct it, or leave the record out{several}")
 
 
-def ordered(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...]:
+def order_classes(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...]:
     """Classes in the order of the `known` ones, if they are the same; else in that of numbers, if all of them are whole
     numbers, or of texts.
     """
@@ -186,14 +189,14 @@ def ordered(found: Collection[str], known: Sequence[str] = ()) -> tuple[str, ...
 
 def about_classes(classes: Sequence[str]) -> str:
     """For the user: the classes and their numbers."""
-    return f"classes: {_listed([f'{number} = {label}' for number, label in enumerate(classes)])}"
+    return f"classes: {_list_names([f'{number} = {label}' for number, label in enumerate(classes)])}"
 
 
 def check_class(label: str | float, classes: Sequence[str], place: str) -> None:
     """Raises an InputError that begins with `place` if there are classes, and none has this label."""
     if classes and label not in classes:
         raise InputError(
-            f"{place}={label} is no label of the training data ({_listed(classes)})\n"
+            f"{place}={label} is no label of the training data ({_list_names(classes)})\n"
             "  fix   correct it, or train on records with this label too"
         )
 
@@ -253,7 +256,7 @@ def count_cut(stream: np.ndarray, starts: np.ndarray) -> int:
 
 def text_of(record: Mapping[str, Any], name: str, place: str) -> str:
     """A text of a record. Raises an InputError that names `place` if it is missing."""
-    text = _found(record, name, place, "fields")
+    text = _find_field(record, name, place, "fields")
     if not isinstance(text, str):
         what = "empty" if text is None else f"a {type(text).__name__}, not text"
         raise InputError(f"{place}: {name} is {what}\n  fix   correct it, or leave the record out")
@@ -265,7 +268,7 @@ def valid(text: str) -> tuple[str, int]:
     return NO_CHARACTER.subn("\ufffd", text)
 
 
-def _found(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:
+def _find_field(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:
     if name not in record:
         raise InputError(
             f"{place}: no field {name}{did_you_mean(name, list(record))}\n"
@@ -274,5 +277,5 @@ def _found(record: Mapping[str, Any], name: str, place: str, key: str) -> Any:
     return record[name]
 
 
-def _listed(names: Sequence[Any]) -> str:
+def _list_names(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names[:_SHOWN])) + (f", ... ({len(names):,})" if len(names) > _SHOWN else "")

@@ -146,7 +146,7 @@ def open_loaders(
     """
     data, masked = config.data, config.objective in ("masked", "replaced")
     if found := objects.open_media(config, progress, known):
-        return _of_media(config, found)
+        return _media_loaders(config, found)
     _check_objective(config)
     count = sources.random_rows(data.source)
     if count is not None and not data.fields:
@@ -243,7 +243,7 @@ def open_loaders(
     return train, loader_of("evaluation", [cached.held_out], [source.held_out or source.parts[0]])
 
 
-def _of_media(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
+def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader | None]:
     """The loaders of images or sounds."""
 
     def loader_of(use: str, rows: media.Rows, seed: int) -> Loader:

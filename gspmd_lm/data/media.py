@@ -112,7 +112,7 @@ def records(
         for path in corpus.files([source.path], place, skipped, progress):
             kind = formats.format_of(path)
             if not kind or not kind.records:
-                skipped.skipped("no table", path)
+                skipped.skip("no table", path)
                 continue
             for where, record in formats.records(path, [*filter(None, (*data.fields, data.label))]):
                 count += 1
@@ -146,14 +146,14 @@ def content_of(table: Path, where: str, record: dict[str, Any], name: str, what:
     return where, held, path
 
 
-def of_both(
+def find_both(
     data: Data, found: Callable[[Sequence[config_data.Source], str], Iterable[Item]]
 ) -> tuple[list[Item], list[Item]]:
     """The items `found` in the sources of `data.source`, and those in the sources of `data.held_out`."""
     return [*found(data.sources, "data.source")], [*found(data.held_out_sources, "data.held_out")]
 
 
-def opened(
+def open_rows(
     data: Data, kind: str, what: str, rows: Callable[[list[Item]], Rows], found: tuple[list[Item], list[Item]],
     settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
 ) -> Opened:  # fmt: skip

@@ -22,13 +22,13 @@ def check_messages(value: Any, place: str, fields: Collection[str] | None) -> Se
     fields: those that the template reads of a message; None: all. Raises an InputError that lists every malformed
     message, and every field of a message that nothing reads.
     """
-    messages = _parsed(value, place)
+    messages = _parse_list(value, place)
     if not isinstance(messages, list | tuple) or not messages:
         got = "empty" if isinstance(messages, list | tuple) else f"a {type(messages).__name__}"
         raise InputError(
             f'{place} is {got}\n  fix   give a list of objects such as {{"role": "user", "content": "Hi"}}'
         )
-    wrong = [f"message {i} {problem}" for i, message in enumerate(messages, 1) if (problem := _malformed(message))]
+    wrong = [f"message {i} {problem}" for i, message in enumerate(messages, 1) if (problem := _format_error(message))]
     if wrong:
         raise InputError(
             f"{place}: " + "\n  ".join(wrong) + "\n  fix   each message is an object with role and content, both text"
@@ -45,7 +45,7 @@ def check_messages(value: Any, place: str, fields: Collection[str] | None) -> Se
     return [_with_calls(message, f"{place}: message {i}") for i, message in enumerate(messages, 1)]
 
 
-def _malformed(message: Any) -> str:
+def _format_error(message: Any) -> str:
     if not isinstance(message, Mapping):
         return f"is a {type(message).__name__}"
     if not isinstance(message.get("role"), str):
@@ -76,7 +76,7 @@ def _with_calls(message: Message, place: str) -> Message:
 
 def list_of(value: Any, place: str) -> Any:
     """A list of objects, which may be given as JSON text; None for none. Raises InputError for another value."""
-    listed = _parsed(value, place)
+    listed = _parse_list(value, place)
     if listed in (None, ""):
         return None
     if not isinstance(listed, list | tuple) or not all(isinstance(one, Mapping) for one in listed):
@@ -85,7 +85,7 @@ def list_of(value: Any, place: str) -> Any:
     return listed
 
 
-def _parsed(value: Any, place: str) -> Any:
+def _parse_list(value: Any, place: str) -> Any:
     """The value of a JSON text that begins as a list does; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

@@ -42,14 +42,14 @@ class ObjectRows(media.Rows):
         found, count = images.pixels(item.encoded, self.patches, self.prepared), self.patches.rows
         fields["patches"][i, :count] = images.cut(found, self.patches)
         assert item.mask
-        mask = decoded(item.mask)
+        mask = decode_mask(item.mask)
         fields["object"][i, :count] = self._cut(mask)
-        prompt = item.prompt or drawn(mask, item.mask.sha256, self.prompt)
+        prompt = item.prompt or draw_prompt(mask, item.mask.sha256, self.prompt)
         is_box = len(prompt) == 2 * POINTS
         fields["point_kinds"][i] = _CORNERS if is_box else (_OF_OBJECT, _NONE)
         points = np.reshape(prompt, (-1, 2))
         of_mask = mask.shape[::-1]
-        size = images.fitted(of_mask, self.patches, self.prepared)[:2]
+        size = images.fit_image(of_mask, self.patches, self.prepared)[:2]
         seen = points * np.divide(size, of_mask) + 0.5  # the middle of a pixel, as transformers has it
         fields["points"][i, : len(points)] = seen / self.patches.image
 
@@ -61,14 +61,14 @@ class ObjectRows(media.Rows):
         from PIL import Image
 
         fine = dataclasses.replace(self.patches, image=PARTS * self.patches.side, size=PARTS, channels=1)
-        size = images.fitted(mask.shape[::-1], self.patches, self.prepared)[:2]
+        size = images.fit_image(mask.shape[::-1], self.patches, self.prepared)[:2]
         width, height = (max(round(one * fine.image / self.patches.image), 1) for one in size)
         sized = Image.fromarray(255 * mask.astype(np.uint8)).resize((width, height), Image.Resampling.BOX)
         beyond = (0, fine.image - height), (0, fine.image - width)
         return images.cut(np.pad((np.asarray(sized) >= 128).astype(np.int32), beyond, constant_values=-1), fine)
 
 
-def decoded(mask: media.Encoded) -> np.ndarray:
+def decode_mask(mask: media.Encoded) -> np.ndarray:
     """Which pixels are of the object, bool [height, width]: those that are not black. Raises InputError for none."""
     from PIL import Image, ImageOps
 
@@ -79,7 +79,7 @@ def decoded(mask: media.Encoded) -> np.ndarray:
     return pixels
 
 
-def drawn(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
+def draw_prompt(mask: np.ndarray, seed: bytes, kind: str) -> tuple[float, ...]:
     """A prompt that a mask gives: x and y of one of its pixels, always the same one, or the box around it."""
     y, x = np.nonzero(mask)
     if kind == "box":
@@ -110,13 +110,13 @@ def open_objects(config: Config, progress: Progress | None = None) -> media.Open
     images.needs_pillow()
     data, patches, notes = config.data, config.model.patches, corpus.FileNotes()
     assert patches
-    found = media.of_both(data, functools.partial(_found, config, notes, progress))
+    found = media.find_both(data, functools.partial(_find_objects, config, notes, progress))
     rows = functools.partial(ObjectRows, patches=patches, prepared=data.images, seq=data.seq, prompt=data.prompt)
     settings = patches, data.images, data.seq, data.prompt
-    return media.opened(data, "images", "objects in images", rows, found, settings, [str(notes)])
+    return media.open_rows(data, "images", "objects in images", rows, found, settings, [str(notes)])
 
 
-def _found(
+def _find_objects(
     config: Config, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source],
     place: str,
 ) -> Iterator[media.Item]:  # fmt: skip

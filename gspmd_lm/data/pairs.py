@@ -47,12 +47,12 @@ class Pairs:
                 cleaned = [valid(text) for text in texts]
                 self.replaced_bytes += sum(replaced for _, replaced in cleaned)
                 texts = [text for text, _ in cleaned]
-                encoded.append(encodings.encoded(made.encode_batch_fast, texts, "data.tokenizer"))
-            tokens += [_marked(*pair) for pair in zip(*encoded, strict=True)]
+                encoded.append(encodings.encode_texts(made.encode_batch_fast, texts, "data.tokenizer"))
+            tokens += [_mark_target(*pair) for pair in zip(*encoded, strict=True)]
         return tokens
 
 
-def _marked(source: Any, text: Any) -> np.ndarray:
+def _mark_target(source: Any, text: Any) -> np.ndarray:
     target_ids = np.asarray(text.ids, np.uint32) | TARGET
     ids = np.concatenate([np.asarray(source.ids, np.uint32), target_ids])
     ids[-1:] |= LAST | CUT if source.overflowing or text.overflowing else LAST

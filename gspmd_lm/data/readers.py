@@ -56,7 +56,7 @@ COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_text(path: Path) -> Iterator[BinaryIO]:
     """The content of a file, decompressed; without a byte order mark, and in UTF-8 if the mark says UTF-16."""
     with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
         start = file.peek(4)[:4]
@@ -88,7 +88,7 @@ def plain_text(path: Path) -> Iterator[bytes]:
 
 def _sections(path: Path) -> Iterator[bytes]:
     left = b""
-    with opened(path) as file:
+    with open_text(path) as file:
         while section := left + file.read(SECTION_BYTES):
             section, left = section + file.readline(SECTION_BYTES), b""
             if len(section) >= 2 * SECTION_BYTES and not section.endswith(b"\n"):  # in the middle of a very long line
@@ -106,7 +106,7 @@ def _cut(text: bytes) -> tuple[bytes, bytes]:
 
 def html_text(path: Path) -> Iterator[bytes]:
     """The text that a browser shows of an HTML page."""
-    with opened(path) as file:
+    with open_text(path) as file:
         yield _visible(file.read())
 
 
@@ -118,18 +118,18 @@ def notebook(path: Path) -> Iterator[bytes]:
         raise InputError(f"{path}: not a Jupyter notebook of version 4\n  fix   open and save it, or leave it out")
     sources = (cell.get("source", "") for cell in cells)
     texts = ("".join(map(str, source)) if isinstance(source, list) else str(source) for source in sources)
-    yield encoded("\n\n".join(filter(None, texts)))
+    yield encode_surrogates("\n\n".join(filter(None, texts)))
 
 
 def _json(path: Path) -> Any:
-    with opened(path) as file:
+    with open_text(path) as file:
         raw = file.read()
     return json_value(raw.decode("utf-8", "surrogateescape"), path, "correct it, or leave it out")
 
 
 def json_lines(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The objects of a file with one JSON object on each line."""
-    with opened(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -162,7 +162,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     In a .tsv file, quotes are text like any other: a field holds neither tabs nor line ends.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default refuses texts of 131 kB
-    with opened(path) as raw, io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as file:
+    with open_text(path) as raw, io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="") as file:
         first, tabs = file.readline(), ".tsv" in map(str.lower, path.suffixes)
         separators = ["\t"] if tabs else [",", ";", "\t", "|"]
         quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
@@ -335,7 +335,7 @@ def _is_list(kind: Any) -> bool:
     return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
 
 
-def encoded(text: str) -> bytes:
+def encode_surrogates(text: str) -> bytes:
     """The bytes of a text that was decoded with surrogateescape."""
     try:
         return text.encode("utf-8", "surrogateescape")

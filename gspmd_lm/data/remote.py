@@ -48,12 +48,12 @@ def copies(
     except ValueError as error:
         raise InputError(f"{place}: {address}: {error}\n  fix   give gs://, s3://, hf:// or a local path") from error
     except Exception as error:  # of any of these packages; they have no common class
-        raise _refused(f"{place}: {address}", error) from error
+        raise _refusal(f"{place}: {address}", error) from error
     try:
         names = _sorted_names(store, str(path))
         facts = {name: store.info(name) for name in names if formats.format_of(Path(name))}
     except Exception as error:
-        raise _refused(f"{place}: {address}", error) from error
+        raise _refusal(f"{place}: {address}", error) from error
     for name in names:
         if name not in facts:
             skip("unknown ending", Path(f"{kind}://{name}"))
@@ -91,7 +91,7 @@ def beside(address: str, names: Sequence[str], place: str) -> dict[str, bytes]:
                 found += store.glob(f"{folder}/{name}")
         return {one.removeprefix(folder).lstrip("/"): store.cat_file(one) for one in sorted(found)}
     except Exception as error:  # stores have no common class of errors
-        raise _refused(f"{place}: {address}", error) from error
+        raise _refusal(f"{place}: {address}", error) from error
 
 
 def _copy(store: Any, name: str, copy: Path, place: str, copied: Callable[[int], None]) -> None:
@@ -124,7 +124,7 @@ def _blocks(store: Any, name: str, place: str) -> Iterator[bytes]:
             while block := source.read(_BLOCK_BYTES):
                 yield block
     except Exception as error:  # stores have no common class of errors
-        raise _refused(place, error) from error
+        raise _refusal(place, error) from error
 
 
 def _sorted_names(store: Any, path: str) -> list[str]:
@@ -133,7 +133,7 @@ def _sorted_names(store: Any, path: str) -> list[str]:
     return sorted(store.find(path))  # of a file, the file itself
 
 
-def _refused(place: str, error: Exception) -> InputError:
+def _refusal(place: str, error: Exception) -> InputError:
     message = " ".join(str(error).split())
     return InputError(
         f"{place}: cannot be read ({type(error).__name__}{f': {message}' if message else ''})\n"

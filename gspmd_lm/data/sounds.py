@@ -46,7 +46,7 @@ class SoundRows(media.Rows):
 
     def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
         assert self.model.encoder
-        frames = heard(item.encoded, self.model)
+        frames = encoder_frames(item.encoded, self.model)
         rows, length = len(frames), len(item.text)
         fields["source_frames"][i, :rows] = frames
         fields["source_segment_ids"][i, :rows] = 1
@@ -59,8 +59,8 @@ class SoundRows(media.Rows):
 
 def sizes(model: ModelConfig) -> tuple[int, int]:
     """The rows that the encoder makes of a sound, and the numbers of a frame."""
-    assert model.frames and model.of_encoder
-    return model.of_encoder.context, model.frames.bands
+    assert model.frames and model.encoder_config
+    return model.encoder_config.context, model.frames.bands
 
 
 def open_sounds(config: Config, progress: Progress | None = None) -> media.Opened:
@@ -72,13 +72,13 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
     data, model, notes = config.data, config.model, corpus.FileNotes()
     tokens = load_tokenizer(data.tokenizer)
     trained.check_vocabulary(config, tokens.vocab_size)
-    found = media.of_both(data, functools.partial(_found, config, tokens, notes, progress))
+    found = media.find_both(data, functools.partial(_find_sounds, config, tokens, notes, progress))
     rows = functools.partial(SoundRows, seq=data.seq, source_seq=config.source_seq, model=model)
     settings = sizes(model), model.encoder, data.seq, config.source_seq
-    return media.opened(data, "sounds", "sounds", rows, found, settings, [str(notes)])
+    return media.open_rows(data, "sounds", "sounds", rows, found, settings, [str(notes)])
 
 
-def _found(
+def _find_sounds(
     config: Config, tokens: Tokenizer, notes: corpus.FileNotes, progress: Progress | None,
     sources: Sequence[config_data.Source], place: str,
 ) -> Iterator[media.Item]:  # fmt: skip
@@ -101,12 +101,12 @@ def _found(
         yield media.Item(media.Encoded.of(where, held, path), text=ids)
 
 
-def of_file(name: str, model: ModelConfig) -> np.ndarray:
+def read_sound_frames(name: str, model: ModelConfig) -> np.ndarray:
     """The frames of a wav file, as `heard` gives them."""
-    return heard(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
+    return encoder_frames(media.Encoded.of(name, media.bytes_of(Path(name).expanduser())), model)
 
 
-def heard(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:
+def encoder_frames(encoded: media.Encoded, model: ModelConfig) -> np.ndarray:
     """The frames that each row of the encoder hears, float32 [rows, WINDOW, bands]: those around frame 2 s of row s.
 
     Silence follows a sound that is shorter. Beyond the frames are zeros. Raises InputError as `samples` does.

@@ -130,7 +130,7 @@ def open_source(data: Data, progress: Progress | None = None, of_record: OfRecor
         paths = _files_of(group, "data.source", columns, notes, progress)
         for path in [path for path in paths if path[0].resolve() in kept_out]:
             paths.remove(path)
-            notes.skipped("held out", path[0])
+            notes.skip("held out", path[0])
         files_of_groups.append(paths)
     every = [one for paths in (*files_of_groups, held_out) for one in paths]
     if of_record:
@@ -199,7 +199,7 @@ def _check_records(data: Data, paths: Sequence[Path]) -> None:
             ("fields", list(data.fields)) if data.fields else ("messages_field", data.sources[0].messages_field)
         )
         raise InputError(
-            f"data.source: {corpus.listed(others)}: no records, which data.{key}={value} needs\n"
+            f"data.source: {corpus.list_names(others)}: no records, which data.{key}={value} needs\n"
             f"  fix   name .jsonl, .json, .csv, .tsv, .parquet or .arrow files, or for text leave data.{key} out"
         )
 
@@ -229,5 +229,5 @@ def _hash(
             if odd == formats.NOT_UTF8:
                 notes.add("not UTF-8, read byte by byte", file.path)
             elif odd:
-                notes.skipped(odd, file.path)
+                notes.skip(odd, file.path)
             yield None if odd in ("empty", formats.BINARY) else file

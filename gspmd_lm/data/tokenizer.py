@@ -14,7 +14,7 @@ import tokenizers
 from gspmd_lm import files
 from gspmd_lm.config.paths import cache_folder, download, unwritable
 from gspmd_lm.data import remote, special_tokens
-from gspmd_lm.data.encodings import dropped, encoded
+from gspmd_lm.data.encodings import count_dropped, encode_texts
 from gspmd_lm.errors import InputError
 
 FILE = "tokenizer.json"
@@ -89,7 +89,7 @@ class HuggingFace:
         declared = special_tokens.declared_tokens(path)
         ends, self._end_place = special_tokens.end_ids(path)
         try:
-            self._tokenizer, added = _parsed(path.absolute(), sha256, repr((self.named, declared, ends)))
+            self._tokenizer, added = _parse_file(path.absolute(), sha256, repr((self.named, declared, ends)))
         except Exception as error:  # the library raises nothing more precise
             raise InputError(
                 f"data.tokenizer: {path}: not a Hugging Face tokenizer.json ({error})\n"
@@ -119,7 +119,7 @@ class HuggingFace:
         self.fingerprint = f"{sha256}-{self.end}" + (
             f"-{self.before}-{self.after}" if self.before or self.after else ""
         )
-        if (changed := _added(self._tokenizer)) != added:
+        if (changed := _added_tokens(self._tokenizer)) != added:
             self.fingerprint += f"-{hashlib.sha256(changed.encode()).hexdigest()[:12]}"
         # The bytes of tokens such as "<0xE6>", id -> byte, that a decoder with byte fallback joins to characters. It
         # replaces every byte of a run of such tokens by U+FFFD if the whole run is not UTF-8.
@@ -158,7 +158,7 @@ class HuggingFace:
     def mask(self) -> int:
         """The id in the place of a token that is to be guessed. Raises InputError if there is none."""
         named = self.id_of("mask_token")
-        return self._guessed("mask_token", _MASK_NAMES, "mask token", MASK) if named is None else named
+        return self._guess_id("mask_token", _MASK_NAMES, "mask token", MASK) if named is None else named
 
     def id_of(self, name: str) -> int | None:
         """The id of a named token such as bos_token; None if no file names it.
@@ -185,7 +185,7 @@ class HuggingFace:
         """Encodings of texts, with offsets. Special tokens that are spelled out are encoded as special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._encoded(texts, add_special_tokens=False)
+            return self._encode_counted(texts, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -201,7 +201,7 @@ class HuggingFace:
         """The encoding of a text with its template, where special tokens that are spelled out are special tokens."""
         self._tokenizer.encode_special_tokens = False
         try:
-            return self._encoded([text], add_special_tokens=True)[0]
+            return self._encode_counted([text], add_special_tokens=True)[0]
         finally:
             self._tokenizer.encode_special_tokens = True
 
@@ -218,18 +218,18 @@ class HuggingFace:
         return name is not None and (special or name not in self.special)
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._encoded(texts, self._drops, add_special_tokens=False)
+        encodings = self._encode_counted(texts, self._drops, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def _encoded(
+    def _encode_counted(
         self, texts: Sequence[str], offsets: bool = True, *, add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
         """The encodings of texts. Characters that are dropped are counted. Without offsets it is faster."""
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         encode = functools.partial(encode, add_special_tokens=add_special_tokens)
-        encodings = encoded(encode, texts, f"data.tokenizer: {self.path}")
+        encodings = encode_texts(encode, texts, f"data.tokenizer: {self.path}")
         if self._drops:
-            self.replaced_bytes += sum(map(dropped, texts, encodings))
+            self.replaced_bytes += sum(map(count_dropped, texts, encodings))
         return encodings
 
     def _encode_mixed(self, document: bytes) -> np.ndarray:
@@ -277,9 +277,9 @@ class HuggingFace:
             return ids[0]
         if (named := self.id_of("sep_token")) is not None:  # BERT's texts end so
             return named
-        return self._guessed("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
+        return self._guess_id("eos_token", _END_NAMES, "end-of-text token", END_OF_TEXT)
 
-    def _guessed(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
+    def _guess_id(self, key: str, names: Sequence[str], what: str, usual: str) -> int:
         """The id of the first special token of `names`. It is said, unless no other special token could be meant."""
         for name in names:
             if name in self.special:
@@ -299,7 +299,7 @@ class HuggingFace:
 Tokenizer = Bytes | HuggingFace
 
 
-def unspelled(tokenizer: Tokenizer) -> list[str]:
+def dropped_characters_note(tokenizer: Tokenizer) -> list[str]:
     """A sentence about what a tokenizer has read and could not encode, if there was anything."""
     count = tokenizer.replaced_bytes
     return [f"warning: the tokenizer has no token for {count:,} bytes or characters of the texts"] if count else []
@@ -307,7 +307,7 @@ def unspelled(tokenizer: Tokenizer) -> list[str]:
 
 def encode_source(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The int32 ids of a text that an encoder reads, as `template` makes them."""
-    (encoding,) = encoded(_template(tokenizer).encode_batch, [text], "data.tokenizer")
+    (encoding,) = encode_texts(_template(tokenizer).encode_batch, [text], "data.tokenizer")
     return np.asarray(encoding.ids, np.int32)
 
 
@@ -343,7 +343,7 @@ def _say_once(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _parsed(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer, str]:
+def _parse_file(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer of a file with this content, which each caller changes alike, and its added tokens before that.
 
     beside: what the files beside it say.
@@ -352,10 +352,10 @@ def _parsed(path: Path, sha256: str, beside: str) -> tuple[tokenizers.Tokenizer,
     A tokenizer of 128,000 tokens takes half a second to parse.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    return tokenizer, _added(tokenizer)
+    return tokenizer, _added_tokens(tokenizer)
 
 
-def _added(tokenizer: tokenizers.Tokenizer) -> str:
+def _added_tokens(tokenizer: tokenizers.Tokenizer) -> str:
     return str(tokenizer.get_added_tokens_decoder())
 
 
@@ -377,7 +377,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_path(name: str) -> Path:
     """The path of the tokenizer.json that `name`, its path or its folder, means. Raises InputError if there is none."""
     if "://" in name:
-        return _copied(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
+        return _copy_files(name if name.endswith(".json") else f"{name.rstrip('/')}/{FILE}")
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
@@ -386,7 +386,7 @@ def tokenizer_path(name: str) -> Path:
     return path
 
 
-def _copied(address: str) -> Path:
+def _copy_files(address: str) -> Path:
     """The copy of a tokenizer.json from elsewhere, in a folder with copies of the files about it."""
     (path,) = remote.copies(address, "data.tokenizer")
     contents = remote.beside(address, special_tokens.SMALL_FILES, "data.tokenizer")

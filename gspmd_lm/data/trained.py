@@ -140,7 +140,7 @@ def with_workdir_tokenizer(config: Config, workdir: str) -> Config:
 
 def _tokenizer_of_run(workdir: str) -> str | None:
     """data.tokenizer in the config.yaml of a local workdir; None where there is none."""
-    if not (path := layout.left(workdir, layout.CONFIG)):
+    if not (path := layout.find_earlier(workdir, layout.CONFIG)):
         return None
     try:
         described = core_yaml.parse(read_text(Path(path)), path)

@@ -73,7 +73,7 @@ def warnings(
     )  # fmt: skip
 
 
-def of_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
+def advise_on_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
     """Findings about a step of one's own, whose arrays no rule places."""
     memory = report.memory
     return (
@@ -158,7 +158,9 @@ def _reshards(rules: Rules, moved: Sequence[Collective], looked_up: Collection[s
     total = sum(one.bytes_per_device_per_step for one in moved)
     scattered = {one.op: one.bytes_per_device_per_step for one in moved if one.kind == "reduce-scatter"}
     for one in moved:
-        asked = _of_context(rules, one) or (one.kind == "collective-permute" and {*one.mesh_axes} <= {*rules.stages})
+        asked = _is_context_movement(rules, one) or (
+            one.kind == "collective-permute" and {*one.mesh_axes} <= {*rules.stages}
+        )
         unasked = (one.kind in ("all-to-all", "collective-permute") and not asked) or (
             one.kind == "all-gather"
             and one.phase != "optimizer"
@@ -188,7 +190,7 @@ def _bubble(rules: Rules) -> Iterator[Finding]:
         )
 
 
-def _of_context(rules: Rules, one: Collective) -> bool:
+def _is_context_movement(rules: Rules, one: Collective) -> bool:
     """Whether the form of attention over a split sequence asks for a movement."""
     form = {"collective-permute": "ring", "all-to-all": "ulysses"}.get(one.kind)
     return rules.context == form and {*one.mesh_axes} <= {*rules.split("rules", "q", "seq")}

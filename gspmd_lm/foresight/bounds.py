@@ -14,7 +14,7 @@ from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Arrays, pairs, placed
+from gspmd_lm.sharding.shapes import Arrays, pairs, place_array
 
 FLOAT32_BYTES = 4
 
@@ -230,13 +230,13 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
     only a few are read; of experts, no more than there are rows for them.
     """
     itemsize = graph.matmuls[0].input.itemsize
-    looked_up = set(graph.looked_up) - graph.multiplied
+    looked_up = set(graph.looked_up) - graph.matrix_paths
     rows_read = {
         matmul.path: matmul.node.shape[0] / matmul.weight.shape[0] for matmul in graph.matmuls if matmul.group_axis
     }
     narrow = {matmul.path for matmul in graph.matmuls if matmul.weight.itemsize == 1}
     return sum(
-        placed(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)[1]
+        place_array(rules, "rules", *leaf, 1 if leaf[0].path in narrow else itemsize)[1]
         * min(1.0, rows_read.get(leaf[0].path, 1.0))
         * (rules.pipeline.microbatches if rules.pipeline and rules.split("rules", leaf[0].path, "layers") else 1)
         for leaf in params
@@ -246,4 +246,4 @@ def compute_bytes(rules: Rules, params: Iterable[tuple[Any, Any]], graph: Datafl
 
 def held_bytes(rules: Rules, table: str, leaves: Iterable[tuple[Any, Any]], itemsize: int = 0) -> float:
     """The bytes that one device holds of arrays where `table` puts them, each in its dtype if `itemsize` is 0."""
-    return sum(placed(rules, table, *leaf, itemsize)[1] for leaf in leaves)
+    return sum(place_array(rules, table, *leaf, itemsize)[1] for leaf in leaves)

@@ -27,7 +27,7 @@ from gspmd_lm import files, versions
 from gspmd_lm.config import Config, paths
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.foresight import exported
-from gspmd_lm.foresight.pickled import pickled
+from gspmd_lm.foresight.pickled import pickle_task
 from gspmd_lm.foresight.propagation import Reading
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.chips import CUDNN, Gpu, gpu_target_config
@@ -80,7 +80,7 @@ class CompileRequest:
         if isinstance(self.config, Config):
             computed: Any = configs.to_dict(self.config) | {"name": ""}
         else:
-            computed = pickled(self.config).hex()
+            computed = pickle_task(self.config).hex()
         chip = self.target.chip
         gpu_config = gpu_target_config(chip) if chip and chip.gpu else ""
         wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, gpu_config,
@@ -111,7 +111,7 @@ class CompiledProgram:
 def compilers(target: Target) -> dict[str, str]:
     """The packages that decide what is compiled, without importing any."""
     compiler = {"cpu": (), "tpu": ("libtpu",), "gpu": (versions.cuda_plugin(),)}[target.platform]
-    installed = versions.installed(("jax", "jaxlib", "flax", "optax", *compiler))
+    installed = versions.installed_versions(("jax", "jaxlib", "flax", "optax", *compiler))
     return {name: version or "not installed" for name, version in installed.items()}
 
 
@@ -172,7 +172,7 @@ def _program(request: CompileRequest, folder: Path, say: Progress) -> CompiledPr
         partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{files.PARTIAL}")
         _make(partial)
         try:
-            (partial / "request.pickle").write_bytes(pickled(request))
+            (partial / "request.pickle").write_bytes(pickle_task(request))
             _run_compiler(request, partial)
             (partial / "request.pickle").unlink()
             files.seal(partial, ENTRY)
@@ -304,7 +304,7 @@ def _compile(request: CompileRequest, folder: Path) -> None:
             raise
         compiled = str(error)
     compile_s = time.monotonic() - lowered_at
-    program = described(built, compiled, reading, options, target, compile_s)
+    program = describe_compiled(built, compiled, reading, options, target, compile_s)
     facts: dict[str, Any] = dataclasses.asdict(program) | {"step": facts_of_step}
     text, _ = facts.pop("text"), facts.pop("executable")
     if request.export and not isinstance(compiled, str):
@@ -329,7 +329,7 @@ def _answer_for(gpu: Gpu) -> None:
     asks.is_cuda_compute_capability_equal = lambda this: gpu.compute_capability == numbers(this)
 
 
-def described(
+def describe_compiled(
     built: "Step | GenerationPrograms | BuiltProgram",
     compiled: "Compiled | str",
     reading: Reading,

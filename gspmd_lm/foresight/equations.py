@@ -126,14 +126,14 @@ def with_rolls(jaxpr: Any) -> list[Any]:
     for equation in jaxpr.eqns:
         parts = [slices.get(atom) for atom in equation.invars if not hasattr(atom, "val")]
         if equation.primitive.name == "concatenate" and len(equation.invars) == 2 and None not in parts:
-            equation = _rolled(equation, *parts)
+            equation = _as_roll(equation, *parts)
         changed.append(equation)
     reads = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in changed))
     read = {atom for atom in reads if not hasattr(atom, "val")}
     return [eqn for eqn in changed if eqn.primitive.name != "slice" or eqn.outvars[0] in read]
 
 
-def _rolled(equation: Any, last: Any, first: Any) -> Any:
+def _as_roll(equation: Any, last: Any, first: Any) -> Any:
     """A concatenation of two slices as a roll of the array that they are of; itself if it is none."""
     source, d = first.invars[0], equation.params["dimension"]
     size, cut = source.aval.shape[d], first.params["limit_indices"][d]

@@ -24,7 +24,7 @@ from gspmd_lm.hardware.network import Network
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.program.operands import matmul_operands
-from gspmd_lm.program.supported import Pass, kernel_choice, settled
+from gspmd_lm.program.supported import Pass, kernel_choice, settle_rules
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem
@@ -55,7 +55,7 @@ def reports(
     task = decoder.task(config)
     filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
               for rules in layouts]  # fmt: skip
-    filled = [_settled(task, rules, target, phase) for rules in filled]
+    filled = [_settle_rules(task, rules, target, phase) for rules in filled]
     checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])
     keep = export is not None
@@ -82,11 +82,13 @@ def _check_request(layouts: Sequence[Rules], phase: str, export: Path | None) ->
         raise InputError(f"export={export}: a file holds one executable\n  fix   give one rules file")
 
 
-def _settled(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
+def _settle_rules(task: Task, rules: Rules, target: Target, phase: str) -> Rules:
     """The rules with the attention kernel that the compiled program will have."""
     if phase == "train":
-        return choices.settled(task, rules, target.processor)
-    return settled(rules, task.config, target.processor, _required_pass(task.config, phase)) if task.config else rules
+        return choices.settle_rules(task, rules, target.processor)
+    return (
+        settle_rules(rules, task.config, target.processor, _required_pass(task.config, phase)) if task.config else rules
+    )
 
 
 def _required_pass(config: Config, phase: str) -> Pass:
@@ -120,9 +122,9 @@ def report(
     config = task.config
     tokens, unit = (task.rows, "tokens") if phase == "decode" else task.batch_size  # of all devices
     if config is None or phase == "train":
-        recorded = state.recorded(task, arrays, rules.microbatches, rules)
+        recorded = state.record_arrays(task, arrays, rules.microbatches, rules)
     else:
-        recorded = generation.recorded(config, arrays, generation.whole_context(config), rules)[phase]
+        recorded = generation.record_arrays(config, arrays, generation.whole_context(config), rules)[phase]
     named = list(table.rows(task, rules, arrays, recorded.arrays, recorded.used))
     graph = DataflowGraph.from_recorder(recorded, arrays)
     needed = 0.0  # the FLOPs that one device cannot do without; 0: not known
@@ -208,7 +210,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
         versions=_versions(program),
         arrays=tuple(arrays),
     )
-    return dataclasses.replace(report, warnings=advice.of_step(report, program.notes))
+    return dataclasses.replace(report, warnings=advice.advise_on_step(report, program.notes))
 
 
 class _Read(NamedTuple):
@@ -239,7 +241,7 @@ def _read(
     network = Network(target.chip, program.coords, program.slices, program.hosts, rules.mesh)
     limit_bytes = target.chip and target.chip.usable_hbm_bytes
     if program.refusal:
-        refused = memory.refused(program.refusal, program.state_bytes, limit_bytes)
+        refused = memory.refused_memory(program.refusal, program.state_bytes, limit_bytes)
         return _Read(None, refused, (), None, "the compiler refused the program: it does not fit")
     module = hlo.parse(program.text, program.slices)
     known, accepted = _device_arrays(named, rules), target.platform == "tpu"

@@ -19,7 +19,7 @@ from gspmd_lm.foresight.equations import GROUPED, called_jaxprs, flops, same_ran
 from gspmd_lm.model.cache import CACHE
 from gspmd_lm.model.kernels import attention
 from gspmd_lm.sharding.op_names import LOSS, OpName, parse
-from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked
+from gspmd_lm.sharding.placement import Recorder, Spec, as_recorded, marked_placement
 from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
@@ -195,7 +195,7 @@ class DataflowGraph:
                 node.saved_by_dots = kept_dots(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
                 if eqn.primitive.name == "name":
                     node.checkpoint_name = eqn.params["name"]
-                    node.placed = marked(node.checkpoint_name)
+                    node.placed = marked_placement(node.checkpoint_name)
                 results = [node] * len(eqn.outvars)
             known.update(zip(eqn.outvars, results, strict=True))
         return [node_of(atom) for atom in jaxpr.outvars]
@@ -212,7 +212,7 @@ class DataflowGraph:
         return [node for node in self.nodes if self.is_activation(node)]
 
     @functools.cached_property
-    def used(self) -> dict[str, list[Node]]:
+    def placements_in_use(self) -> dict[str, list[Node]]:
         """Path of a weight -> where it is placed in use."""
         nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
@@ -247,7 +247,7 @@ class DataflowGraph:
         return nodes
 
     @functools.cached_property
-    def multiplied(self) -> frozenset[str]:
+    def matrix_paths(self) -> frozenset[str]:
         """Paths of the weights that are multiplied as matrices."""
         return frozenset(matmul.path for matmul in self.matmuls)
 
@@ -264,11 +264,11 @@ class DataflowGraph:
         for node, matmul in self._by_hand.items():
             read_by[matmul.input].append(node)
 
-        def derived(node: Node) -> list[Node]:
+        def is_derived(node: Node) -> list[Node]:
             users = *node.users, *read_by[node]
             return [user for user in users if user.is_float and user.primitive != "stop_gradient"]
 
-        return frozenset(start).union(breadth_first(start, derived, lambda _: True))
+        return frozenset(start).union(breadth_first(start, is_derived, lambda _: True))
 
     @functools.cached_property
     def attention_ops(self) -> list[AttentionOp]:
@@ -317,7 +317,7 @@ class DataflowGraph:
 
         Of a bias of groups, it is what their matmuls read.
         """
-        between = self._between(self.used.get(path, []))
+        between = self._between(self.placements_in_use.get(path, []))
         before = self.before(between, past_matmuls=False)
         candidates = [*before, *map(self.written_to, self.after(between, past_matmuls=False))]
         module = path.rpartition(".")[0]
@@ -388,7 +388,7 @@ class DataflowGraph:
         named = [node for node in self.nodes if weight in node.name.owners] if weight else []
         start = named or [node for node in self.nodes if node.name.modules == modules and not node.name.owners]
         if weight and not named:
-            start = self._between(self.used.get(weight, []))
+            start = self._between(self.placements_in_use.get(weight, []))
         placed_within = [node for node in start if self.is_activation(node)]
         if not (named and placed_within):  # a part of the step, such as the loss, places itself what it is given
             placed_within += [*self.before(start), *self.after(start)]

@@ -95,7 +95,7 @@ def measure(
     )
 
 
-def refused(message: str, state_bytes: Mapping[str, int], limit_bytes: int | None) -> Memory:
+def refused_memory(message: str, state_bytes: Mapping[str, int], limit_bytes: int | None) -> Memory:
     """The memory of a program that the compiler refused, from its own numbers.
 
     Raises: RunFailed for a refusal without numbers.
@@ -168,7 +168,7 @@ def _updates_in_place(fusion: hlo.Instruction) -> bool:
     """Whether a fusion writes a slice of what it was given."""
     if fusion.opcode != "fusion":
         return False
-    root = fusion.called["calls"][0].root
+    root = fusion.called_computations["calls"][0].root
     while root.opcode in ("bitcast", "copy"):
         root = root.operands[0]
     return root.opcode == "dynamic-update-slice"

@@ -12,7 +12,7 @@ _OPTIONS = "static_argnums", "static_argnames", "donate_argnums", "donate_argnam
 _SHARDINGS = "in_shardings", "out_shardings"
 
 
-def pickled(sent: Any) -> bytes:
+def pickle_task(sent: Any) -> bytes:
     """A task, a step or a request as bytes, from which another process makes it. It has a `name`.
 
     That process imports modules anew. What stands in the script that runs, in a cell of a notebook or in a lambda is in
@@ -40,10 +40,10 @@ class _Pickler(cloudpickle.Pickler):
         for name in _SHARDINGS:
             given = getattr(how, f"{name}_treedef").unflatten(getattr(how, f"{name}_leaves"))
             options |= {} if type(given).__name__ == "UnspecifiedValue" else {name: given}
-        return _jitted, (obj.__wrapped__, options)
+        return _jit_again, (obj.__wrapped__, options)
 
 
-def _jitted(function: Any, options: dict[str, Any]) -> Any:
+def _jit_again(function: Any, options: dict[str, Any]) -> Any:
     import jax
 
     return jax.jit(function, **options)

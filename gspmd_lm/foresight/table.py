@@ -10,7 +10,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Activations, Arrays, pairs, placed
+from gspmd_lm.sharding.shapes import Activations, Arrays, pairs, place_array
 from gspmd_lm.train import decoder
 
 Spec = tuple[tuple[str, ...], ...]
@@ -36,19 +36,19 @@ def rows(
     dtypes = {spec.array: task.inputs[name].dtype for name, spec in task.specs().items()}
     dtypes |= dict.fromkeys(task.float32, "float32")
     for leaf, like in pairs(arrays.named_params, arrays.params):
-        at_rest, held_bytes = held(rules, "weights", leaf, like)
+        at_rest, size = split_and_size(rules, "weights", leaf, like)
         placed = used is None or leaf.path in used
         in_use = rules.resolve("rules", leaf.path, leaf.axes, like.shape)[0] if placed else at_rest
-        yield PlacedArray(leaf.path, leaf.axes, like.shape, at_rest, in_use, held_bytes)
+        yield PlacedArray(leaf.path, leaf.axes, like.shape, at_rest, in_use, size)
     for name, (axes, shape) in named.items():
         like = jax.ShapeDtypeStruct(shape, dtypes.get(name, task.compute_dtype))
-        yield PlacedArray(name, axes, shape, None, *held(rules, "rules", Named(name, axes), like))
+        yield PlacedArray(name, axes, shape, None, *split_and_size(rules, "rules", Named(name, axes), like))
 
 
-def held(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
+def split_and_size(rules: Rules, table: str, leaf: Named, like: Any) -> tuple[Spec, int]:
     """The mesh axes that split each dimension of an array under `table`, and its bytes on each device."""
-    spec, held_bytes = placed(rules, table, leaf, like)
-    return spec, int(held_bytes)
+    spec, size = place_array(rules, table, leaf, like)
+    return spec, int(size)
 
 
 def split(axes: tuple[str, ...], spec: Spec) -> str:

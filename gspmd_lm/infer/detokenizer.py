@@ -51,7 +51,7 @@ class Detokenizer:
         return chunk
 
     @property
-    def held(self) -> str:
+    def pending_text(self) -> str:
         """The characters that follow unless a later token changes them; "" while one of them is not whole."""
         try:
             return self._run.decode()

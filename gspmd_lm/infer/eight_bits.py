@@ -32,10 +32,10 @@ def reading(model: ModelConfig, read: Read) -> Read:
     Matrices are read one after the other, and each is quantised before the next one is read: a device never holds more
     than one of them in another dtype.
     """
-    return functools.partial(_quantised, model, read) if model.weight_dtype in EIGHT_BITS else read
+    return functools.partial(_quantise, model, read) if model.weight_dtype in EIGHT_BITS else read
 
 
-def _quantised(model: ModelConfig, read: Read, wanted: Any) -> Any:
+def _quantise(model: ModelConfig, read: Read, wanted: Any) -> Any:
     named, likes = _flat(parameters(model).named_params), _flat(wanted)
     matrices = {(*path[:-1], SCALES[path[-1]]): path for path in likes if path[-1] in SCALES}  # path -> that of scales
     others = {path: like for path, like in likes.items() if path not in matrices and path not in matrices.values()}

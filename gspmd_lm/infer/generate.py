@@ -112,9 +112,11 @@ def encoding(config: Config, tokenizer: Tokenizer) -> Callable[[str], np.ndarray
     """
     programs.check_causal(config, or_of_source=True)
     if config.model.frames:
-        return functools.partial(sounds.of_file, model=config.model)
+        return functools.partial(sounds.read_sound_frames, model=config.model)
     if config.model.vision:
-        return functools.partial(images.of_file, patches=config.model.vision.patches, prepared=config.data.images)
+        return functools.partial(
+            images.read_image_rows, patches=config.model.vision.patches, prepared=config.data.images
+        )
     return functools.partial(encode_source, tokenizer) if config.model.encoder else tokenizer.encode_prompt
 
 
@@ -130,11 +132,11 @@ def check_prompts(
 
     Prompts that an encoder reads have a context of their own.
     """
-    encoder, context = config.model.of_encoder, config.model.context
+    encoder, context = config.model.encoder_config, config.model.context
     places = places or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
     if not is_whole_number(new_tokens, 1):
         raise InputError(f"{new_tokens} new tokens: nothing to generate\n  fix   ask for a whole number from 1")
-    queries = config.model.of_queries
+    queries = config.model.queries_config
     first = queries.context + 1 if queries and not encoder else given_tokens(config)
     if (encoder or queries) and first + new_tokens > context:
         more = f", and {first} that texts begin with," if first else ""
@@ -175,8 +177,8 @@ class Generator:
 
     def __init__(self, built: GenerationPrograms, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`; where layers are unrolled, a copy of them is kept instead."""
-        self.programs, self.params, self.tokenizer = built, built.unstacked(params), tokenizer
-        self.prefill, self.decode = built.compiled
+        self.programs, self.params, self.tokenizer = built, built.unstack_layers(params), tokenizer
+        self.prefill, self.decode = built.compile_both
         self.figures = Figures(built.cache_bytes_per_device)
 
     def generate(
@@ -242,7 +244,7 @@ class Generator:
         """The choices of each step until all `texts` have ended, each fetched while the devices do the next step."""
         figures, settings = self.figures, sampling.settings
         began = time.perf_counter()
-        state, choice = self.prefill(self.params, self._placed(batch, number, new_tokens), settings)
+        state, choice = self.prefill(self.params, self._place_batch(batch, number, new_tokens), settings)
         for step in range(new_tokens):
             following = None
             if step + 1 < new_tokens:
@@ -262,18 +264,18 @@ class Generator:
                 return  # `following` is not needed
             choice, began = following, time.perf_counter()
 
-    def _placed(self, batch: Sequence[Sequence[int]], number: int, new_tokens: int) -> Prompts:
+    def _place_batch(self, batch: Sequence[Sequence[int]], number: int, new_tokens: int) -> Prompts:
         """The prompts on the devices. Each row that pads the batch holds one token of padding."""
         sizes, abstract = self.programs.sizes, self.programs.abstract_prompts
         tokens_BT = np.zeros(abstract.tokens_BT.shape, abstract.tokens_BT.dtype)
-        start_B = np.full(sizes.rows, sizes.given - 1, np.int32)
-        if queries := self.programs.model.of_queries:
+        start_B = np.full(sizes.rows, sizes.longest_prompt - 1, np.int32)
+        if queries := self.programs.model.queries_config:
             start_B[:] = (sizes.source or sizes.prompt) - queries.context - 1
         for row, prompt in enumerate(batch):
             if queries:
                 tokens_BT[row, : len(prompt)] = prompt
                 continue
-            start_B[row] = sizes.given - len(prompt)
+            start_B[row] = sizes.longest_prompt - len(prompt)
             tokens_BT[row, start_B[row] :] = prompt
         numbers_B = number + np.arange(sizes.rows, dtype=np.int32)
         begins_B = np.zeros_like(start_B) if self.programs.model.encoder else start_B
@@ -325,7 +327,7 @@ class _Completion:
         self._tokens.append(token)
         if token in self._spelling.stop_ids:
             return self._end("", "stop")
-        text, stopped = self._stops.add(self._detokenizer.add(token), self._detokenizer.held)
+        text, stopped = self._stops.add(self._detokenizer.add(token), self._detokenizer.pending_text)
         if stopped:
             return self._end(text, "stop", whole=True)
         if len(self._tokens) == self._spelling.new_tokens:
@@ -376,7 +378,7 @@ class SampleGenerator:
 
     def compile(self) -> None:
         """Compiles the programs, which otherwise the first call does."""
-        _ = self.programs.compiled
+        _ = self.programs.compile_both
 
     def __call__(self, params: Any) -> list[tuple[str, str]]:
         """Each prompt with the text that the weights of training write after it."""

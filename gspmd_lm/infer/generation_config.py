@@ -68,8 +68,8 @@ def read(
         name: value for name, value in fields.items()
         if name not in (*_OBEYED, *_SAMPLING, "do_sample") and _matters(name, value, first_tokens)
     }  # fmt: skip
-    notes = [f"{path}: {_listed(obeyed)}"] if found else []
-    return found, notes + ([f"warning: {path}: not supported, and left out: {_listed(unused)}"] if unused else [])
+    notes = [f"{path}: {_list_fields(obeyed)}"] if found else []
+    return found, notes + ([f"warning: {path}: not supported, and left out: {_list_fields(unused)}"] if unused else [])
 
 
 def about_sampling(tokenizer: Tokenizer, asked: Sampling) -> list[str]:
@@ -92,7 +92,7 @@ def about_sampling(tokenizer: Tokenizer, asked: Sampling) -> list[str]:
     if not wanted:
         return []
     how = "other tokens are sampled from" if asked.temperature else "the most likely tokens are taken"
-    return [f"warning: {path}: asks to sample with {_listed(wanted)}; {how}, unless you set these yourself"]
+    return [f"warning: {path}: asks to sample with {_list_fields(wanted)}; {how}, unless you set these yourself"]
 
 
 def _fields(tokenizer: HuggingFace) -> tuple[Path, dict[str, Any]]:
@@ -116,7 +116,7 @@ def _processors(fields: Mapping[str, Any], path: Path, given: int, tokenizer: Hu
         value = fields.get(name, usual)
         if is_valid(value):
             return value
-        wrong.append(f"{path}: {name}={_shown(value)}: must be {must}")
+        wrong.append(f"{path}: {name}={_show_value(value)}: must be {must}")
         return usual
 
     penalty = get("repetition_penalty", 1.0, lambda x: _is_number(x) and x > 0, "a number above 0")
@@ -167,11 +167,11 @@ def _is_bias(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_sequence(value[0]) and _is_number(value[1])
 
 
-def _listed(fields: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+def _list_fields(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_show_value(value)}" for name, value in fields.items())
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     """A value as JSON, or how many entries it has if it is long."""
     text = json.dumps(value)
     return f"[{len(value):,} entries]" if len(text) > 60 and isinstance(value, list) else text[:60]

@@ -14,7 +14,7 @@ import numpy as np
 
 from gspmd_lm.config import Config
 from gspmd_lm.data import chat, tokenizer
-from gspmd_lm.data.batches import Batches, checked
+from gspmd_lm.data.batches import Batches, check_arrays
 from gspmd_lm.errors import InputError, is_whole_number
 from gspmd_lm.infer import generate as generation
 from gspmd_lm.infer.detokenizer import special_stops
@@ -125,7 +125,7 @@ class Model:
         else:
             ids = [ids_of(encode(one)) for one in several]
         special_stops(stops, self.tokenizer, special)  # raises before anything is compiled
-        self._note([*about_sampling(self.tokenizer, sampling), *tokenizer.unspelled(self.tokenizer)])
+        self._note([*about_sampling(self.tokenizer, sampling), *tokenizer.dropped_characters_note(self.tokenizer)])
         generator = self._ready(ids, max_new_tokens)
         results = generator.results(
             ids, new_tokens=max_new_tokens, sampling=sampling, stops=stops, ends=chat.stop_ids(name), special=special
@@ -183,7 +183,7 @@ class TaskModel:
             program = self._program("evaluation", batch, lower)
             for name, total in jax.device_get(program(self.params, batch)).items():
                 totals[name] = totals.get(name, 0.0) + np.float64(total)
-        return task.scored(totals)
+        return task.evaluation_values(totals)
 
     def generate(
         self,
@@ -217,7 +217,7 @@ class TaskModel:
             raise InputError(
                 f"max_new_tokens={max_new_tokens}: nothing to generate\n  fix   ask for a whole number from 1"
             )
-        padded, rows = self._padded(batch)
+        padded, rows = self._pad_batch(batch)
         likes = self._built.batch_of(len(next(iter(padded.values()))))
         arrays = {name: generation.to_devices(x, likes[name].sharding) for name, x in padded.items()}
         lower = functools.partial(self._lower_tokens, max_new_tokens, arrays, settings)
@@ -228,13 +228,13 @@ class TaskModel:
             raise generation.not_numbers("generate", self.task.name)
         return texts
 
-    def _padded(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
+    def _pad_batch(self, batch: Batch) -> tuple[dict[str, np.ndarray], int]:
         """The batch with copies of its last row, up to a number of rows that the mesh divides; its rows before."""
         rows = max((len(array) for array in batch.values() if np.ndim(array)), default=0)
         if not rows:
             raise InputError("generate: the batch has no rows\n  fix   give the task's inputs that begin() reads")
         inputs = {name: like for name, like in self.task.batch(rows).items() if name in batch}
-        arrays = checked(batch, inputs, "generate: batch")
+        arrays = check_arrays(batch, inputs, "generate: batch")
         splits = (self.rules.split("rules", spec.array, spec.axes[0]) for spec in self.task.specs().values())
         more = -rows % math.lcm(*map(self.rules.num_shards, splits))
         return {name: np.concatenate([array, np.repeat(array[-1:], more, 0)]) for name, array in arrays.items()}, rows
@@ -242,15 +242,15 @@ class TaskModel:
     def _tokens(self, length: int, params: Any, batch: Batch, settings: SamplingSettings) -> jax.Array:
         """`length` tokens for each row, int32 [B, length]."""
         built, task = self._built, self.task
-        with built.traced():
-            logits_BV, state = task.begun(params, batch)
+        with built.trace_under():
+            logits_BV, state = task.begin_generation(params, batch)
             number_B = jnp.arange(len(logits_BV), dtype=jnp.int32)
 
             def turn(carry: tuple[jax.Array, Any], position: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
                 logits_BV, state = carry
                 whole_BV = jax.lax.with_sharding_constraint(logits_BV, built.whole)
                 tokens_B = choose(whole_BV, settings, number_B, jnp.broadcast_to(position, number_B.shape)).tokens_B
-                return task.extended(params, state, tokens_B), tokens_B
+                return task.extend_generation(params, state, tokens_B), tokens_B
 
             _, tokens_TB = jax.lax.scan(turn, (logits_BV, state), jnp.arange(length, dtype=jnp.int32))
         return tokens_TB.T
@@ -259,7 +259,7 @@ class TaskModel:
         """The program of `_tokens`. Raises InputError where the rules do not fit what generation places."""
         arrays = self._built.arrays
         recorded = placement.record(self.rules, self.task.first_tokens, arrays.params, dict(batch))
-        shapes.checked(arrays, self.rules, [recorded])
+        shapes.check_layout(arrays, self.rules, [recorded])
         return jax.jit(functools.partial(self._tokens, length)).lower(self.params, batch, settings)
 
     def _program(self, what: str, batch: Batch, lower: Callable[[], jax.stages.Lowered]) -> Any:

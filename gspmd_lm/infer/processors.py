@@ -41,10 +41,10 @@ class Processors:
         if self.repetition_penalty != 1:
             penalised_BV = jnp.where(logits_BV < 0, logits_BV * self.repetition_penalty,
                                      logits_BV / self.repetition_penalty)  # fmt: skip
-            logits_BV = jnp.where(_marked(logits_BV, history_BT), penalised_BV, logits_BV)
+            logits_BV = jnp.where(_is_in_row(logits_BV, history_BT), penalised_BV, logits_BV)
         never_BV = self._never(logits_BV, length_B, new)
         if 0 < self.no_repeat_ngram_size <= history_BT.shape[1]:
-            never_BV |= _marked(logits_BV, self._repeated(history_BT, slot))
+            never_BV |= _is_in_row(logits_BV, self._repeated_tokens(history_BT, slot))
         processed_BV = jnp.where(never_BV, -jnp.inf, logits_BV)
         return jnp.where(new < self.given, as_given_BV, processed_BV) if self.given else processed_BV
 
@@ -67,7 +67,7 @@ class Processors:
         is_short_B = (length_B < self.min_length) | (new < self.min_new_tokens)
         return never_BV | (is_in(self.ends) & is_short_B[:, None])
 
-    def _repeated(self, history_BT: jax.Array, slot: jax.Array) -> jax.Array:
+    def _repeated_tokens(self, history_BT: jax.Array, slot: jax.Array) -> jax.Array:
         """The tokens that came after what the text ends with, EMPTY elsewhere, [B, T - n + 1]."""
         before = self.no_repeat_ngram_size - 1
         last_BL, count = _last(history_BT, slot, before), history_BT.shape[1] - before
@@ -77,7 +77,7 @@ class Processors:
         return jnp.where(is_same_BT & is_whole_B1, history_BT[:, before:], EMPTY)
 
 
-def begun(tokens_BT: jax.Array, slots: int) -> jax.Array:
+def begin_history(tokens_BT: jax.Array, slots: int) -> jax.Array:
     """The history of texts, int32 [B, slots], that so far have `tokens_BT` alone."""
     return jnp.pad(tokens_BT, ((0, 0), (0, slots - tokens_BT.shape[1])), constant_values=EMPTY)
 
@@ -93,7 +93,7 @@ def _last(history_BT: jax.Array, slot: jax.Array, count: int) -> jax.Array:
     return jnp.where(slots >= 0, history_BT[:, jnp.maximum(slots, 0)], EMPTY)
 
 
-def _marked(logits_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def _is_in_row(logits_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Whether each token of the vocabulary is among those of a row, [B, V]."""
     V = logits_BV.shape[-1]
     rows_B1 = jnp.arange(len(tokens_BT))[:, None]

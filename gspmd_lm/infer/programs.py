@@ -13,15 +13,15 @@ from jax.experimental.layout import Format, Layout
 from gspmd_lm import config as configs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
-from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, allowed, choose
+from gspmd_lm.infer.processors import EMPTY, Processors, begin_history, with_tokens
+from gspmd_lm.infer.sampling import Choice, Sampling, SamplingSettings, choose, mask_forbidden
 from gspmd_lm.infer.sizes import Prompts, Sizes
 from gspmd_lm.model.addresses import addresses, block_name
 from gspmd_lm.model.cache import CACHE, Cache, empty_cache
 from gspmd_lm.model.families import extend, family, init
 from gspmd_lm.model.loss import logits
-from gspmd_lm.program.program import ShardedProgram, placed
-from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settled
+from gspmd_lm.program.program import ShardedProgram, place_shapes
+from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settle_rules
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import parse
 from gspmd_lm.sharding.axes import DECODER, EXACT
@@ -30,7 +30,7 @@ from gspmd_lm.sharding.placement import MeshPlacement, Named, Recorder, record
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.sharding.shapes import Arrays, arrays, bytes_per_device
-from gspmd_lm.sharding.shapes import checked as checked_arrays
+from gspmd_lm.sharding.shapes import check_layout as checked_arrays
 
 
 class DecodeState(NamedTuple):
@@ -165,7 +165,7 @@ class GenerationPrograms(Forward):
             return model
         return dataclasses.replace(model, layer_pattern=model.kind_of_each_layer)
 
-    def unstacked(self, params: Any) -> Any:
+    def unstack_layers(self, params: Any) -> Any:
         """The weights as the programs take them: a copy with one array per layer if the layers are unrolled.
 
         XLA:CPU copies the weights of a layer out of the stack of all layers before it multiplies with them, which
@@ -194,7 +194,7 @@ class GenerationPrograms(Forward):
         rows = jax.ShapeDtypeStruct((self.sizes.rows,), jnp.int32, sharding=self.whole)
         like = self.sizes.prompts(self.model)
         spec = parse(family(self.model).prompts(self.model, *like.shape[:2]).spec, len(like.shape))
-        return Prompts(placed(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows, rows)
+        return Prompts(place_shapes(like, self.placement.sharding("rules", *spec[:2], like.shape)), rows, rows, rows)
 
     @functools.cached_property
     def abstract_decode_state(self) -> DecodeState:
@@ -206,16 +206,16 @@ class GenerationPrograms(Forward):
             where: Any = self.placement.sharding("rules", spec.array, spec.axes, like.shape)
             if text == CACHE and (order := _in_memory(self.mesh.devices.flat[0].platform, self.config.model)):
                 where = Format(Layout(order), where)
-            return placed(like, where)
+            return place_shapes(like, where)
 
         return DecodeState(
-            jax.tree.map(one, cache, cache.specs), *jax.tree.map(lambda like: placed(like, self.whole), rest)
+            jax.tree.map(one, cache, cache.specs), *jax.tree.map(lambda like: place_shapes(like, self.whole), rest)
         )
 
     @property
     def abstract_settings(self) -> SamplingSettings:
         """The shapes and shardings of SamplingSettings."""
-        return jax.tree.map(lambda x: placed(x, self.whole), Sampling().settings)
+        return jax.tree.map(lambda x: place_shapes(x, self.whole), Sampling().settings)
 
     @property
     def cache_bytes_per_device(self) -> int:
@@ -243,7 +243,7 @@ class GenerationPrograms(Forward):
         return jax.tree.map(format_or_sharding, self.abstract_decode_state), Choice(self.whole, self.whole)
 
     @functools.cached_property
-    def compiled(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    def compile_both(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         """Prefill and decode, compiled. Raises InputError if they need more memory than there is."""
         sizes = self.sizes
         what = f"generating {sizes.rows:,} texts of up to {sizes.slots + 1:,} tokens"
@@ -254,19 +254,19 @@ class GenerationPrograms(Forward):
         return prefill, decode
 
     def _prefill(self, params: Any, prompts: Prompts, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
-        with self.traced():
+        with self.trace_under():
             logits_BV, cache = prefill(self.model, params, prompts, self.sizes)
         slot = jnp.asarray(self.sizes.prompt, jnp.int32)
         of_rows = prompts.start_B, prompts.number_B, prompts.length_B
-        history_BT = begun(self._text_tokens(prompts), self.sizes.slots) if self.processors else None
-        return self._chosen(logits_BV, settings, DecodeState(cache, prompts.start_B, slot, *of_rows, history_BT))
+        history_BT = begin_history(self._text_tokens(prompts), self.sizes.slots) if self.processors else None
+        return self._choose_tokens(logits_BV, settings, DecodeState(cache, prompts.start_B, slot, *of_rows, history_BT))
 
     def _decode(self, params: Any, state: DecodeState, settings: SamplingSettings) -> tuple[DecodeState, Choice]:
-        with self.traced():
+        with self.trace_under():
             logits_BV, cache = decode(self.model, params, state)
-        return self._chosen(logits_BV, settings, state._replace(cache=cache, slot=state.slot + 1))
+        return self._choose_tokens(logits_BV, settings, state._replace(cache=cache, slot=state.slot + 1))
 
-    def _chosen(
+    def _choose_tokens(
         self, logits_BV: jax.Array, settings: SamplingSettings, state: DecodeState
     ) -> tuple[DecodeState, Choice]:
         """The state with the tokens that come into its slot, and their choice."""
@@ -277,7 +277,7 @@ class GenerationPrograms(Forward):
                 new = state.slot - self.sizes.prompt
                 logits_BV = self.processors(logits_BV, state.history_BT, state.slot, position_B, new)
             if self.model.encoder:
-                logits_BV = allowed(logits_BV, position_B, self.model.encoder)
+                logits_BV = mask_forbidden(logits_BV, position_B, self.model.encoder)
             choice = choose(logits_BV, settings, state.number_B, position_B)
             if self.processors:
                 state = state._replace(history_BT=with_tokens(state.history_BT, choice.tokens_B, state.slot))
@@ -298,11 +298,11 @@ def build_programs(
     processors: Processors | None = None,
 ) -> GenerationPrograms:  # fmt: skip
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
-    rules = settled(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
+    rules = settle_rules(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
     return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled, processors)
 
 
-def recorded(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
+def record_arrays(config: Config, arrays: Arrays, sizes: Sizes, rules: Rules) -> dict[str, Recorder]:
     """What the model places in "prefill" and in "decode" under `rules`."""
     model, state = config.model, _decode_state_shapes(config.model, sizes)
     prompts = Prompts(sizes.prompts(model), state.start_B, state.number_B, state.length_B)
@@ -343,7 +343,7 @@ def arrays_and_warnings(config: Config, rules: Rules, platform: str, sizes: Size
     """
     arrays = parameters(config.model)
     more = [*layer_problems(config, rules, platform, attention_pass(sizes)), *no_pipeline(rules)]
-    return arrays, checked_arrays(arrays, rules, recorded(config, arrays, sizes, rules).values(), more)
+    return arrays, checked_arrays(arrays, rules, record_arrays(config, arrays, sizes, rules).values(), more)
 
 
 def _decode_state_shapes(model: configs.ModelConfig, sizes: Sizes, history: bool = False) -> DecodeState:

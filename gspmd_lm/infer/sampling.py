@@ -93,15 +93,15 @@ def choose(logits_BV: jax.Array, settings: SamplingSettings, number_B: jax.Array
     have in its text: not on the batch that the row is in, nor on how arrays are split.
     """
 
-    def drawn() -> jax.Array:
-        kept_BV = filtered(logits_BV / settings.temperature, settings)
+    def draw_tokens() -> jax.Array:
+        kept_BV = filter_scores(logits_BV / settings.temperature, settings)
         return kept_BV + noise(settings.seed, number_B, position_B, logits_BV.shape[-1])
 
-    choice = best(jax.lax.cond(settings.temperature > 0, drawn, lambda: logits_BV))
+    choice = best(jax.lax.cond(settings.temperature > 0, draw_tokens, lambda: logits_BV))
     return choice._replace(tokens_B=jnp.where(jnp.isnan(logits_BV).any(-1), NO_TOKEN, choice.tokens_B))
 
 
-def allowed(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> jax.Array:
+def mask_forbidden(logits_BV: jax.Array, position_B: jax.Array, encoder: Encoder) -> jax.Array:
     """The logits of the tokens that may stand at a position of a text, from 1 on; -inf for the others.
 
     A text begins with the encoder's first tokens.
@@ -129,11 +129,11 @@ def best(scores_BV: jax.Array) -> Choice:
     return Choice(tokens_B, highest_B - others_BV.max(-1))
 
 
-def filtered(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
+def filter_scores(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
     """The scores that top-k, top-p and min-p leave, -inf elsewhere. Of equal scores at a border, all are kept."""
     V = scores_BV.shape[-1]
 
-    def ranked(scores_BV: jax.Array) -> jax.Array:
+    def filter_by_rank(scores_BV: jax.Array) -> jax.Array:
         """The scores that top-k and top-p leave, from one sort."""
         sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
         k = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, V), V)
@@ -148,7 +148,7 @@ def filtered(scores_BV: jax.Array, settings: SamplingSettings) -> jax.Array:
         return jnp.where(scores_BV >= least_B1, scores_BV, -jnp.inf)
 
     sorts = (settings.top_k > 0) | (settings.top_p < 1)
-    scores_BV = jax.lax.cond(sorts, ranked, lambda x: x, scores_BV)
+    scores_BV = jax.lax.cond(sorts, filter_by_rank, lambda x: x, scores_BV)
     # A ratio of probabilities is a difference of scores.
     least_B1 = scores_BV.max(-1, keepdims=True) + jnp.log(settings.min_p)
     return jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)  # an infinite score has no least one: all are kept

@@ -23,7 +23,7 @@ from gspmd_lm.model import loss
 from gspmd_lm.model.ends import table_specs
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.kernels.context import zigzag_sharded
-from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settled
+from gspmd_lm.program.supported import Pass, layer_problems, no_pipeline, settle_rules
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding import mesh as meshes
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -31,7 +31,7 @@ from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.placement import record
 from gspmd_lm.sharding.problems import Problem
 from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import checked
+from gspmd_lm.sharding.shapes import check_layout
 
 NO_TARGET = -1
 
@@ -92,7 +92,7 @@ def score(cfg: ModelConfig, params: Any, rows: ScoredRows) -> Scores:
         def chunk(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, Scores]:
             x_BTD, targets_BT = inputs
             logits_BTV = loss.logits_of(x_BTD, table_VD, bias_V, cfg)
-            target_BT, highest_BT, log_z_BT = loss.of_targets(logits_BTV, targets_BT)
+            target_BT, highest_BT, log_z_BT = loss.target_logits(logits_BTV, targets_BT)
             scored_BT = targets_BT >= 0
             missed_BT = scored_BT & (target_BT < highest_BT)
             return None, Scores(jnp.where(scored_BT, target_BT - log_z_BT, 0).sum(-1), missed_BT.sum(-1, jnp.int32))
@@ -126,7 +126,7 @@ class Scoring(Forward):
         return jitted.trace(self.abstract_params, self.abstract_rows).lower()
 
     @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
+    def compile_forward(self) -> jax.stages.Compiled:
         """The program, compiled. Raises InputError if it needs more memory than there is."""
         what = f"scoring {self.rows:,} rows of {self.seq:,} tokens at a time"
         fix = "--batch=1, for a text a smaller --seq, or rules that split more"
@@ -134,7 +134,7 @@ class Scoring(Forward):
         return self.compile(self.lower(), what, fix)
 
     def _score(self, params: Any, rows: ScoredRows) -> Scores:
-        with self.traced():
+        with self.trace_under():
             return score(self.config.model, params, rows)
 
 
@@ -152,8 +152,8 @@ def build_scoring(
     one = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     named = record(rules, lambda params, rows: score(cfg, params, rows), arrays.params, ScoredRows(one, one))
     more = [*layer_problems(config, rules, platform, Pass(seq)), *no_pipeline(rules)]
-    warnings = checked(arrays, rules, [named], more)
-    rules = settled(rules, config, meshes.processor(devices[0]), Pass(seq))
+    warnings = check_layout(arrays, rules, [named], more)
+    rules = settle_rules(rules, config, meshes.processor(devices[0]), Pass(seq))
     return Scoring(config, rules, arrays, meshes.build(rules, devices), rows, seq), warnings
 
 
@@ -163,7 +163,7 @@ class Scorer:
     def __init__(self, built: Scoring, params: Any, tokenizer: Tokenizer):
         """`params`: placed as `built.abstract_params`."""
         self.program, self.params, self.tokenizer = built, params, tokenizer
-        self._run = built.compiled
+        self._run = built.compile_forward
 
     def scores(self, requests: Sequence[Request]) -> Iterator[Score]:
         """The score of each request, in order. The devices score the next batch while one is read.
@@ -173,7 +173,7 @@ class Scorer:
         pending: tuple[Sequence[Request], Scores] | None = None
         for first in range(0, len(requests), self.program.rows):
             batch = requests[first : first + self.program.rows]
-            running = batch, self._run(self.params, self._placed(batch))
+            running = batch, self._run(self.params, self._place_batch(batch))
             if pending:
                 yield from self._read(*pending)
             pending = running
@@ -189,7 +189,7 @@ class Scorer:
         """
         return measures(list(self.scores(windows(ids, lead(self.tokenizer), self.program.seq))), size_bytes)
 
-    def _placed(self, batch: Sequence[Request]) -> ScoredRows:
+    def _place_batch(self, batch: Sequence[Request]) -> ScoredRows:
         shape = self.program.rows, self.program.seq
         tokens_BT, targets_BT = np.zeros(shape, np.int32), np.full(shape, NO_TARGET, np.int32)
         for row, (tokens, scored) in enumerate(batch):

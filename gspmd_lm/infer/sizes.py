@@ -24,18 +24,18 @@ class Sizes:
     image: int = 0  # rows of an image, if prompts are images: of the slots, or of the source, the last stand for it
 
     @property
-    def given(self) -> int:
+    def longest_prompt(self) -> int:
         """Tokens of the longest prompt."""
         return self.image or self.source or self.prompt
 
     def prompts(self, model: ModelConfig) -> jax.ShapeDtypeStruct:
         """The shape of the prompts of a batch: see `Prompts`."""
-        prompts = family(model).prompts(model, self.rows, self.given)
+        prompts = family(model).prompts(model, self.rows, self.longest_prompt)
         return jax.ShapeDtypeStruct(prompts.shape, prompts.dtype)
 
     def hold(self, longest: int, new: int) -> bool:
         """Whether there is room for prompts of up to `longest` tokens, and `new` tokens more."""
-        return longest <= self.given and self.prompt + new - 1 <= self.slots
+        return longest <= self.longest_prompt and self.prompt + new - 1 <= self.slots
 
 
 class Prompts(NamedTuple):

@@ -24,7 +24,7 @@ def addresses(cfg: config.ModelConfig) -> tuple[Address, ...]:
     for stack in cfg.stacks:
         turn = len(stack.kinds)
         for i in range(stack.layers):
-            if i >= stack.scanned:
+            if i >= stack.scanned_layers:
                 found.append(Address((layer_name(stack.first + i),), None))
             else:
                 row = None if cfg.shared_layers else i // turn

@@ -131,7 +131,7 @@ def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
     """What makes the attention of a layer to what another stack made, if it reads that."""
     if not cfg.reads:
         return []
-    cfg = cfg.of_memory
+    cfg = cfg.memory_config
     parts = attention_parts(cfg)._replace(attend=lambda module: _attend_to_memory)
     return [functools.partial(CrossAttention, cfg, parts, name="cross")]
 

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm.model.cache import Cache
-from gspmd_lm.model.ends import before_logits, embedded, table_axis
+from gspmd_lm.model.ends import before_logits, embed_tokens, table_axis
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
@@ -39,10 +39,10 @@ class Decoder(Stack):
         With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
         length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
         """
-        x_BTD, table, keys_BT = embedded(self, self.cfg, batch, dropout_key)
-        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+        x_BTD, table, keys_BT = embed_tokens(self, self.cfg, batch, dropout_key)
+        return self.decode(x_BTD, table, keys_BT, batch, cache)
 
-    def decoded(
+    def decode(
         self,
         x_BTD: jax.Array,
         table: Weight,

@@ -37,7 +37,7 @@ def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
     return (cfg.embedding.width, "embedding_width") if cfg.embedding.width else (cfg.embed, "embed")
 
 
-def embedded(
+def embed_tokens(
     module: nn.Module, cfg: config.ModelConfig, batch: Batch, dropout_key: jax.Array | None,
     embedding: Weight | None = None, first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
@@ -166,11 +166,11 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
     of_text = cfg.classes.of == "text"
     read_BTD = like(x_BTD[:, :1], RESIDUAL) if of_text else x_BTD
     pooled_BTO = ACTIVATIONS[cfg.classes.pooler](_dense(module, cfg, read_BTD, "pooler", cfg.embed, TRANSFORMED))
-    scores_BTX = scored(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
+    scores_BTX = score_classes(module, cfg, pooled_BTO, "classifier", TRANSFORMED, TRANSFORMED)
     return scores_BTX[:, 0] if of_text else scores_BTX
 
 
-def scored(
+def score_classes(
     module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, gathered_spec: str, reduced_spec: str
 ) -> jax.Array:
     """The scores that the matrix `name` gives rows of texts or images, [B, T, classes], float32."""

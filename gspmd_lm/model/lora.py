@@ -23,7 +23,7 @@ def weights(params: Tree) -> Tree:
     return unflatten_dict({path: leaf for path, leaf in _flat(params).items() if path[-1] not in ADAPTERS})
 
 
-def joined(left: Tree, right: Tree) -> Tree:
+def join_trees(left: Tree, right: Tree) -> Tree:
     """One tree of two. Where both have a leaf, it is the leaf of `right`."""
     return unflatten_dict(_flat(left) | _flat(right))
 
@@ -38,7 +38,7 @@ def partition(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, Tree]:
     return unflatten_dict(frozen), unflatten_dict(trained)
 
 
-def merged(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, config.ModelConfig]:
+def merge_adapters(params: Tree, cfg: config.ModelConfig) -> tuple[Tree, config.ModelConfig]:
     """Parameters without adapters that compute the same, and their model.
 
     Each adapter's product is added to its weight in float32. The sum is cast to the weight's dtype.

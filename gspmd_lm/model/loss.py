@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.model.ends import table_specs
 from gspmd_lm.sharding import chunks
-from gspmd_lm.sharding.annotate import Weight, like, platform, shard, use, used
+from gspmd_lm.sharding.annotate import Weight, in_use, like, platform, shard, use
 from gspmd_lm.sharding.matmuls import einsum
 from gspmd_lm.sharding.op_names import LOSS, scope
 from gspmd_lm.sharding.partial_sums import gradient, reduced
@@ -81,7 +81,7 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
     reduced_spec, gathered_spec = table_specs(cfg)
     x_CBTD = chunks.split(shard(like(x_BTD, reduced_spec), gathered_spec), count)
     inputs = x_CBTD, chunks.split(targets_BT, count)
-    table, *bias = map(used, weights)
+    table, *bias = map(in_use, weights)
 
     def chunk(inputs):
         x_BTD, targets_BT = inputs
@@ -117,14 +117,14 @@ def _scan(x_BTD, weights, targets_BT, cfg, gradients):
 def _sums(raw_BTV: jax.Array, targets_BT: jax.Array, cfg: config.ModelConfig) -> tuple[jax.Array, Sums]:
     """The loss and all sums of one chunk, from its raw logits."""
     has_target_BT = targets_BT >= 0
-    target_BT, highest_BT, log_z_BT = of_targets(_finished(raw_BTV, cfg), targets_BT)
+    target_BT, highest_BT, log_z_BT = target_logits(_finish_logits(raw_BTV, cfg), targets_BT)
     cross_entropy_BT = jnp.where(has_target_BT, log_z_BT - target_BT, 0)
     loss = (cross_entropy_BT + jnp.where(has_target_BT, cfg.logits.z_loss * log_z_BT**2, 0)).sum()
     correct = (has_target_BT & (target_BT >= highest_BT)).sum(dtype=jnp.float32)
     return loss, Sums(loss, cross_entropy_BT.sum(), correct)
 
 
-def of_targets(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def target_logits(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The logit of each target, the highest logit, and the logarithm of the sum of all exp(logits), each [B, T]."""
     highest_BT = jax.lax.stop_gradient(logits_BTV.max(-1))
     log_z_BT = highest_BT + jnp.log(jnp.exp(logits_BTV - highest_BT[..., None]).sum(-1))
@@ -143,7 +143,7 @@ def logits(x_BTD: jax.Array, table: Weight, bias: Weight | None, cfg: config.Mod
 
 def logits_of(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None, cfg: config.ModelConfig) -> jax.Array:
     """`logits` of hidden states and a table that are ready to be multiplied."""
-    return _finished(_raw_logits(x_BTD, table_VD, bias_V), cfg)
+    return _finish_logits(_raw_logits(x_BTD, table_VD, bias_V), cfg)
 
 
 def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
@@ -151,7 +151,7 @@ def _raw_logits(x_BTD: jax.Array, table_VD: jax.Array, bias_V: jax.Array | None 
     return shard(raw_BTV if bias_V is None else raw_BTV + bias_V, LOGITS)
 
 
-def _finished(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
+def _finish_logits(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
     """The logits, scaled and capped as the model has it, and -inf for rows of padding."""
     cap, scaled_BTV = cfg.logits.softcap, raw_BTV * cfg.logits.scale if cfg.logits.scale != 1 else raw_BTV
     capped_BTV = cap * jnp.tanh(scaled_BTV / cap) if cap else scaled_BTV

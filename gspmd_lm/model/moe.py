@@ -148,7 +148,7 @@ def sparsemixer(logits_BTC: jax.Array, k: int, jitter: float) -> tuple[jax.Array
     return jnp.stack(chosen, -1), jnp.stack(shares, 2)
 
 
-def balanced(params: dict[str, Any], load_LC: jax.Array, cfg: config.ModelConfig) -> dict[str, Any]:
+def balance_experts(params: dict[str, Any], load_LC: jax.Array, cfg: config.ModelConfig) -> dict[str, Any]:
     """Parameters whose `balance_bias` has moved against the loads of a step, [layers with experts, C].
 
     Source: auxiliary-loss-free balancing, arXiv 2408.15664.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gspmd_lm.model.kernels.grouped import grouped, hot, of_rows, outer
+from gspmd_lm.model.kernels.grouped import expert_rows, grouped, hot, outer
 from gspmd_lm.model.moe_routing import Round, Routing, route
 from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.annotate import (
@@ -36,7 +36,7 @@ from gspmd_lm.sharding.annotate import (
 )
 from gspmd_lm.sharding.matmuls import copies
 from gspmd_lm.sharding.op_names import scope
-from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced
+from gspmd_lm.sharding.partial_sums import TOKENS, Sum, Unreduced, gradient, unreduced_sum
 from gspmd_lm.sharding.quantised import Quantised
 
 WEIGHTED = Spec("routing", ("batch", "seq", "scores"))
@@ -66,7 +66,7 @@ def mixture_of_experts(
     arrays = [w.array for w in leaves]
     mixed: Any = _mixture(layout, copies(x_BTD, layout.sum), weights_BTk, chosen_BTk, *arrays)
     y_zBTD, rounds_B = mixed
-    return unreduced(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum), rounds_B
+    return unreduced_sum(y_zBTD if layout.inner.num_shards > 1 else y_zBTD[0], layout.sum), rounds_B
 
 
 def map_local_tokens(function: Callable[[jax.Array], jax.Array], x_BTC: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ class _MoeLayout(NamedTuple):
 
     def places(self, used: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
         """How the arrays of weights in use are split: of quantised ones, their values and then their scales."""
-        axes = [(w.axes, small.kept(w.axes)) if isinstance(small, Quantised) else (w.axes,)
+        axes = [(w.axes, small.scale_axes(w.axes)) if isinstance(small, Quantised) else (w.axes,)
                 for w, small in zip(self.weights, used, strict=True)]  # fmt: skip
         return [self.place(one) for both in axes for one in both]
 
@@ -222,12 +222,12 @@ def _products(layout: _MoeLayout, weights: Any, rows_MD: jax.Array, sizes_E: jax
     for matrix, b in zip(inward, b_in, strict=True):
         x_MF, *low = _product(layout, matrix, rows_MD, sizes_E)
         with scope("of", matrix.weight.path):
-            in_MF.append(x_MF if b is None else x_MF + of_rows(b.array, sizes_E, len(x_MF)))
+            in_MF.append(x_MF if b is None else x_MF + expert_rows(b.array, sizes_E, len(x_MF)))
         low_MR.append(low)
     y_MD, *low = _product(layout, down, layout.activated(*in_MF), sizes_E)
     if b_down is not None:
         with scope("of", down.weight.path):
-            y_MD += (_first(layout) * of_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
+            y_MD += (_first(layout) * expert_rows(b_down.array, sizes_E, len(y_MD))).astype(y_MD.dtype)
     return y_MD, in_MF, [*low_MR, low]
 
 
@@ -306,7 +306,7 @@ def _derivatives_of_round(
     weighted_M1 = (weighted * gradient_.astype(jnp.float32)).sum(1, keepdims=True)
     if b_down is not None:
         if not layout.weighted_input:
-            b_MD = of_rows(b_down.array, sizes_E, len(dy_MD))
+            b_MD = expert_rows(b_down.array, sizes_E, len(dy_MD))
             weighted_M1 += _first(layout) * (dy_MD * b_MD).astype(jnp.float32).sum(1, keepdims=True)
         # Devices that compute parts of the same outputs have the same gradient of b_down: it is no partial sum.
         dused += [_of_experts(d, sizes_E) for d in (*din_MF, dy_MD)]
@@ -320,7 +320,7 @@ def _reduced(weight: Weight, down: str, over: Split, partials: jax.Array) -> jax
             return gradient(Unreduced((), (partials[0],)), weight)
         axes = [f"{TOKENS}.{axis}" for axis in ("batch", "seq") if {*split(TOKENS, axis).over} & {*over.over}]
         axes += [f"{down}.mlp"] if {*over.over} & {*split(down, "mlp").over} else []
-        return gradient(unreduced(partials, Sum(over, tuple(axes))), weight)
+        return gradient(unreduced_sum(partials, Sum(over, tuple(axes))), weight)
 
 
 def _x(layout: _MoeLayout) -> tuple[tuple[str, ...], ...]:
@@ -361,7 +361,7 @@ def _derivatives(
     with scope("of", w.path):
         rows, array = dy_MF, w.array
         if isinstance(array, Quantised):  # its scales are powers of two, which bfloat16 has
-            exact = dy_MF.astype(jnp.float32) * of_rows(array.scale.astype(jnp.bfloat16), sizes_E, len(dy_MF))
+            exact = dy_MF.astype(jnp.float32) * expert_rows(array.scale.astype(jnp.bfloat16), sizes_E, len(dy_MF))
             rows = quantised.quantise_rows(exact, w.matmul_dtype, layout.sharing(w.axes[2]))
             rows, array = dataclasses.replace(rows, dtype=dy_MF.dtype), array.values
         drows_MD = grouped(rows, array, sizes_E, transposed=True)

@@ -44,14 +44,14 @@ class Round:
         """[M, D]: the rows of this round on the devices of their experts, sorted by expert."""
         N, M = self.shape
         assert len(rows_ND) == N
-        return self.to_experts.exchanged(rows_ND, _zeros(M, rows_ND), ARRAY) if self.to_experts else rows_ND[:M]
+        return self.to_experts.exchange_rows(rows_ND, _zeros(M, rows_ND), ARRAY) if self.to_experts else rows_ND[:M]
 
     def send_back(self, y_MD: jax.Array, into_ND: jax.Array | None = None) -> jax.Array:
         """[N, D]: results back on the devices of their tokens; where this round has none, what is in `into_ND`."""
         if not self.from_experts:
             return y_MD
         into_ND = _zeros(self.shape[0], y_MD) if into_ND is None else into_ND
-        return self.from_experts.exchanged(y_MD, into_ND, ARRAY)
+        return self.from_experts.exchange_rows(y_MD, into_ND, ARRAY)
 
 
 @jax.tree_util.register_dataclass

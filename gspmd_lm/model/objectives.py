@@ -131,7 +131,7 @@ class ClassSums(NamedTuple):
     correct: jax.Array  # labels with the highest score; of several classes, the share that is right
 
 
-def _summed(scores_BX: jax.Array, labels_B: jax.Array) -> ClassSums:
+def _sum_losses(scores_BX: jax.Array, labels_B: jax.Array) -> ClassSums:
     has_label_B = labels_B >= 0
     of_label_B = jnp.where(jnp.arange(scores_BX.shape[1]) == labels_B[:, None], scores_BX, 0).sum(-1)
     loss_B = jnp.where(has_label_B, jax.nn.logsumexp(scores_BX, axis=-1) - of_label_B, 0)
@@ -140,7 +140,7 @@ def _summed(scores_BX: jax.Array, labels_B: jax.Array) -> ClassSums:
 
 
 def _sums_of_classes(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> ClassSums:
-    return _summed(output(module, params, batch, key), batch["labels"])
+    return _sum_losses(output(module, params, batch, key), batch["labels"])
 
 
 def _labels(batch: Batch) -> jax.Array:
@@ -149,7 +149,7 @@ def _labels(batch: Batch) -> jax.Array:
 
 def _totals_of_classes(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
     scores_BX, labels_B = output(module, params, batch, None), batch["labels"]
-    return {"loss": _summed(scores_BX, labels_B).loss} | class_sums(scores_BX, labels_B)
+    return {"loss": _sum_losses(scores_BX, labels_B).loss} | class_sums(scores_BX, labels_B)
 
 
 def class_sums(logits_BC: jax.Array, labels_B: jax.Array) -> dict[str, jax.Array]:

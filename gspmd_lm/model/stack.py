@@ -91,11 +91,11 @@ class Stack(nn.Module):
             applied: Any = every.apply({"params": {stack.name: weights}}, jnp.asarray(0), carried.x_BTD, tokens)
             carried, routed = carried._replace(x_BTD=applied[0]), None
         else:
-            of_loop = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned]
-            carried, routed = _scan_layers(loop, stack.scanned, carried, of_loop, tokens)
+            of_loop = None if inputs_LBTY is None else inputs_LBTY[stack.first : stack.first + stack.scanned_layers]
+            carried, routed = _scan_layers(loop, stack.scanned_layers, carried, of_loop, tokens)
         of_layers = [routed]
-        for i, branches in enumerate(loop.branches[: stack.layers - stack.scanned]):
-            layer = stack.first + stack.scanned + i
+        for i, branches in enumerate(loop.branches[: stack.layers - stack.scanned_layers]):
+            layer = stack.first + stack.scanned_layers + i
             block = _block(alone=False)(branches, name=layer_name(layer))
             carried, routed = block(carried._replace(layer=layer), inputs[layer], tokens)
             of_layers.append(jax.tree.map(lambda x: x[None], routed))
@@ -106,7 +106,7 @@ class Stack(nn.Module):
         self, loop: Loop, parts: int, x_BTD: jax.Array, tokens: Tokens
     ) -> tuple[jax.Array, RouterOutput | None]:
         """The loop over a stack that is cut in `parts` parts, which the stages of a pipeline compute."""
-        stack, layers = loop.stack, loop.stack.scanned // parts
+        stack, layers = loop.stack, loop.stack.scanned_layers // parts
         weights = self.variables["params"][stack.name]
 
         def part(weights: Any, number: jax.Array, x_BTD: jax.Array, tokens: Tokens) -> tuple[Any, ...]:

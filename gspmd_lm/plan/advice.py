@@ -15,13 +15,13 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
 from gspmd_lm.plan.candidate import Candidate, Plan
 from gspmd_lm.plan.estimate import Estimator
-from gspmd_lm.plan.search import estimated
+from gspmd_lm.plan.search import estimate_layouts
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Remat, Rules
 from gspmd_lm.train import decoder
-from gspmd_lm.train.choices import settled
+from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.units import human_bytes
 
 SURE = 0.95  # the share of a chip's memory up to which an estimate is said to fit
@@ -91,7 +91,7 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_
     traces = TraceCache(config)
     for target in itertools.islice(targets.larger(plan.target), MOST_LARGER):
         assert target.chip
-        candidates = estimated(Space(config, target, traces), until_s)
+        candidates = estimate_layouts(Space(config, target, traces), until_s)
         if time.monotonic() > until_s:
             return None
         least = min(candidates, key=lambda one: one.estimate.peak_bytes, default=None)
@@ -146,7 +146,7 @@ def with_fixes(
     for report, rules in zip(reports, layouts, strict=True):
         warnings = report.warnings
         if not report.memory.fits and report.phase == "train":
-            filled = settled(config, rules.fill(target.devices), target.processor)
+            filled = settle_rules(config, rules.fill(target.devices), target.processor)
             fix = _fix(report, filled, target, Estimator(config, target, traces))
             warnings = [dataclasses.replace(one, fix=fix) if one.code == "does-not-fit" else one for one in warnings]
         fixed.append(dataclasses.replace(report, warnings=tuple(warnings)))
@@ -168,7 +168,7 @@ def _fix(report: Report, rules: Rules, target: Target, estimator: Estimator) -> 
         changed = dataclasses.replace(_with_microbatches(rules, times * before), remat=remat)
         if changed.pipeline:
             changed = dataclasses.replace(changed, pipeline=dataclasses.replace(changed.pipeline, **keep))
-        changed = settled(estimator.traces.task, changed, target.processor)  # stages may gather otherwise
+        changed = settle_rules(estimator.traces.task, changed, target.processor)  # stages may gather otherwise
         if changed != rules and not estimator.traces.problems(changed, target.platform):
             estimate = estimator.estimate(changed)
             peak_bytes = correction * estimate.peak_bytes

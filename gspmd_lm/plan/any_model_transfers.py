@@ -21,7 +21,7 @@ class AnyModelTransfers(Transfers):
         forward_alone = {matmul.path for matmul in self.graph.matmuls if not self.has_gradient(matmul.node)}
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
         self.blocks = {node.name.modules[:1] for node in self.graph.nodes if node.checkpoint_name == "layer_input"}
-        for path, nodes in self.graph.used.items():
+        for path, nodes in self.graph.placements_in_use.items():
             # For the backward pass, unless compilers find that it is there already.
             again = path not in forward_alone and (nodes[0].trip_count > 1 or self.is_in_block(nodes[0]))
             for _ in range(1 + again):
@@ -35,15 +35,15 @@ class AnyModelTransfers(Transfers):
             source = self.graph.gathered_from(x)
             self.add_input_side(x, None if source in written else source, matmuls)
         for path, nodes in self.graph.looked_up.items():
-            if path not in self.graph.used or path in self.graph.multiplied:
-                is_gathered = path in self.graph.multiplied and len(nodes) == 1
+            if path not in self.graph.placements_in_use or path in self.graph.matrix_paths:
+                is_gathered = path in self.graph.matrix_paths and len(nodes) == 1
                 for rows in (placed for node in nodes for placed in self.graph.after([node])[:1]):
                     self.add_look_up(self.weights[path], rows, is_gathered=is_gathered)
         self.add_moves()
-        for path in set(self.graph.used) - self.graph.multiplied:
+        for path in set(self.graph.placements_in_use) - self.graph.matrix_paths:
             weight, applied = self.weights[path], self.graph.applied_to(path)
             if weight.trained and applied:
-                sharding, node = self.sharding(applied), self.graph.used[path][0]
+                sharding, node = self.sharding(applied), self.graph.placements_in_use[path][0]
                 local_gradient = {axis: names for axis, names in sharding.items() if axis in weight.sizes}
                 summed_over = mesh_axes_except(sharding, *weight.sizes)
                 self.transfer(node.bytes, local_gradient, weight.gradient, summed_over, node.trip_count, "gradients")

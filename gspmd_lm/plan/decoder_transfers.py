@@ -42,10 +42,14 @@ class DecoderTransfers(Transfers):
             if self.is_head(matmul) and not self.forward_alone:
                 self.add_loss(matmul)
         for path in filter(self.part.has, graph.looked_up):
-            if path not in graph.used or path in graph.multiplied:
-                small = [self.weights[other] for other in graph.looked_up if other in graph.used and other != path]
-                self.add_look_up(self.weights[path], self.residual, small, path in graph.multiplied)
-        for path in set(self.used) - graph.multiplied:
+            if path not in graph.placements_in_use or path in graph.matrix_paths:
+                small = [
+                    self.weights[other]
+                    for other in graph.looked_up
+                    if other in graph.placements_in_use and other != path
+                ]
+                self.add_look_up(self.weights[path], self.residual, small, path in graph.matrix_paths)
+        for path in set(self.used) - graph.matrix_paths:
             self.add_small(self.weights[path])
 
     # The layers
@@ -72,7 +76,7 @@ class DecoderTransfers(Transfers):
         for first, second in adapters:
             self.add_adapter(first, second)
         for matmul in {matmul.path: matmul for matmul in matmuls if matmul.node not in adapted}.values():
-            weight, used = self.weights[matmul.path], self.graph.used[matmul.path][0]
+            weight, used = self.weights[matmul.path], self.graph.placements_in_use[matmul.path][0]
             # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
             passes = 2 if weight.trained or used.trip_count > 1 else 1
             passes = passes if self.has_gradient(matmul.node) and not self.is_shared(matmul) else 1
@@ -240,8 +244,8 @@ class DecoderTransfers(Transfers):
 
         An adapter is split as its weight is.
         """
-        path = self.rules.vocabulary.adapted(matmul.path)
-        compute_spec = self.graph.used[path][0].placed
+        path = self.rules.vocabulary.adapted_path(matmul.path)
+        compute_spec = self.graph.placements_in_use[path][0].placed
         assert compute_spec and stream_end.placed
         return {
             axis: self.weights[path].compute[axis] for axis in compute_spec.axes if axis not in stream_end.placed.axes
@@ -313,7 +317,7 @@ class DecoderTransfers(Transfers):
 
     def add_small(self, weight: Parameter) -> None:
         """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed."""
-        itemsize = self.graph.used[weight.path][0].itemsize
+        itemsize = self.graph.placements_in_use[weight.path][0].itemsize
         self.gather(weight, itemsize)
         applied = self.graph.applied_to(weight.path)
         if weight.path in self.graph.looked_up or not weight.trained or not applied:

@@ -112,7 +112,7 @@ class _PartCosts:
         shards = self.shards
         layers, travelled = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
         for op in self.op_graph.ops:
-            if not op.grouped or shards.buffer_share(op.moved[0][1]) == 1:
+            if not op.is_grouped or shards.buffer_share(op.moved[0][1]) == 1:
                 continue
             (size, rows), (weight_size, (weight, *_)), _ = op.moved
             in_use, at_rest = shards.count((weight,)), shards.at_rest(weight)
@@ -141,7 +141,7 @@ class _LayoutCosts:
     working_bytes: float  # of the working set while a layer, or the loss, is computed
     gathers_activations: bool  # before matmuls read them: the sequence is split between blocks
 
-    def saved(self, remat: Remat) -> list[tuple[_PartCosts, SavedActivations]]:
+    def saved_bytes(self, remat: Remat) -> list[tuple[_PartCosts, SavedActivations]]:
         return [(costs, costs.op_graph.saved_activations(remat)) for costs in self.parts]
 
 
@@ -164,7 +164,7 @@ class Estimator:
     def estimate(self, rules: Rules) -> Estimate:
         """The estimate for filled and checked rules."""
         layout = self._layout(rules)
-        saved = layout.saved(rules.remat)
+        saved = layout.saved_bytes(rules.remat)
         transfers = [transfer for costs in layout.parts for transfer in self._transfers(costs, rules.remat)]
         sent: dict[str, float] = collections.defaultdict(float)
         for transfer in transfers:
@@ -175,7 +175,7 @@ class Estimator:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved)
             recomputes = rules.remat.policy not in ("none", "dots")  # matmuls that read gathered activations
             gathers_of_activations = layout.gathers_activations * (1 + recomputes)
-            exposed, communication_s = self._overlap.exposed(rules, transfers, passes_s, gathers_of_activations)
+            exposed, communication_s = self._overlap.exposed_seconds(rules, transfers, passes_s, gathers_of_activations)
             host_s = self._host_s(saved, passes_s)
         return Estimate(
             step_time_s=sum(by_kind_s.values()) + sum(exposed.values()) + host_s,
@@ -193,7 +193,7 @@ class Estimator:
     def estimate_remat(self, rules: Rules, remat: Remat) -> RematEstimate:
         """The time and memory of filled and checked rules under another remat policy."""
         layout = self._layout(rules)
-        saved = layout.saved(remat)
+        saved = layout.saved_bytes(remat)
         if self.chip:
             by_kind_s, passes_s = self._compute_s(self.chip, layout, saved)
             seconds = sum(by_kind_s.values()) + self._host_s(saved, passes_s)

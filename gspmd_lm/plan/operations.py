@@ -48,7 +48,7 @@ class Op:
     in_block: bool  # in what remat speaks of
 
     @property
-    def grouped(self) -> bool:
+    def is_grouped(self) -> bool:
         """Whether it multiplies rows with the matrices of their groups, such as experts."""
         return any(node.primitive == GROUPED for node in self.nodes)
 
@@ -240,7 +240,7 @@ class OpGraph:
     # What is kept
 
     @functools.cached_property
-    def _computed(self) -> frozenset[Node]:
+    def _computed_nodes(self) -> frozenset[Node]:
         """What depends on a weight, trained or not."""
         return self.graph.made_of(self.graph.weights)
 
@@ -255,7 +255,7 @@ class OpGraph:
             node = waiting.pop()
             if node in recomputed or node in on_host or node in on_device:
                 continue
-            if not node.is_float or node not in self._computed or self._is_weight(node):
+            if not node.is_float or node not in self._computed_nodes or self._is_weight(node):
                 continue
             if not self._has_gradient(node):  # what stands before all that is trained is no part of its recomputation
                 on_device[node] = None
@@ -272,13 +272,13 @@ class OpGraph:
 
         device_bytes = tuple(map(self._with_bytes, self._distinct(on_device)))
         ops = frozenset(op for op in self.every_op if op.nodes & recomputed)
-        return SavedActivations(device_bytes, self._offloaded(on_host), ops)
+        return SavedActivations(device_bytes, self._offloaded_bytes(on_host), ops)
 
     def _with_bytes(self, node: Node) -> tuple[float, NamedNodes]:
         """The bytes of a saved value in all iterations, and what tells how it is sharded."""
         return float(node.bytes * self._saved_times(node)), self.sharded_like(node)
 
-    def _offloaded(self, nodes: Iterable[Node]) -> tuple[Offloaded, ...]:
+    def _offloaded_bytes(self, nodes: Iterable[Node]) -> tuple[Offloaded, ...]:
         distinct, loops = set(self._distinct(nodes)), dict[tuple[str, ...], list[Node]]()
         for node in self.graph.nodes:
             if node in distinct:

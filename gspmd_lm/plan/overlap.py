@@ -59,7 +59,7 @@ class Overlap:
         self._devices = _devices(target) if target.chip else []
         self._networks: dict[tuple, tuple[Network, dict[str, Groups]]] = {}
 
-    def exposed(
+    def exposed_seconds(
         self,
         rules: Rules,
         transfers: Iterable[EstimatedTransfer],

@@ -46,11 +46,13 @@ def ranking(target: Target) -> RankBy:
     return "time" if target.chip else "bytes"
 
 
-def estimated(space: Space, until_s: float = math.inf) -> list[Candidate]:
+def estimate_layouts(space: Space, until_s: float = math.inf) -> list[Candidate]:
     """Every layout of a space, with its estimate. until_s: see `Space.filled`."""
     chip, estimate = space.target.chip, space.estimator.estimate
     limit_bytes = chip.usable_hbm_bytes if chip else None
-    return [Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes) for raw, rules in space.filled(until_s)]
+    return [
+        Candidate(raw, rules, estimate(rules), limit_bytes=limit_bytes) for raw, rules in space.fill_layouts(until_s)
+    ]
 
 
 def plan(
@@ -101,7 +103,7 @@ def plans(
         known = traces[id(config)]
         place = f"{target.text}, {known.task.rows} rows: " if len(cases) > 1 else ""
         told: Say = lambda message, place=place: say(place + message)  # noqa: E731
-        searches.append(_begun(known, target, now + share_s, told, reports, clock, most))
+        searches.append(_begin_search(known, target, now + share_s, told, reports, clock, most))
     if rank_by == "bytes":
         for search in searches:
             search.stopped = "layouts are ranked by bytes alone"
@@ -113,12 +115,12 @@ def plans(
     return [search.result(rank_by) for search in searches]
 
 
-def _begun(traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports,
+def _begin_search(traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports,
            clock: "_Clock", most: int) -> "_Search":  # fmt: skip
     """A search that has its estimates, as many as there was time for until `until_s`."""
     began = time.monotonic()
     space = Space(traces.task, target, traces)
-    candidates = estimated(space, until_s)
+    candidates = estimate_layouts(space, until_s)
     if not candidates:
         raise _no_mesh(traces.task, target, space.refused)
     for note in space.notes:
@@ -195,7 +197,7 @@ class _Search:
                 self._compile([one])
         self._try_least()
         if len(self.tried) < self.most and self.clock.left_s > 0:
-            self._try_variants(self.space.interleaved)
+            self._try_variants(self.space.interleave_rows)
             self._try_variants(self.space.with_options)
 
     def _in_time(self, takes_s: float = 0.0) -> bool:

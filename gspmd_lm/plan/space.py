@@ -33,7 +33,7 @@ from gspmd_lm.program.task import Task
 from gspmd_lm.runtime import compiler
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import CONTEXTS, Remat, Rules
-from gspmd_lm.train.choices import settled
+from gspmd_lm.train.choices import settle_rules
 from gspmd_lm.train.state import attention_pass
 from gspmd_lm.units import plural
 
@@ -99,9 +99,9 @@ class Space:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The plain values of each rules file."""
-        return (raw for raw, _ in self.filled())
+        return (raw for raw, _ in self.fill_layouts())
 
-    def filled(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
+    def fill_layouts(self, until_s: float = math.inf) -> Iterator[tuple[dict[str, Any], Rules]]:
         """The plain values of each rules file, and its rules, filled. The meshes of fewest axes come first.
 
         until_s: what `time.monotonic` says when it must end, though not before the first mesh.
@@ -131,7 +131,7 @@ class Space:
         left_out = f"{self.left_out:,} of {self.tables:,} meshes and tables were not estimated for want of time"
         return left_out if self.left_out else ""
 
-    def interleaved(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def interleave_rows(self, raw: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """A layout with layers interleaved in two parts, which hides the gathers of tensor parallelism."""
         parts, wanted = {**raw, "interleave": 2}, "tensor" in raw["mesh"] and self.task.config
         if wanted and not self.traces.problems(self.rules(parts), self.target.platform):
@@ -148,7 +148,7 @@ class Space:
     def rules(self, raw: Mapping[str, Any]) -> Rules:
         """The rules of plain values, filled, with the attention kernel that they would run with."""
         rules = rules_file.from_dict(raw, describe(raw), vocabulary=self.task.names)
-        return settled(self.task, rules.fill(self.target.devices), self.target.processor)
+        return settle_rules(self.task, rules.fill(self.target.devices), self.target.processor)
 
     # Meshes and tables
 
@@ -178,7 +178,7 @@ class Space:
                 for dcn, split, state, form in itertools.product(
                     variants.across(self.target, self._outer, mesh) if stage > 1 else self._across(mesh),
                     (False, True) if tensor > 1 and between else (False,),
-                    self._states(data, fsdp, context) if stage == 1 else self._of_stages(data, fsdp),
+                    self._states(data, fsdp, context) if stage == 1 else self._stage_tables(data, fsdp),
                     CONTEXTS if context > 1 else ("",),
                 ):
                     rules: dict[str, Any] = {}
@@ -222,7 +222,7 @@ class Space:
         over = ["fsdp", "data"] if fsdp > 1 else "data"
         return [weights, {**weights, "optimizer": {axis: over for axis in finer}}]
 
-    def _of_stages(self, data: int, fsdp: int) -> list[dict[str, Any]]:
+    def _stage_tables(self, data: int, fsdp: int) -> list[dict[str, Any]]:
         """The tables in stages, where weights are split over fsdp, or whole, with ZeRO-1 over data or without."""
         return [
             {**state, "weights": {self.task.names.stages: "stage", **state.get("weights", {})}}
@@ -273,7 +273,7 @@ class Space:
     # What a device computes and keeps
 
     @functools.cached_property
-    def fused(self) -> bool:
+    def has_fused_attention(self) -> bool:
         """Whether layouts that do not split the sequence have a fused attention kernel."""
         plain = self.rules({"mesh": {"data": self.target.devices}})
         return "attention" in self.asked and plain.kernel(self.target.platform) != "xla"
@@ -281,7 +281,7 @@ class Space:
     @functools.cached_property
     def names(self) -> variants.Names:
         """The names that a remat policy may save or offload."""
-        return variants.Names.from_trace(self.trace, self.fused, self.task.names.kept)
+        return variants.Names.from_trace(self.trace, self.has_fused_attention, self.task.names.saveable_names)
 
 
 def _plain(remat: Remat) -> dict[str, Any]:
@@ -327,8 +327,8 @@ def describe(raw: Mapping[str, Any]) -> str:
 def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> Roles:
     """`splits_sequence`: the model asks how keys reach the queries of a split sequence."""
     rows = traces.task.names.rows
-    used = {path: nodes[0] for path, nodes in graph.used.items()}
-    matrices = [path for path in used if path in graph.multiplied]
+    used = {path: nodes[0] for path, nodes in graph.placements_in_use.items()}
+    matrices = [path for path in used if path in graph.matrix_paths]
     axes = {path: node.placed.axes for path, node in used.items() if node.placed}
     groups = dict.fromkeys(matmul.group_axis for matmul in graph.matmuls if matmul.group_axis)
     count = collections.Counter(axis for path in used for axis in axes[path] if axis != rows)

@@ -45,7 +45,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
     launch_s = op_time.LAUNCH_S[chip.platform]
     for op in op_graph.ops:
         # Kernels of experts skip what of a buffer is empty, as half of it is where loads are even.
-        of_device = (lambda size, nodes: size / shards.count(nodes)) if op.grouped else shards.held_bytes
+        of_device = (lambda size, nodes: size / shards.count(nodes)) if op.is_grouped else shards.held_bytes
         local_bytes = [of_device(*moved) for moved in op.moved]
         memory_s = sum(local_bytes) / op_time.hbm_bytes_per_s(chip)
         if op.only_casts and chip.platform == "tpu":  # they are fused with the next matmul or gather
@@ -68,7 +68,7 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
         # The matmul, and the gradients of its operands: of the activation, then of the weight.
         x, w, y = map(operator.truediv, local_bytes, op.itemsizes)
         kernels, multiplied, widened_bytes = [(1.0, 0.0)] * 3, [(dtype, dtype)] * 3, 0.0
-        if op.grouped:
+        if op.is_grouped:
             inner, columns = flops / (2 * y), flops / (2 * x)
             rows, experts, width = x / inner, w / (inner * columns), op.itemsizes[1]
             sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
@@ -114,13 +114,13 @@ def _multiplied_dtypes(chip: Chip, dtype: str, rows: float) -> tuple[str, str]:
 
 def _flops_per_s(chip: Chip, op: Op, dtypes: tuple[str, str]) -> float:
     """The FLOPs/s of a matmul that fills its tiles."""
-    share = op_time.matmul_share(chip, op.grouped, dtypes) / chip.matmul_slowdown
+    share = op_time.matmul_share(chip, op.is_grouped, dtypes) / chip.matmul_slowdown
     return share * min(map(chip.matmul_flops_per_s, dtypes))
 
 
 def _tile_share(chip: Chip, elements: float, flops: float, op: Op) -> float:
     """The share of a GPU that a matmul uses, by the number of elements of its result; of grouped ones, see `speed`."""
-    if op.grouped or not chip.gpu:
+    if op.is_grouped or not chip.gpu:
         return 1.0
     depth_bytes = flops / (2 * elements) * op.itemsizes[0]
     return op_time.tile_share(elements, depth_bytes, chip.gpu.core_count)

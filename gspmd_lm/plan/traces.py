@@ -54,7 +54,7 @@ class TraceCache:
         """The trace of filled `rules`, whose microbatches divide the batch."""
         key = rules.microbatches, rules.context, self._pattern(rules)
         if key not in self._traces:
-            recorder = state.recorded(self.task, self.arrays, rules.microbatches, rules)
+            recorder = state.record_arrays(self.task, self.arrays, rules.microbatches, rules)
             self._compared |= recorder.compared
             key = rules.microbatches, rules.context, self._pattern(rules)  # of all that it compares
             graph = DataflowGraph.from_recorder(recorder, self.arrays)

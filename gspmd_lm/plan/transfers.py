@@ -90,7 +90,7 @@ class Transfers(abc.ABC):
             self.weights[leaf.path] = Parameter(leaf.path, sizes, itemsize, *shardings, trained=leaf.path in trained)
         self.matmuls = [matmul for matmul in self.graph.matmuls if part.has(matmul.path)]
         self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
-        self.used = {path: nodes for path, nodes in self.graph.used.items() if part.has(path)}
+        self.used = {path: nodes for path, nodes in self.graph.placements_in_use.items() if part.has(path)}
         self.add_model()
         step, pipeline = part.step_rules, part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
@@ -351,6 +351,6 @@ class Transfers(abc.ABC):
 
     def gather(self, weight: Parameter, itemsize: int) -> None:
         """Adds the gather of a weight for compute. A weight that no loop uses is gathered once for all microbatches."""
-        iterations = max((node.trip_count for node in self.graph.used.get(weight.path, ())), default=1)
+        iterations = max((node.trip_count for node in self.graph.placements_in_use.get(weight.path, ())), default=1)
         volume = self.volume(weight.elements * itemsize / iterations, weight.storage, weight.compute)
         self.add(volume, self.microbatches * iterations if iterations > 1 else 1, "weights", iterations > 1)

@@ -61,7 +61,7 @@ def layers(task: Task) -> int:
     whole = model and (model.shared_layers or model.encoder or model.vision or model.windows)
     cut = model and task.names.stages and not whole
     stacks = model.stacks if model and cut else ()
-    return next((stack.scanned // len(stack.kinds) for stack in stacks if stack.name == task.names.stages), 1)
+    return next((stack.scanned_layers // len(stack.kinds) for stack in stacks if stack.name == task.names.stages), 1)
 
 
 def across(target: Target, outer: int, mesh: Mapping[str, int]) -> list[dict[str, int]]:
@@ -142,14 +142,14 @@ def policies(estimator: Estimator, rules: Rules, names: Names) -> Iterator[Remat
     chip, knapsack = estimator.chip, _Knapsack(estimator, rules, names)
     yield from (Remat(), Remat("dots"), Remat("block"))
     if chip is None:
-        remats = [knapsack.filled(math.inf)]
+        remats = [knapsack.filling_policy(math.inf)]
     else:
         limits = [share * chip.usable_hbm_bytes for share in FILLED]
-        remats = [knapsack.filled(limit) for limit in limits]
+        remats = [knapsack.filling_policy(limit) for limit in limits]
         all_saved = names.remat(dict.fromkeys(names.outputs, "save"))
         if names.inputs and knapsack.estimate(all_saved).peak_bytes > limits[0]:
             host_bytes = HOST_SHARE * chip.host_bytes / chip.devices_per_chip
-            remats += [knapsack.filled(limit, host_bytes) for limit in limits]
+            remats += [knapsack.filling_policy(limit, host_bytes) for limit in limits]
             remats.append(names.remat(dict.fromkeys(names.inputs, "offload")))
     yield from (remat for remat in dict.fromkeys(remats) if remat.save or remat.offload)
 
@@ -166,7 +166,7 @@ class _Knapsack:
             self._estimates[remat] = self.estimator.estimate_remat(self.rules, remat)
         return self._estimates[remat]
 
-    def filled(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
+    def filling_policy(self, limit_bytes: float, host_bytes: float = 0.0) -> Remat:
         """The policy that fills a device up to `limit_bytes`, and the host's memory for it up to `host_bytes`."""
         names = self.names
         # The first name that is offloaded may slow the whole program, so it is the input, which is largest.

@@ -74,7 +74,7 @@ class ShardedProgram:
         return self.config.model.matmul_precision
 
     @contextlib.contextmanager
-    def traced(self, placement: MeshPlacement | None = None) -> Iterator[None]:
+    def trace_under(self, placement: MeshPlacement | None = None) -> Iterator[None]:
         """The context of a whole program: backward rules are traced after the forward pass has returned.
 
         `placement` answers the model's questions; None: that of the program.
@@ -124,17 +124,17 @@ class TaskProgram(ShardedProgram):
         """The shapes and shardings of a batch of `rows` rows."""
         specs = self.task.specs()
         return {
-            name: placed(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
+            name: place_shapes(like, self.placement.sharding("rules", specs[name].array, specs[name].axes, like.shape))
             for name, like in self.task.batch(rows).items()
         }
 
     def evaluate(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
-        with self.traced():
+        with self.trace_under():
             return self.task.totals(params, batch)
 
 
-def placed(shapes: Any, shardings: Any) -> Any:
+def place_shapes(shapes: Any, shardings: Any) -> Any:
     """A tree of shapes with the sharding or format of each."""
     return jax.tree.map(
         lambda like, where: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=where), shapes, shardings

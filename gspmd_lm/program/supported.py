@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd_lm.config import Config, ModelConfig, is_whole, value_at, with_values
 from gspmd_lm.hardware.chips import Processor
 from gspmd_lm.model.kernels import grouped_gpu
-from gspmd_lm.model.kernels.attention import unsupported
+from gspmd_lm.model.kernels.attention import unsupported_setting
 from gspmd_lm.model.kernels.context import ALIKE, zigzag_supported
 from gspmd_lm.program.operands import check_matmul_dtype
 from gspmd_lm.sharding.problems import Problem, check, flow
@@ -90,7 +90,7 @@ def _stack_lacks(kernel: str, model: ModelConfig, rules: Rules, asked: Pass, cap
 
     def lacking(segments: bool) -> str | None:
         known: Any = {"seq": local_seq, "segments": segments, "capability": capability}
-        reasons = (unsupported(kernel, kind, **known) for kind in kinds)
+        reasons = (unsupported_setting(kernel, kind, **known) for kind in kinds)
         return next(filter(None, reasons), None)
 
     reason = lacking(asked.segments)
@@ -107,7 +107,7 @@ def split_sequence(rules: Rules) -> tuple[str, ...]:
     return splits.pop() if len(splits) == 1 else ()
 
 
-def settled(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
+def settle_rules(rules: Rules, config: Config, on: Processor, asked: Pass) -> Rules:
     """`rules` with an attention kernel: the one that they choose for the platform, or else the fastest that the
     processor has and that can do what a pass asks.
 
@@ -280,7 +280,7 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     if pipeline.gathers_once:
         problems += gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
-    turns, length = stack.scanned // len(stack.kinds), len(stack.kinds)
+    turns, length = stack.scanned_layers // len(stack.kinds), len(stack.kinds)
     parts = stages * pipeline.repeats
     if turns % parts:
         of_what = f"{turns} turns of a pattern of {length} layers" if length > 1 else f"{turns} layers"

@@ -133,7 +133,7 @@ class Task:
         return []
 
     @functools.cached_property
-    def _made(self) -> tuple[Any, bool, bool]:
+    def _initial(self) -> tuple[Any, bool, bool]:
         """The shapes of what `init` gives, in its own kind of tree; whether it is a module of NNX; whether it draws."""
         facts: list[tuple[bool, bool]] = []
 
@@ -148,12 +148,12 @@ class Task:
     @property
     def is_module(self) -> bool:
         """Whether `init` gives a module of NNX."""
-        return self._made[1]
+        return self._initial[1]
 
     @property
     def draws(self) -> bool:
         """Whether training gives the model a key, another one in each step."""
-        return self.random or self._made[2]
+        return self.random or self._initial[2]
 
     def _init(self, key: jax.Array) -> Any:
         with placed_by(None), of_flax.reading():  # the shapes may be asked for while a program is traced
@@ -170,7 +170,7 @@ class Task:
         function = functools.partial(self._sums, training)
         called = function if self.config else products.summing_once(function, _rows(batch))
         sums, changed = called(params, batch, key)
-        state = self._checked(params, changed)
+        state = self._check_state(params, changed)
         if getattr(sums, "shape", None) == (_rows(batch),):
             return Losses(sums.sum(dtype=jnp.float32)), state
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):
@@ -195,12 +195,12 @@ class Task:
 
     def _readable(self, params: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
         """What functions of the model are given for parameters, and its variables. A module of NNX is made anew."""
-        state = of_flax.readable(self._made[0], params)
+        state = of_flax.readable(self._initial[0], params)
         return (of_flax.fill_module(self._init(jax.random.key(0)), state, key) if self.is_module else state), state
 
-    def _checked(self, params: Any, state: Any) -> Any:
+    def _check_state(self, params: Any, state: Any) -> Any:
         """The new state. Raises InputError for an array that is not one of what gradients leave."""
-        before, after = (_described(tree) for tree in (self.partition(params)[0], state))
+        before, after = (_describe(tree) for tree in (self.partition(params)[0], state))
         wrong = [f"  {path}: {new}, and init gives {before.get(path, 'none that gradients leave')}"
                  for path, new in after.items() if new != before.get(path)]  # fmt: skip
         if wrong:
@@ -209,27 +209,27 @@ class Task:
         return state
 
     @functools.cached_property
-    def changed(self) -> frozenset[str]:
+    def changed_paths(self) -> frozenset[str]:
         """The paths of the arrays that each step leaves new, besides what gradients change."""
         if not jax.tree.leaves(self.partition(self.weights.params)[0]):
             return frozenset()  # without tracing the model
-        return frozenset(_described(jax.eval_shape(self.summed, self.weights.params, self.batch(self.rows), None)[1]))
+        return frozenset(_describe(jax.eval_shape(self.summed, self.weights.params, self.batch(self.rows), None)[1]))
 
-    def begun(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def begin_generation(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """The logits of the first token of each row, float32 [B, V], and the state of generation. The model must say
         how it generates. Raises InputError where `begin` gives something else.
         """
         assert self.generation
-        return self._logits(self._called(self.generation.begin, params, batch), _rows(batch))
+        return self._logits(self._call_model(self.generation.begin, params, batch), _rows(batch))
 
-    def extended(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
+    def extend_generation(self, params: Any, state: Any, tokens_B: jax.Array) -> tuple[jax.Array, Any]:
         """The logits and the state after one more token of each row.
 
         Raises InputError if `extend` changes the shapes or dtypes of the state.
         """
         assert self.generation
         rows = len(tokens_B)
-        logits_BV, new = self._logits(self._called(self.generation.extend, params, state, tokens_B), rows)
+        logits_BV, new = self._logits(self._call_model(self.generation.extend, params, state, tokens_B), rows)
         before, after = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (state, new))
         if before != after:
             raise InputError(
@@ -253,10 +253,10 @@ class Task:
 
     def first_tokens(self, params: Any, batch: Batch) -> Any:
         """What generation gives first, and after the token 0 of each row."""
-        logits_BV, state = self.begun(params, batch)
-        return logits_BV, self.extended(params, state, jnp.zeros(_rows(batch), jnp.int32))
+        logits_BV, state = self.begin_generation(params, batch)
+        return logits_BV, self.extend_generation(params, state, jnp.zeros(_rows(batch), jnp.int32))
 
-    def _called(self, function: Callable[..., Any], params: Any, *arguments: Any) -> Any:
+    def _call_model(self, function: Callable[..., Any], params: Any, *arguments: Any) -> Any:
         """The result of a function of the model that does not train it."""
         with of_flax.reading():
             given, _ = self._readable(params)
@@ -275,23 +275,23 @@ class Task:
             for name, one in self.inputs.items()
         }
 
-    def counted(self, batch: Batch) -> jax.Array:
+    def divisor(self, batch: Batch) -> jax.Array:
         """What the sums over a batch are divided by."""
         return self.count(batch) if self.count else jnp.asarray(_rows(batch), jnp.float32)
 
     def totals(self, params: Any, batch: Batch) -> dict[str, jax.Array]:
         """What evaluation adds up over batches."""
         if self.evaluate:
-            return self._called(self.evaluate, params, batch)
+            return self._call_model(self.evaluate, params, batch)
         sums, state = self.summed(params, batch, None, training=False)
         if state:
             raise InputError(
                 f"task {self.name}: sums() changes the model's state, and nothing says how it is evaluated\n"
                 "  fix   Task(..., evaluate=totals): (parameters, batch) -> a dict of sums, with loss and count"
             )
-        return sums._asdict() | {"count": self.counted(batch)}
+        return sums._asdict() | {"count": self.divisor(batch)}
 
-    def scored(self, totals: Mapping[str, float]) -> dict[str, float]:
+    def evaluation_values(self, totals: Mapping[str, float]) -> dict[str, float]:
         """The values that evaluation logs, from its totals. The lowest `eval_loss` is the best."""
         if self.scores:
             return self.scores(totals)
@@ -305,7 +305,7 @@ class Task:
         return {name: total / count for name, total in sums._asdict().items()} | {"count": count}
 
 
-def _described(tree: Any) -> dict[str, str]:
+def _describe(tree: Any) -> dict[str, str]:
     """The path of each array of nested dicts, and its dtype and shape."""
     flat: dict[Any, Any] = flatten_dict(tree)
     return {".".join(path): f"{x.dtype}{list(x.shape)}" for path, x in flat.items()}

@@ -113,7 +113,7 @@ def options(
 
 def _libtpu() -> tuple[int, ...]:
     """The version of libtpu, such as (0, 0, 42); () if it is not installed."""
-    return tuple(map(int, re.findall(r"\d+", versions.installed(["libtpu"])["libtpu"] or "")[:3]))
+    return tuple(map(int, re.findall(r"\d+", versions.installed_versions(["libtpu"])["libtpu"] or "")[:3]))
 
 
 def compile(lowered: jax.stages.Lowered, options: Mapping[str, Any], platform: str, place: str) -> jax.stages.Compiled:

@@ -153,7 +153,7 @@ class Agreement:
             for thing in list(self._wanted)[:1]:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
                     processes.client().key_value_set(key, thing)
-            if stored := processes.stored(key):
+            if stored := processes.read_stored(key):
                 return stored
         return None
 
@@ -171,6 +171,6 @@ class Agreement:
     def _stored_step(self, key: str) -> int | None:
         """The step under a key, as soon as it is there; None when the context is left."""
         while not self._left.is_set():
-            if step := processes.stored(key):
+            if step := processes.read_stored(key):
                 return int(step)
         return None

@@ -90,9 +90,9 @@ def compare(facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: Non
         for other in range(1, jax.process_count()):
             theirs = json.loads(_value(f"{name}/{other}", other, say))
             differences += [
-                f"  {field}: {_shown(mine, field)} in process 0, {_shown(theirs, field)} in process {other}"
+                f"  {field}: {_show_facts(mine, field)} in process 0, {_show_facts(theirs, field)} in process {other}"
                 for field in sorted(mine.keys() | theirs.keys())
-                if _shown(mine, field) != _shown(theirs, field)
+                if _show_facts(mine, field) != _show_facts(theirs, field)
             ]
         store.key_value_set(f"{name}/differences", json.dumps(differences))
     if differences:
@@ -112,14 +112,14 @@ def next_key(what: str) -> str:
 def _value(key: str, process: int, say: Callable[[str], None] = lambda _: None) -> str:
     """The value that another process stores under `key`, as soon as it is there. Ctrl-C ends the waiting."""
     next_report_s = time.monotonic() + 30
-    while (value := stored(key)) is None:
+    while (value := read_stored(key)) is None:
         if time.monotonic() > next_report_s:
             say(f"waiting for process {process}")
             next_report_s += 300
     return value
 
 
-def stored(key: str) -> str | None:
+def read_stored(key: str) -> str | None:
     """The value that is stored under `key` within _POLL_MS; None if there is none."""
     try:
         return client().blocking_key_value_get(key, _POLL_MS)
@@ -144,7 +144,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _shown(facts: Mapping[str, Any], field: str) -> str:
+def _show_facts(facts: Mapping[str, Any], field: str) -> str:
     return json.dumps(facts[field]) if field in facts else "absent"
 
 

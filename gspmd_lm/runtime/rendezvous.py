@@ -89,12 +89,12 @@ def _gather(port: int, address: str, count: int, say: Say) -> None:
             while missing := [number for number in range(1, count) if not _is_open(there.get(number))]:
                 if time.monotonic() > until:
                     raise RunFailed(
-                        f"process 0 waited {WAIT_S:.0f} s at {address} for {_named(missing)}, in vain\n"
+                        f"process 0 waited {WAIT_S:.0f} s at {address} for {_name_processes(missing)}, in vain\n"
                         f"  fix   start all {count} processes with the same command, and see that their hosts reach "
                         f"port {port} of this one (firewall)"
                     )
                 if time.monotonic() > report_at:
-                    say(f"waiting for {_named(missing)} at {address}")
+                    say(f"waiting for {_name_processes(missing)} at {address}")
                     report_at += REPORT_S
                 with contextlib.suppress(TimeoutError):
                     connection = stack.enter_context(listener.accept()[0])
@@ -162,7 +162,7 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
     )
 
 
-def _named(numbers: list[int]) -> str:
+def _name_processes(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:20])) + ", ..." * (len(numbers) > 20)
     return f"process{'es' * (len(numbers) > 1)} {shown}"
 

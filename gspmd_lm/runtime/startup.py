@@ -58,7 +58,7 @@ class Runtime:
         return self.process_index == 0
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Whether the devices are threads of the CPU."""
         return self.platform == "cpu"
 

@@ -355,7 +355,7 @@ def use(weight: Weight, dtype: Any = None) -> jax.Array:
     return _use(spec, weight.compute_dtype, jnp.dtype(dtype or weight.compute_dtype), weight.array)
 
 
-def used(weight: Weight) -> Weight:
+def in_use(weight: Weight) -> Weight:
     """The weight with its array in use, for products in a loop that is not differentiated."""
     return dataclasses.replace(weight, array=use(weight), used=True)
 

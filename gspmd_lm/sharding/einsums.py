@@ -23,7 +23,7 @@ def cut_einsum(equation: str, x: Any, y: Any, **cuts: tuple[str, Split]) -> jax.
     """
     (a, b), out = parse_equation(equation)
     small = [(one, letters) for one, letters in ((x, a), (y, b)) if isinstance(one, Quantised)]
-    scales = [(one.scale, "".join(one.kept(letters))) for one, letters in small]
+    scales = [(one.scale, "".join(one.scale_axes(letters))) for one, letters in small]
     x, y = (one.values if isinstance(one, Quantised) else one for one in (x, y))
     if x.dtype.itemsize != y.dtype.itemsize and small:  # a weight that rests in 8 bits, and an activation that does not
         x, y = (one.astype(small[0][0].dtype) for one in (x, y))

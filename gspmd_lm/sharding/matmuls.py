@@ -54,7 +54,7 @@ from gspmd_lm.sharding.partial_sums import (
     reduced,
     share_weight,
     token_sharding,
-    unreduced,
+    unreduced_sum,
 )
 from gspmd_lm.sharding.quantised import Quantised
 
@@ -83,7 +83,7 @@ def gathered(x: jax.Array, gathered_spec: str, reduced_spec: str) -> Iterator[ja
 
 def project(x: jax.Array, weight: Weight | Adapted) -> jax.Array:
     """`x` times a weight; with an adapter, x w + scale (x a) b. `x` comes from `gathered`."""
-    one, matrix = _Gathered.known(x), weight if isinstance(weight, Adapted) else Adapted(weight)
+    one, matrix = _Gathered.gathered_input(x), weight if isinstance(weight, Adapted) else Adapted(weight)
     y = one.times(matrix.weight)
     if not matrix.adapter:
         return y
@@ -123,7 +123,7 @@ def copies(x: jax.Array, sum_: Sum) -> jax.Array:
 
     `x` comes from `gathered`, as in `project`.
     """
-    one = _Gathered.known(x)
+    one = _Gathered.gathered_input(x)
     return _copies(sum_, one.gathered_spec, one.fixed, one.slot(sum_)) if sum_.over.num_shards > 1 else one.x[None]
 
 
@@ -141,10 +141,10 @@ def einsum(equation: str, x: jax.Array, w: Weight | jax.Array) -> Unreduced:
     if isinstance(w, Weight):
         letter, sum_ = _find_split(w, b, a)
         operand, slot = (_quantise(x, a, b, w), x) if eight_bits else (x, None)
-        return unreduced(_multiply(operand, slot, w, (b, a, f"z{out}", a), letter, sum_), sum_)
+        return unreduced_sum(_multiply(operand, slot, w, (b, a, f"z{out}", a), letter, sum_), sum_)
     tokens = token_sharding(x, a)
     with scope("sum", *tokens.sum.axes):
-        return unreduced(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
+        return unreduced_sum(cut_einsum(f"{a},{b}->rt{out}", x, w, **tokens.cuts), tokens.sum)
 
 
 def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: str) -> jax.Array:
@@ -174,7 +174,7 @@ def look_up(table: Weight, ids_BT: jax.Array, gathered_spec: str, reduced_spec: 
         rows_zrBTD = jax.vmap(jax.vmap(rows_of_shard, (0, None, 0)), (1, 0, None))(table_rzVD, first_z, ids_rBT)
         rows_zBTD = jax.vmap(tokens.together)(rows_zrBTD)
         sum_ = Sum(over, (f"{table.path}.{table.axes[0]}",), (table.path,))
-        return reduced(unreduced(rows_zBTD, sum_), gathered_spec, reduced_spec)
+        return reduced(unreduced_sum(rows_zBTD, sum_), gathered_spec, reduced_spec)
 
 
 # One input, and the weights that it is multiplied with
@@ -199,7 +199,7 @@ class _Gathered:
         return x is self._before and (gathered_spec, reduced_spec) == self._specs
 
     @staticmethod
-    def known(x: jax.Array) -> "_Gathered":
+    def gathered_input(x: jax.Array) -> "_Gathered":
         """The gathered input whose array is `x`. Raises InputError where there is none."""
         for one in _inputs.get():
             if one.x is x:
@@ -360,7 +360,7 @@ def _backward(matmul: _Matmul, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
             dw = (
                 (None, partials)
                 if weight_slot is not None
-                else (gradient(unreduced(partials, tokens.sum), weight), None)
+                else (gradient(unreduced_sum(partials, tokens.sum), weight), None)
             )
         gradients = (dx, None, *dw) if matmul.dx == matmul.x and not eight_bits else (None, dx, *dw)
         # A scan has its gradients in place before its next turn. Elsewhere a compiler is free to reduce a weight's

@@ -45,13 +45,13 @@ class Vocabulary:
         """Weights and activations -> their meaning."""
         return {**self.weights, **self.activations}
 
-    def adapted(self, path: str) -> str:
+    def adapted_path(self, path: str) -> str:
         """The path of the weight that an adapter's matrix belongs to. For any other array, `path` itself."""
         module, dot, name = path.rpartition(".")
         return f"{module}{dot}{self.adapters.get(name, name)}"
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def saveable_names(self) -> tuple[str, ...]:
         """The names that `remat: {save: ...}` may list."""
         return tuple(self.activations) if self.remat is None else self.remat
 

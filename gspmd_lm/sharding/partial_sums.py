@@ -103,7 +103,7 @@ class Unreduced:
         return (total if self.parts else placement().constrain(total, spec)).astype(dtype)
 
 
-def unreduced(partials: jax.Array, sum_: Sum) -> Unreduced:
+def unreduced_sum(partials: jax.Array, sum_: Sum) -> Unreduced:
     """The sum over the first dimension of `partials`. A sum over one shard has no such dimension."""
     return Unreduced((PartialSums(partials, sum_),)) if sum_.over.num_shards > 1 else Unreduced((), (partials,))
 
@@ -172,7 +172,7 @@ def gradient_slot(sums: Sequence[Sum], spec: Spec, dtype: Any, x: jax.Array) -> 
 def _reduce_slot(sums: Sequence[Sum], spec: Spec, _: Any, like: jax.Array, partials: jax.Array) -> tuple[jax.Array]:
     sum_ = functools.reduce(operator.or_, sums)
     with scope("of", *sum_.of), scope(spec.table, spec.array):
-        return (unreduced(partials, sum_).gradient(spec, like.dtype),)
+        return (unreduced_sum(partials, sum_).gradient(spec, like.dtype),)
 
 
 gradient_slot.defvjp(lambda *args: (gradient_slot(*args), jnp.zeros((), args[-1].dtype)), _reduce_slot)

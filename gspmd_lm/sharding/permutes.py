@@ -14,7 +14,7 @@ from gspmd_lm.sharding.annotate import Spec, Split, per_device, platform
 from gspmd_lm.sharding.op_names import scope
 
 
-def permuted(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
+def permute(x: jax.Array, over: Split, to: Mapping[int, int]) -> jax.Array:
     """Within `per_device`, `x` of the device that sends to this one. Devices are counted along the axes of `over`."""
     if all(source == target for source, target in to.items()):
         return x
@@ -106,7 +106,7 @@ def _exchange_layers(over: Split, repeats: int, weight: Spec, w: jax.Array, back
             source, target = (computed, resting) if back else (resting, computed)
             way = {to: from_ for from_, to in way.items()} if back else way
             part = jax.lax.dynamic_index_in_dim(parts, jnp.array(source)[stage], keepdims=False)
-            moved = jax.lax.dynamic_update_index_in_dim(moved, permuted(part, over, way), jnp.array(target)[stage], 0)
+            moved = jax.lax.dynamic_update_index_in_dim(moved, permute(part, over, way), jnp.array(target)[stage], 0)
         return moved.reshape(-1, *moved.shape[2:]) if back else moved[None]
 
     spec = [computes, rests] if back else [rests, computes]
@@ -136,7 +136,7 @@ class Segments:
     targets: jax.Array  # where they begin at their receivers
     received: jax.Array  # the sizes of what arrives
 
-    def exchanged(self, rows_ND: jax.Array, into_MD: jax.Array, array: str) -> jax.Array:
+    def exchange_rows(self, rows_ND: jax.Array, into_MD: jax.Array, array: str) -> jax.Array:
         """[M, D]: the rows that arrive, and what is in `into_MD` where none does. array: the name of what is sent."""
         with scope("rules", array):
             exchange = _simulate if platform() == "cpu" else jax.lax.ragged_all_to_all

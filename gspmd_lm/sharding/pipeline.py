@@ -27,7 +27,7 @@ from gspmd_lm.sharding.of_flax import Box, is_box
 from gspmd_lm.sharding.op_names import scope
 from gspmd_lm.sharding.partial_sums import TOKENS as INPUT
 from gspmd_lm.sharding.partial_sums import Sum, copy_to_shards, share_box, token_sharding
-from gspmd_lm.sharding.permutes import layers_of_stages, permuted
+from gspmd_lm.sharding.permutes import layers_of_stages, permute
 from gspmd_lm.sharding.placement import Named
 from gspmd_lm.sharding.replicas import Replicas, replicas_of
 
@@ -197,7 +197,7 @@ def send(over: Split, step: int, x_SBTD: jax.Array) -> jax.Array:
     place = over.over, *(split(RESIDUAL.array, axis).over for axis in RESIDUAL.axes)
     to = {stage: (stage + step) % over.num_shards for stage in range(over.num_shards)}
     with scope("rules", RESIDUAL.array):
-        return per_device(lambda x: (permuted(x, over, to),), [place], [place])(x_SBTD)[0]
+        return per_device(lambda x: (permute(x, over, to),), [place], [place])(x_SBTD)[0]
 
 
 send.defvjp(lambda over, step, x: (send(over, step, x), None), lambda over, step, _, dx: (send(over, -step, dx),))

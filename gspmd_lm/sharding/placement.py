@@ -315,7 +315,7 @@ class Recorder(Placement):
         return other
 
     @property
-    def unmapped(self) -> list[Spec]:
+    def unmapped_constraints(self) -> list[Spec]:
         """The constraints that gather an array whole, since no row maps any of their axes."""
         return [one for one in self.constraints if not any(self.rules.row("rules", one.array, x) for x in one.axes)]
 
@@ -325,7 +325,7 @@ def mark(x: jax.Array, spec: Spec) -> jax.Array:
     return checkpoint_name(x, f"{spec.table} {spec.array}: {' '.join(spec.axes)}")
 
 
-def marked(name: str) -> Spec | None:
+def marked_placement(name: str) -> Spec | None:
     """The placement that an operation `name` of a recorded program marks; None for other names."""
     table, _, rest = name.partition(" ")
     array, colon, axes = rest.partition(": ")
@@ -362,7 +362,9 @@ def problems(
     for table, (leaf, like) in tables:
         collected += rules.resolve(table, leaf.path, leaf.axes, like.shape, jnp.dtype(like.dtype).itemsize)[1]
     collected += activations.problems if activations else []
-    collected += rules.unused({leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {})
+    collected += rules.unused_rows(
+        {leaf.path: leaf.axes for leaf, _ in params}, activations.axes if activations else {}
+    )
     return list(dict.fromkeys(collected))
 
 

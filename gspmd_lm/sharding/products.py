@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from gspmd_lm.sharding.annotate import Spec, Split, placement
-from gspmd_lm.sharding.placement import mark, marked
+from gspmd_lm.sharding.placement import mark, marked_placement
 
 _PARAMETER = "parameter"  # the table of a mark that says which parameter an array is
 # Equations whose inner functions stay as they are: they have derivatives of their own, or none, or see one device.
@@ -72,7 +72,7 @@ class _Products:
             equation, first = one.replace(invars=variables, params=self._inner(one)), variables[:1]
             spec = parameters.get(first[0]) if first and isinstance(first[0], core.Var) else None
             match equation.primitive.name:
-                case "name" if (named := marked(equation.params["name"])) and named.table == _PARAMETER:
+                case "name" if (named := marked_placement(equation.params["name"])) and named.table == _PARAMETER:
                     # What reads a parameter again takes what has read it before.
                     value = gathered.setdefault((named, first[0].aval, made.get(first[0], first[0])), first[0])
                     instead[equation.outvars[0]] = value

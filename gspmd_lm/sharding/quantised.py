@@ -48,7 +48,7 @@ class Quantised:
     def ndim(self) -> int:
         return self.values.ndim
 
-    def kept(self, axes: Sequence[str]) -> list[str]:
+    def scale_axes(self, axes: Sequence[str]) -> list[str]:
         """The axes of `scale`, where `axes` are those of `values`."""
         return [axis for at, axis in enumerate(axes, -len(axes)) if at not in self.over]
 
@@ -114,7 +114,7 @@ def use(weight: Weight, letters: str = "", summed: str = "") -> Quantised:
             small = quantise(small, letters, summed, EIGHT_BITS[weight.matmul_dtype])
     values, scale = small.values, small.scale
     values = place.constrain(place.constrain(values, spec._replace(table="weights")), spec)
-    scale = place.constrain(scale, spec._replace(axes=tuple(small.kept(weight.axes))))
+    scale = place.constrain(scale, spec._replace(axes=tuple(small.scale_axes(weight.axes))))
     return dataclasses.replace(small, values=values, scale=scale, dtype=weight.compute_dtype)
 
 
@@ -135,7 +135,7 @@ def pair(dy: jax.Array, letters: str, other: Any, other_letters: str, over_token
     if not isinstance(other, Quantised):
         return dy, other
     letters = letters[-dy.ndim :]  # a single shard has no z
-    exact = dy.astype(jnp.float32) * align_scale(other.scale, other.kept(other_letters), letters)
+    exact = dy.astype(jnp.float32) * align_scale(other.scale, other.scale_axes(other_letters), letters)
     small = quantise(exact, letters, other_letters, _BACKWARD[other.values.dtype], over_tokens)
     return dataclasses.replace(small, dtype=dy.dtype), other.values
 

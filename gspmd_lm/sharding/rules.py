@@ -214,7 +214,7 @@ class Rules:
             if path.partition(".")[0] != axis:
                 return None  # layers outside of the stages, which all stages compute
             table = max(table, "weights", key=TABLES.index)  # a stage computes with the layers that it holds
-        rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted(path)
+        rows, weight = [row for row in self.rows if row.axis == axis], self.vocabulary.adapted_path(path)
         for name in reversed(TABLES[: TABLES.index(table) + 1]) if rows else ():
             matches = [row for row in rows if row.table == name and (row.mentions(path) or row.mentions(weight))]
             if matches:
@@ -320,7 +320,9 @@ class Rules:
         ]  # fmt: skip
         return dataclasses.replace(self, mesh=mesh, problems=tuple(problems))
 
-    def unused(self, weights: Mapping[str, Sequence[str]], activations: Mapping[str, Sequence[str]]) -> list[Problem]:
+    def unused_rows(
+        self, weights: Mapping[str, Sequence[str]], activations: Mapping[str, Sequence[str]]
+    ) -> list[Problem]:
         """Problems of the rows that place nothing in a model with these weights and activations (path -> logical axes).
 
         An array or axis that no model has is an error. One that only this model lacks is a warning.

@@ -47,7 +47,7 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, o
         raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
                             f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
     reader = _Reader(str(path), vocabulary)
-    values = reader.laid(raw, mesh_override, overrides)
+    values = reader.lay_over(raw, mesh_override, overrides)
     if reader.flags:
         text = f"# {path} with {' '.join(dict.fromkeys(reader.flags.values()))}\n{core_yaml.dump(values)}"
     return dataclasses.replace(reader.rules(values), text=text)
@@ -56,7 +56,7 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, o
 def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER) -> Rules:
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
     reader = _Reader(path, vocabulary)
-    return reader.rules(reader.laid(raw, mesh_override, ()))
+    return reader.rules(reader.lay_over(raw, mesh_override, ()))
 
 
 class _Reader:
@@ -71,7 +71,7 @@ class _Reader:
     def wrong(self, message: str, key: str, value: Any, fix: str, axes: Iterable[str] = ()) -> None:
         self.problems.append(Problem(message, place(self.path, self.flags, key, value), fix, axes=tuple(axes)))
 
-    def known(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
+    def check_word(self, word: Any, words: Iterable[str], what: str, key: str, value: Any, fix: str = "") -> bool:
         """Whether `word` is one of `words`. If not, that is a problem."""
         words = tuple(words)
         if word not in words:
@@ -90,7 +90,7 @@ class _Reader:
             self.wrong(f"{key}: must be a mapping", key, value, f"write '{key}: {{name: value}}' or drop it")
         return value if isinstance(value, dict) else {}
 
-    def laid(self, raw: Mapping[Any, Any], mesh_override: str, overrides: Sequence[str]) -> dict[Any, Any]:
+    def lay_over(self, raw: Mapping[Any, Any], mesh_override: str, overrides: Sequence[str]) -> dict[Any, Any]:
         """The values of a file with those of flags laid over them."""
         values = dict(raw)
         for text in overrides:
@@ -150,7 +150,7 @@ class _Reader:
 
     def rules(self, raw: Mapping[Any, Any]) -> Rules:
         for key, value in raw.items():
-            self.known(key, SECTIONS, "unknown section", str(key), value)
+            self.check_word(key, SECTIONS, "unknown section", str(key), value)
         mesh = self.mesh(raw.get("mesh"))
         rows = tuple(row for table in TABLES for row in self.table(table, raw.get(table), mesh))
         microbatches, context = raw.get("microbatches", 1), raw.get("context", CONTEXTS[0])
@@ -165,7 +165,7 @@ class _Reader:
             unroll=self.unroll(raw.get("unroll")),
             attention=self.attention(raw.get("attention")),
             context=context
-            if self.known(context, CONTEXTS, "context: unknown form", "context", context)
+            if self.check_word(context, CONTEXTS, "context: unknown form", "context", context)
             else CONTEXTS[0],
             compiler_options={
                 platform: self.mapping(f"compiler_options.{platform}", entries)
@@ -185,7 +185,7 @@ class _Reader:
             return {}
         mesh: dict[str, int] = {}
         for name, size in raw.items():
-            self.known(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
+            self.check_word(name, MESH_AXES, "mesh: unknown mesh axis", f"mesh.{name}", size)
             rest = ", or -1 for all the devices that are left"
             is_open = size == -1 and isinstance(size, int)
             mesh[str(name)] = size if is_open or self.size(size, f"mesh: {name}", f"mesh.{name}", rest) else 1
@@ -215,25 +215,25 @@ class _Reader:
                     self.wrong(what, where, target, f"write [{', '.join(parts)}]")
                 elif mesh:  # a missing mesh is a problem already
                     what, rest = f"{where}: the mesh has no axis", ", or null to replicate"
-                    self.known(name, mesh, what, where, target, rest)
+                    self.check_word(name, mesh, what, where, target, rest)
             if len(self.problems) == problems_before and mesh:
                 yield Row(place(self.path, self.flags, where, target), table, array, axis, names)
 
     def remat(self, value: Any) -> Remat:
         if not isinstance(value, dict):
             policies = "none", "block", "dots", "{save: [q, k, v], offload: [residual]}"
-            good = self.known(value, policies, "remat: unknown policy", "remat", value)
+            good = self.check_word(value, policies, "remat: unknown policy", "remat", value)
             return Remat(value if good else "none")
         lists: dict[str, list[str]] = {"save": [], "offload": []}
         for key, names in value.items():
-            if not self.known(key, lists, "remat: unknown entry", f"remat.{key}", names):
+            if not self.check_word(key, lists, "remat: unknown entry", f"remat.{key}", names):
                 continue
             if not isinstance(names, list):
                 self.wrong(f"remat.{key}: must be a list", f"remat.{key}", names, "write for example [q, k, v]")
                 continue
             what = "remat: no activation of a block is named"
-            kept = self.vocabulary.kept
-            lists[key] = [name for name in names if self.known(name, kept, what, f"remat.{key}", names)]
+            kept = self.vocabulary.saveable_names
+            lists[key] = [name for name in names if self.check_word(name, kept, what, f"remat.{key}", names)]
         for name in sorted(set(lists["save"]) & set(lists["offload"])):
             self.wrong(f"remat: {name} is both saved and offloaded", "remat", value, "drop one of them")
         return Remat("names", tuple(lists["save"]), tuple(lists["offload"]))
@@ -248,10 +248,10 @@ class _Reader:
         values = {**usual, "gather": None, **self.mapping("pipeline", value)}
         # What is wrong with a key stands in its own message; a missing one reads as null.
         good = [
-            self.known(key, usual, "pipeline: unknown key", f"pipeline.{key}", one)
+            self.check_word(key, usual, "pipeline: unknown key", f"pipeline.{key}", one)
             and (
                 (one is None and key == "gather")
-                or self.known(one, words[key][0], f"pipeline: {words[key][1]}", f"pipeline.{key}", one)
+                or self.check_word(one, words[key][0], f"pipeline: {words[key][1]}", f"pipeline.{key}", one)
                 if key in words
                 else self.size(one, f"pipeline: {key}", f"pipeline.{key}")
             )
@@ -285,14 +285,16 @@ class _Reader:
         entries = self.mapping(section, value).items()
         what = f"{section}: unknown platform"
         return [
-            (name, entry) for name, entry in entries if self.known(name, PLATFORMS, what, f"{section}.{name}", entry)
+            (name, entry)
+            for name, entry in entries
+            if self.check_word(name, PLATFORMS, what, f"{section}.{name}", entry)
         ]
 
     def attention(self, value: Any) -> dict[str, str]:
         chosen: dict[str, str] = {}
         for platform, kernel in self.by_platform("attention", value):
             what = f"attention: {platform} has no kernel"
-            if self.known(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
+            if self.check_word(kernel, KERNELS[platform], what, f"attention.{platform}", kernel):
                 chosen[platform] = kernel
         return chosen
 
@@ -300,6 +302,6 @@ class _Reader:
         return {
             name: slices
             for name, slices in self.mapping("dcn", value).items()
-            if self.known(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
+            if self.check_word(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
             and self.size(slices, f"dcn: {name}", f"dcn.{name}")
         }

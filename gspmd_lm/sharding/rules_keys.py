@@ -21,7 +21,7 @@ _ROWS: Any = {"anyOf": [{"enum": [*DECODER.axes]}, {"pattern": rf"^([a-z_0-9]+\.
 MeshAxis = Annotated[str, _one_of(*MESH_AXES)]
 Platform = Annotated[str, _one_of(*PLATFORMS)]
 Kernel = Annotated[str, _one_of(*dict.fromkeys(kernel for kernels in KERNELS.values() for kernel in kernels))]
-Kept = Annotated[str, _one_of(*DECODER.kept)]
+Kept = Annotated[str, _one_of(*DECODER.saveable_names)]
 OpenSize = Size | Literal[-1]  # -1: all the devices that are left
 Target = MeshAxis | list[MeshAxis] | None
 Table = Annotated[dict[str, Target], pydantic.Field(json_schema_extra={"propertyNames": _ROWS})]

@@ -122,7 +122,7 @@ def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
     return list(zip(leaves, jax.tree.leaves(abstract), strict=True))
 
 
-def placed(
+def place_array(
     rules: Rules, table: str, leaf: Named, like: Any, itemsize: int = 0
 ) -> tuple[tuple[tuple[str, ...], ...], float]:
     """How `table` splits an array, and the bytes of it on each device; in its dtype if `itemsize` is 0."""
@@ -136,7 +136,7 @@ def bytes_per_device(like: Any) -> int:
     return math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
 
 
-def checked(
+def check_layout(
     arrays: Arrays, rules: Rules, recorded: Iterable[Recorder] = (), more: Iterable[Problem] = ()
 ) -> list[Problem]:
     """The warnings about `rules` for the arrays of a model. Nothing is compiled or allocated.

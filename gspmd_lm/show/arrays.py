@@ -10,14 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.table import PlacedArray, Spec, held, rows, split
+from gspmd_lm.foresight.table import PlacedArray, Spec, split_and_size, rows, split
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules
 from gspmd_lm.sharding.shapes import Arrays, pairs
 from gspmd_lm.train import decoder
-from gspmd_lm.train.state import recorded
+from gspmd_lm.train.state import record_arrays
 from gspmd_lm.units import human_bytes, plural
 
 COLOURS: dict[str, str] = dict(zip(MESH_AXES, ("green", "cyan", "magenta", "yellow", "blue", "red"), strict=True))
@@ -49,7 +49,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
 
     A narrow console leaves out what each row of a wide one repeats.
     """
-    recorder = recorded(config, arrays, rules.microbatches, rules)
+    recorder = record_arrays(config, arrays, rules.microbatches, rules)
     listed = list(rows(config, rules, arrays, recorder.arrays, recorder.used))
     weights = [row for row in listed if row.at_rest is not None]
     parts = {"weights": weights, "activations": [row for row in listed if row.at_rest is None]}
@@ -57,9 +57,13 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     if not all(form.all_axes for form in forms):
         console.print(Text(AXES_LEFT_OUT, WHOLE))
     totals = {
-        "weights": [held(rules, "weights", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
-        "optimizer": [held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_optimizer, arrays.optimizer)],
-        "gradients": [held(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_trained, arrays.trained)],
+        "weights": [split_and_size(rules, "weights", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
+        "optimizer": [
+            split_and_size(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_optimizer, arrays.optimizer)
+        ],
+        "gradients": [
+            split_and_size(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_trained, arrays.trained)
+        ],
     }
     some = arrays.trained_count < arrays.parameter_count
     trained = f" ({arrays.trained_count:,} trained)" if some else ""
@@ -70,7 +74,7 @@ def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) 
     for line in keys(rules, decoder.task(config).rows):
         console.print(line, soft_wrap=True, markup=False)
     if kinds := len(recorder.constraints):
-        whole = len(recorder.unmapped)
+        whole = len(recorder.unmapped_constraints)
         console.print(f"kinds of constraints on activations: {kinds}, {whole} of them without an axis that a row maps")
     console.print("bytes per device, counted, without activations and temporaries:")
     for name, sizes in totals.items():

@@ -278,7 +278,7 @@ def _collectives(report: Report) -> Section:
         "Collectives",
         columns,
         [row(_merge(group)) for group in alike],
-        left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent, alike[shown:])))}",
+        left_out=lambda shown: f"and {len(alike) - shown} more, {human_bytes(sum(map(_sent_bytes, alike[shown:])))}",
         groups=[
             (row(_sums(group, whole or 1)), [row(_collective(one, whole=whole)) for one in group]) for group in by_axes
         ],
@@ -292,19 +292,19 @@ def _groups(report: Report, key: Callable[[Collective], Hashable]) -> list[list[
     groups = collections.defaultdict[Hashable, list[Collective]](list)
     for one in sorted(report.collectives, key=lambda one: one.bytes_per_device_per_step, reverse=True):
         groups[key(one)].append(one)
-    return sorted(groups.values(), key=_sent, reverse=True)
+    return sorted(groups.values(), key=_sent_bytes, reverse=True)
 
 
 def _merge(alike: Sequence[Collective]) -> Row:
     """The row of collectives that differ only in the array they move: the largest of them, with the sums of all."""
     times, more = sum(one.times_per_step for one in alike), len({one.op for one in alike}) - 1
-    whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent(alike))
+    whole = dataclasses.replace(alike[0], times_per_step=times, bytes_per_device_per_step=_sent_bytes(alike))
     return _collective(whole, f" +{more}" if more else "")
 
 
 def _sums(members: Sequence[Collective], whole: int) -> Row:
     """The row above collectives over the same axes in the same phase."""
-    sent = _sent(members)
+    sent = _sent_bytes(members)
     count = f"{plural(len(members), 'collective')}, {sent / whole:.1%} of the bytes"
     times = f"{sum(one.times_per_step for one in members):,}"
     over = f"{'+'.join(members[0].mesh_axes)}, {members[0].phase}"
@@ -328,7 +328,7 @@ def _collective(one: Collective, others: str = "", whole: int = 0) -> Row:
     )
 
 
-def _sent(collectives: Sequence[Collective]) -> int:
+def _sent_bytes(collectives: Sequence[Collective]) -> int:
     return sum(one.bytes_per_device_per_step for one in collectives)
 
 

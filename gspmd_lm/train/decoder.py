@@ -12,7 +12,7 @@ from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.model import lora
 from gspmd_lm.model.families import family, init
 from gspmd_lm.model.loss import Sums
-from gspmd_lm.model.moe import balanced
+from gspmd_lm.model.moe import balance_experts
 from gspmd_lm.model.objectives import Input, Shape
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.axes import DECODER
@@ -41,7 +41,7 @@ def _task(config: Config) -> Task:
         init=functools.partial(initial, model),
         optimizer=functools.partial(_optimizer, config),
         partition=functools.partial(lora.partition, cfg=model),
-        moved=functools.partial(_moved, model) if model.balance_bias and not model.lora else None,
+        moved=functools.partial(_move_balance, model) if model.balance_bias and not model.lora else None,
         random=bool(model.dropout),
         seed=config.train.seed,
         matmul_precision=model.matmul_precision,
@@ -70,8 +70,8 @@ def _optimizer(config: Config, named: Any) -> optax.GradientTransformation:
     return optimizer.build_optimizer(config.optimizer, config.train.steps, named)
 
 
-def _moved(model: ModelConfig, frozen: Any, sums: Sums) -> Any:
-    return balanced(frozen, sums.load_LC, model)
+def _move_balance(model: ModelConfig, frozen: Any, sums: Sums) -> Any:
+    return balance_experts(frozen, sums.load_LC, model)
 
 
 def _metrics(config: Config, means: Any, sums: Any, count: jax.Array, step: jax.Array) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ from gspmd_lm import versions
 from gspmd_lm.config import Config, paths, value_at, with_values
 from gspmd_lm.errors import InputError
 from gspmd_lm.model import lora
-from gspmd_lm.program.program import placed
+from gspmd_lm.program.program import place_shapes
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step
@@ -51,7 +51,7 @@ class InitFrom:
 
         Raises an InputError that lists every difference if they are not weights of the run's model.
         """
-        number, params = self._restored(step)
+        number, params = self._restore(step)
         return number, self._with_head(params, step) if self.new else params
 
     def _with_head(self, params: Any, step: Step) -> Any:
@@ -63,20 +63,20 @@ class InitFrom:
         new = drawn(jax.random.key(self.run.train.seed))
         return unflatten_dict({path: new.get(path, have.get(path)) for path in shardings}, sep=".")
 
-    def _restored(self, step: Step) -> tuple[int, Any]:
+    def _restore(self, step: Step) -> tuple[int, Any]:
         model, arrays = self.config.model, state.arrays(self.config)
         shardings = step.placement.shardings("weights", arrays.named_params, arrays.params)
         with checkpoint.run_checkpoints(self.workdir, self.config) as checkpoints:
-            restored = checkpoints.restore_weights(placed(arrays.params, shardings))
+            restored = checkpoints.restore_weights(place_shapes(arrays.params, shardings))
         assert restored is not None, "find() has seen a checkpoint"
         number, params = restored
         if not model.lora:
             return number, params
 
-        def merged(weights: Any, adapters: Any) -> Any:
-            return lora.merged(lora.joined(weights, adapters), model)[0]
+        def merge_adapters(weights: Any, adapters: Any) -> Any:
+            return lora.merge_adapters(lora.join_trees(weights, adapters), model)[0]
 
-        merge = jax.jit(merged, out_shardings=lora.weights(shardings), donate_argnums=0)
+        merge = jax.jit(merge_adapters, out_shardings=lora.weights(shardings), donate_argnums=0)
         return number, merge(lora.weights(params), lora.adapters(params))
 
 

@@ -22,7 +22,7 @@ from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
 from gspmd_lm.train.saving import Best, SkippedSteps
-from gspmd_lm.train.state import State, described
+from gspmd_lm.train.state import State, describe_run
 from gspmd_lm.train.step import Step
 from gspmd_lm.units import human_bytes
 from gspmd_lm.workdir import checkpoint, compatible, history, trackers
@@ -116,7 +116,7 @@ class Run:
             self.say(self.rows[0].description)
             params = checkpoints.read_weights(chosen, self.step.abstract_state.params)
         values = self.held_out_metrics(params, chosen.step)
-        self.say(progress.scored(values))
+        self.say(progress.describe_scored(values))
         return values
 
     def checkpoints(self) -> Any:
@@ -133,17 +133,17 @@ class Run:
             compiling = background.submit(self.programs.train)
             for tracker in train.trackers if self.machine.is_main else ():
                 trackers.import_tracker(tracker)  # now, while the compiler works
-            if not self.machine.simulated:
+            if not self.machine.is_simulated:
                 compiling.result()  # a step that cannot fit is refused before anything is allocated
-            start, state = self._restored(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
+            start, state = self._restore(checkpoints, chosen) if chosen else (0, self._initial_state(origin))
             self._write_description()
             return start, state, self.programs.ready(compiling.result())
 
-    def _restored(self, checkpoints: Checkpoints, chosen: Chosen) -> tuple[int, State]:
+    def _restore(self, checkpoints: Checkpoints, chosen: Chosen) -> tuple[int, State]:
         state = checkpoints.read(chosen, self.step.abstract_state)
         if chosen.extra.get("data") != self.rows[0].fingerprint:
             self.say(f"warning: the rows are not those that {self.workdir} was trained on so far")
-        changes = history.changes(self.workdir, described(self.config or self.step.task))
+        changes = history.changes(self.workdir, describe_run(self.config or self.step.task))
         changes += saving.moved_rows(chosen.step, chosen.extra, self.step.task.rows)
         self.say("\n".join([f"restored step {chosen.step} of {self.workdir}", *changes]))
         return chosen.step, state
@@ -171,7 +171,7 @@ class Run:
         assert held_out_rows is not None
         program = self.programs.ready(self.programs.evaluate())
         batches = held_out_rows.batches(0, self.step.batch_shardings, self.settings.eval_batches)
-        values = self.step.task.scored(progress.added(program(params, batch) for _, batch in batches))
+        values = self.step.task.evaluation_values(progress.add_totals(program(params, batch) for _, batch in batches))
         self.say(f"step {step}: held-out {progress.scores(values)}")
         return values
 
@@ -180,7 +180,7 @@ class Run:
             made = self.rows[0].tokenizer
             kept = trained.files_to_keep(self.step.config, self.workdir, made) if self.step.config else {}
             history.write_description(
-                self.workdir, described(self.config or self.step.task), self.step.rules.text, kept,
+                self.workdir, describe_run(self.config or self.step.task), self.step.rules.text, kept,
                 self.rows[0].classes, mesh=dict(self.step.rules.mesh), rows=self.rows[0].description,
                 device=self.machine.device_kind,
             )  # fmt: skip
@@ -218,7 +218,7 @@ class _Training:
             contextlib.closing(self._log()) as self.log,
             contextlib.closing(run.rows[0].batches(start, run.step.batch_shardings, self.stop)) as batches,
             self.shown.bar,
-            progress.profiled(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
+            progress.profile_steps(run.profile, start, self.stop, run.workdir / "profile", self.say) as trace,
         ):
             if chosen and "best" in chosen.extra and self._is_scheduled(start) and self.best.evaluated != start:
                 # The run was asked to stop at this step, and saved it without evaluating it.
@@ -262,7 +262,7 @@ class _Training:
         if ends or self.skipped_steps.failed or done == self.start + 1 or _due(done, self.config.log_every):
             self._log_values(values)
         if self.skipped_steps.failed:
-            raise self._failed(*self.skipped_steps.failed)
+            raise self._not_finite_error(*self.skipped_steps.failed)
         best_before = self.best
         if not self.interrupted and (done == self.stop or self._is_scheduled(done)):
             self._evaluate()
@@ -348,7 +348,7 @@ class _Training:
         if parts:
             self.say("; ".join(parts))
 
-    def _failed(self, step: int, skipped: int) -> RunFailed:
+    def _not_finite_error(self, step: int, skipped: int) -> RunFailed:
         """The error for too many steps in a row that were not finite, whose checkpoints later starts do not use."""
         healthy, steps = self.checkpoints.give_up(), self.checkpoints.steps()
         if healthy is not None:
@@ -378,7 +378,11 @@ class _Training:
         if not self.is_main:
             return _Silent()
         return Log(
-            self.run.workdir, self.start, self.config, described(self.run.step.config or self.run.step.task), self.say
+            self.run.workdir,
+            self.start,
+            self.config,
+            describe_run(self.run.step.config or self.run.step.task),
+            self.say,
         )
 
 

@@ -48,7 +48,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-def unfinished(cfg: config.Optimizer, steps: int) -> str:
+def unfinished_schedule_note(cfg: config.Optimizer, steps: int) -> str:
     """A warning about a schedule that is longer than a run of `steps` steps; '' for any other."""
     warmup, decay = cfg.warmup_steps, _decay_steps(cfg, steps)
     if warmup > steps:
@@ -169,10 +169,10 @@ def named_state(abstract_state: Any, named: Any, abstract_params: Any) -> Any:
     Raises InputError for an array whose axes are not known, so that no array is replicated unnoticed.
     """
     by_path = {leaf.path: leaf.axes for leaf in jax.tree.leaves(named, is_leaf=_is_named)}
-    shapes = {_dotted(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    shapes = {_dotted_path(path): like.shape for path, like in jax.tree_util.tree_leaves_with_path(abstract_params)}
 
     def name(path: Any, like: Any) -> Named:
-        param = _dotted(path)
+        param = _dotted_path(path)
         where = jax.tree_util.keystr(path, simple=True, separator=".")
         if param not in by_path:  # a counter or a constant, once per layer where the rule runs layer by layer
             if like.size > 16 and not np.issubdtype(like.dtype, np.integer):
@@ -220,7 +220,7 @@ def _at(tree: Any, path: Any) -> Any:
     return tree
 
 
-def _dotted(path: Any) -> str:
+def _dotted_path(path: Any) -> str:
     """The parameter's path at the end of a leaf's path: its last unbroken run of dictionary keys."""
     keys = []
     for key in reversed(path):

@@ -68,9 +68,9 @@ class TrainPrograms:
         """Where a program came from: a file, or the compiler and its cache."""
         if name == "train step" and self.executable:
             return "loaded, not compiled"
-        return f"compiled in {taken_s:.1f} s{self._cached() if name == 'train step' else ''}"
+        return f"compiled in {taken_s:.1f} s{self._cached_programs() if name == 'train step' else ''}"
 
-    def _cached(self) -> str:
+    def _cached_programs(self) -> str:
         cache = self.cache
         if cache is None:
             return ""
@@ -94,7 +94,7 @@ class TrainPrograms:
                 if report_step and "RESOURCE_EXHAUSTED" in str(error):
                     report_step(str(error), traced, options, time.perf_counter() - lowered_at)
                 raise
-        if self.machine.simulated:
+        if self.machine.is_simulated:
             fix = "a smaller data.batch, remat: block, or a smaller model"
             compiler.check_room(compiled, list(self.step.mesh.devices.flat), "the train step", fix)
         if report_step:

@@ -31,7 +31,7 @@ _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
 )
 
 
-def added(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
+def add_totals(totals: Iterable[Mapping[str, jax.Array]]) -> dict[str, Any]:
     """The sums of the totals of batches, in float64: numbers, and arrays of the totals that are arrays."""
     sums: dict[str, Any] = {}
     for of_batch in totals:
@@ -217,7 +217,7 @@ def scores(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.{digits.get(name, 3)}f}" for name, value in names.items())
 
 
-def scored(values: Mapping[str, float]) -> str:
+def describe_scored(values: Mapping[str, float]) -> str:
     """How much an evaluation has scored: '1,024 tokens were scored'."""
     name = next(name for name in COUNTS if name in values)
     return f"{values[name]:,.0f} {name.removeprefix('eval_')} were scored"
@@ -258,7 +258,7 @@ def _time(value: float) -> str:
 
 
 @contextlib.contextmanager
-def profiled(
+def profile_steps(
     profile: tuple[int, int] | None, begin: int, end: int, folder: epath.Path, say: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
     """A context of a function that is called before each step, with its number. It traces the steps in `profile`.

@@ -71,7 +71,7 @@ def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
         raise InputError(f"model.frozen={list(frozen)}: {', and '.join(wrong)}\n  fix   some of {known}")
 
 
-def recorded(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:
+def record_arrays(config: Config | Task, arrays: Arrays, microbatches: int, rules: Rules) -> Recorder:
     """A record of the arrays that the model places in one microbatch under `rules`, inputs included.
 
     `arrays` are those of the config or task. Rules that the model cannot tell apart share one trace.
@@ -120,7 +120,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
             )
         )
     more += task_problems(task, rules, platform)
-    named = recorded(task, shapes, rules.microbatches if whole else 1, rules)
+    named = record_arrays(task, shapes, rules.microbatches if whole else 1, rules)
     chosen = {"remat": rules.remat.policy, f"attention.{platform}": rules.kernel(platform), "context": rules.context}
     chosen |= {"unroll": str(rules.unroll or "none"), "pipeline": "stages" if rules.pipeline else "none"}
     chosen["interleave"] = "none" if rules.interleave == 1 else str(rules.interleave)
@@ -132,7 +132,7 @@ def arrays_and_warnings(config: Config | Task, rules: Rules, platform: str) -> t
             more.append(Problem(message, place, f"drop {key}", warning=True, code="rule-matched-nothing"))
     if not task.config:
         more += _not_placed(task, shapes, rules, named)
-    return shapes, model_shapes.checked(shapes, rules, [named], more)
+    return shapes, model_shapes.check_layout(shapes, rules, [named], more)
 
 
 def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> list[Problem]:
@@ -148,8 +148,8 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
         fix = "read each with use(parameter(...)); without it, the compiler may move activations in place of weights"
         warnings.append(Problem(message, place, fix, warning=True))
     if rules.devices > 1:
-        warnings += _unnamed(task, arrays)
-    whole, rows = named.unmapped, rules.row("rules", "", task.names.rows)
+        warnings += _unnamed_problem(task, arrays)
+    whole, rows = named.unmapped_constraints, rules.row("rules", "", task.names.rows)
     if whole and rows and rules.num_shards(rows.mesh_axes) > 1:
         axes = list(dict.fromkeys(axis for spec in whole for axis in spec.axes))
         message = (
@@ -160,7 +160,7 @@ def _not_placed(task: Task, arrays: Arrays, rules: Rules, named: Recorder) -> li
     return warnings
 
 
-def _unnamed(task: Task, arrays: Arrays) -> list[Problem]:
+def _unnamed_problem(task: Task, arrays: Arrays) -> list[Problem]:
     """The warning about trained parameters with dimensions that the model does not name. Layers share a line."""
     alike: dict[str, list[Named]] = {}
     unnamed = [(leaf, like) for leaf, like in model_shapes.pairs(arrays.named_trained, arrays.trained) if leaf.left_out]
@@ -188,7 +188,7 @@ def _sizes(leaf: Named, like: Any) -> str:
     )
 
 
-def described(config: Config | Task) -> dict[str, Any]:
+def describe_run(config: Config | Task) -> dict[str, Any]:
     """What a run computes, as plain values for its workdir; of a model of one's own, its name and the settings."""
     if isinstance(config, Config):
         return configs.to_dict(config)
@@ -213,12 +213,12 @@ def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
 def _state_problems(task: Task, rules: Rules) -> list[Problem]:
     """The problems of rules with the state of a model of one's own, and with arrays of it that never change."""
     left, problems = [task.partition(tree)[0] for tree in (task.weights.named_params, task.weights.params)], []
-    if task.changed and rules.microbatches > 1:
-        message = f"{min(task.changed)}: each step leaves it new from the whole batch, which no microbatch has"
+    if task.changed_paths and rules.microbatches > 1:
+        message = f"{min(task.changed_paths)}: each step leaves it new from the whole batch, which no microbatch has"
         place = rules.place("microbatches", rules.microbatches)
         problems.append(Problem(message, place, "set microbatches to 1"))
     for leaf, _ in model_shapes.pairs(*left):
-        if leaf.path not in task.changed and not task.is_module:
+        if leaf.path not in task.changed_paths and not task.is_module:
             message = f"{leaf.path}: neither gradients nor sums() change it, so it stays as init gave it"
             fix = "return the variables that a step changes too: return losses, changed"
             problems.append(Problem(message, f"task {task.name}: sums", fix, warning=True))

@@ -13,7 +13,7 @@ from einops import rearrange
 
 from gspmd_lm.config import Config
 from gspmd_lm.model import lora
-from gspmd_lm.program.program import TaskProgram, placed
+from gspmd_lm.program.program import TaskProgram, place_shapes
 from gspmd_lm.program.supported import Pass
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import mesh as meshes
@@ -25,7 +25,7 @@ from gspmd_lm.sharding.replicas import replicas_of
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.sharding.shapes import Arrays
 from gspmd_lm.train import decoder
-from gspmd_lm.train.choices import gather_choice, settled
+from gspmd_lm.train.choices import gather_choice, settle_rules
 from gspmd_lm.train.state import State, attention_pass
 
 Batch = dict[str, jax.Array]
@@ -65,7 +65,7 @@ class Step(TaskProgram):
         """The state's shapes and shardings: what a checkpoint is restored into and a program is lowered for."""
         count, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(jax.random.key, 0)
         shapes = State(count, self.arrays.params, self.arrays.optimizer, key, count, count)
-        return placed(shapes, self.state_shardings)
+        return place_shapes(shapes, self.state_shardings)
 
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -86,7 +86,7 @@ class Step(TaskProgram):
     @property
     def held_in_step(self) -> dict[str, Any]:
         """`held`, and the gradients, all of which a step has at once: their norm is known before any weight changes."""
-        return self.held | {"gradients": placed(self.arrays.trained, self._gradient_shardings)}
+        return self.held | {"gradients": place_shapes(self.arrays.trained, self._gradient_shardings)}
 
     def lower_init(self) -> jax.stages.Lowered:
         """() -> State at step 0, with the same values under every placement."""
@@ -116,13 +116,13 @@ class Step(TaskProgram):
     def _init_from(self, weights: Any) -> State:
         task, zero = self.task, jnp.zeros((), jnp.int32)
         params = nn.unbox(task.initial(jax.random.key(task.seed)))
-        params = lora.joined(params, weights)
+        params = lora.join_trees(params, weights)
         _, trained = task.partition(params)
         return State(zero, params, self.arrays.transform.init(trained), jax.random.key(task.seed + 1), zero, zero)
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         with scope("of", LOSS):
-            count = jnp.maximum(self.task.counted(batch), 1)
+            count = jnp.maximum(self.task.divisor(batch), 1)
         frozen, trained = self.task.partition(state.params)
         (sums, changed), gradients = self._gradients(state, frozen, trained, batch, count)
         with scope("of", "gradient_norm"):
@@ -133,12 +133,12 @@ class Step(TaskProgram):
         with scope("of", "update"):
             updates, new_optimizer = self.arrays.transform.update(gradients, state.optimizer, params)
             new_params = optax.apply_updates(params, updates)
-            moved = self.task.moved(frozen, sums) if self.task.moved else lora.joined(frozen, changed)
+            moved = self.task.moved(frozen, sums) if self.task.moved else lora.join_trees(frozen, changed)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = State(
             step=state.step + 1,
-            params=lora.joined(jax.tree.map(keep, moved, frozen), jax.tree.map(keep, new_params, params)),
+            params=lora.join_trees(jax.tree.map(keep, moved, frozen), jax.tree.map(keep, new_params, params)),
             optimizer=jax.tree.map(keep, new_optimizer, state.optimizer),
             key=state.key,
             skipped=state.skipped + skipped,
@@ -164,11 +164,11 @@ class Step(TaskProgram):
         key = jax.random.fold_in(state.key, state.step) if self.task.draws else None
 
         def loss(trained: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, Any]:
-            sums, changed = self.task.summed(lora.joined(frozen, trained), batch, key)
+            sums, changed = self.task.summed(lora.join_trees(frozen, trained), batch, key)
             return sums.loss / count, (sums, changed)
 
         def differentiate(batch: Batch, placement: MeshPlacement | None = None) -> tuple[Any, Any]:
-            with self.traced(placement):
+            with self.trace_under(placement):
                 return jax.grad(loss, has_aux=True)(trained, frozen, batch)
 
         microbatches, pipeline = self.rules.microbatches, self.rules.pipeline
@@ -176,7 +176,7 @@ class Step(TaskProgram):
             place = MeshPlacement(self.rules.within_stage, self.mesh)  # of all replicas
             named_frozen, named_trained = self.task.partition(self.arrays.named_params)
             pieces = {name: self._cut(name, x, pipeline.microbatches, place) for name, x in batch.items()}
-            with self.traced():
+            with self.trace_under():
                 named = named_trained, named_frozen
                 gradients, sums = one_forward_one_backward(loss, named, (trained, frozen), pieces)
             return sums, self._constrain(gradients)
@@ -211,7 +211,7 @@ class Step(TaskProgram):
         (gradients, sums), _ = jax.lax.scan(accumulate, start, pieces)
         if names:
             gradients = jax.tree.map(
-                lambda named, g: self._summed(g, replicas.split, named),
+                lambda named, g: self._sum_replicas(g, replicas.split, named),
                 self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
             )  # fmt: skip
             sums = jax.tree.map(lambda x: x.sum(0), sums)
@@ -224,7 +224,7 @@ class Step(TaskProgram):
         array, axes, _ = self.task.specs()[name]
         return jax.lax.with_sharding_constraint(x, placement.sharding("rules", array, ("", *axes), x.shape))
 
-    def _summed(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
+    def _sum_replicas(self, addends: jax.Array, replicas: Split, named: Named) -> jax.Array:
         """The gradient of a parameter from the gradients of its replicas, [R, ...]."""
         first = next(iter(self.task.specs().values()))
         with scope("of", named.path), scope("sum", f"{first.array}.{first.axes[0]}"):
@@ -243,4 +243,4 @@ def build_step(config: Config | Task, rules: Rules, arrays: Arrays, devices: Seq
     """The step of a config or task under `rules`, which have been checked, on `devices`: real, simulated or
     compile-only."""
     task, mesh = decoder.task(config), meshes.build(rules, devices)
-    return Step(settled(task, rules, meshes.processor(devices[0])), arrays, mesh, task)
+    return Step(settle_rules(task, rules, meshes.processor(devices[0])), arrays, mesh, task)

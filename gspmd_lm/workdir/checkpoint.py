@@ -154,14 +154,14 @@ class Checkpoints:
             return
         left = [old for old in manager.all_steps() if old >= step]
         if left:
-            self._report(f"checkpoint {step} replaces {_listed(left)} in {self.directory}, which the run left")
+            self._report(f"checkpoint {step} replaces {_list_steps(left)} in {self.directory}, which the run left")
             self._empty_trash()
         for old in left:
             manager.delete(old)
         self._kept_too.steps = {self.newest_healthy(), keep}
         self._at = step
         self._health.unknown.add(step)
-        self._saved = [name for name, _ in compatible.named(state)]
+        self._saved = [name for name, _ in compatible.name_leaves(state)]
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), run=ocp.args.JsonSave(run))
         try:
             manager.save(step, args=args, force=True)  # force: the caller decides when to save
@@ -200,19 +200,17 @@ class Checkpoints:
         """
         steps = self.steps()
         if step is not None and step not in steps:
-            raise InputError(
-                f"{self.directory}: there is no checkpoint {step}\n"
-                f"  fix   {f'use one of {_listed(steps)}' if steps else 'give the workdir of a run that has saved one'}"
-            )
+            fix = f"use one of {_list_steps(steps)}" if steps else "give the workdir of a run that has saved one"
+            raise InputError(f"{self.directory}: there is no checkpoint {step}\n  fix   {fix}")
         candidates = self._without_unhealthy(steps[::-1]) if step is None else [step]
         if steps and not candidates:
             raise InputError(
-                f"{self.directory}: no finite step followed any checkpoint ({_listed(steps)})\n"
+                f"{self.directory}: no finite step followed any checkpoint ({_list_steps(steps)})\n"
                 f"  fix   --step={steps[-1]} uses it nevertheless; or give another workdir"
             )
         legible = [first for first in candidates[:1] if jax.process_index() == 0 and not self._damage(first, ("run",))]
         for first in from_first(legible):
-            self._described(first)
+            self._read_description(first)
         return candidates
 
     def choose(self, step: int | None = None, abstract_state: Any = None) -> Chosen | None:
@@ -230,7 +228,7 @@ class Checkpoints:
         if not candidates:
             return None
         chosen = self._first_undamaged(candidates)
-        folder, run = self._described(chosen)
+        folder, run = self._read_description(chosen)
         if abstract_state is not None:
             saved = orbax_folder.tree(folder / "state")
             if set(saved) == {"params"}:
@@ -283,7 +281,7 @@ class Checkpoints:
         is_main = jax.process_index() == 0
         unhealthy = from_first([step for step in steps if is_main and self._health.is_healthy(step) is False])
         if unhealthy:
-            listed = _listed(unhealthy[::-1])
+            listed = _list_steps(unhealthy[::-1])
             self._report(f"checkpoint {listed} in {self.directory}: not used, because no finite step followed")
         return [step for step in steps if step not in unhealthy]
 
@@ -353,7 +351,7 @@ class Checkpoints:
                 damage = str(error)
         return damage
 
-    def _described(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
+    def _read_description(self, step: int) -> tuple[epath.Path, dict[str, Any]]:
         """The folder of a step and the JSON that its run saved. Raises InputError if it has another architecture."""
         folder = self.directory / str(step)
         run = compatible.read_run(folder / RUN, step)
@@ -361,7 +359,7 @@ class Checkpoints:
         return folder, run
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 

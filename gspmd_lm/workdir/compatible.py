@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from gspmd_lm.config import ModelConfig, default_at, flat, nested
+from gspmd_lm.config import ModelConfig, default_at, flat, nest
 from gspmd_lm.config.types import dataclass_in
 from gspmd_lm.errors import InputError
 from gspmd_lm.files import json_object
@@ -38,7 +38,7 @@ def facts(model: ModelConfig) -> dict[str, Any]:
     }
     if model.experts:
         values["experts.balance"] = "bias" if model.balance_bias else "none"  # a loss adds no weights
-    return nested(values)
+    return nest(values)
 
 
 def read_run(path: epath.Path, step: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def compare(saved: Any, wanted: Any, place: str, casts: bool = False, part: bool
         raise InputError("\n".join([*lines, "  fix   use the config it was saved with, or another --workdir"]))
 
 
-def named(tree: Any) -> Iterator[tuple[str, Any]]:
+def name_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """The dotted name of each leaf, and the leaf."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         yield name_of(path), leaf
@@ -136,7 +136,7 @@ def name_of(path: Any) -> str:
 
 def describe_arrays(tree: Any) -> Iterator[tuple[str, str]]:
     """The dotted name and the dtype[shape] of each array; random keys as the integers that Orbax stores."""
-    for name, leaf in named(tree):
+    for name, leaf in name_leaves(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.eval_shape(jax.random.key_data, leaf)
         yield name, f"{np.dtype(leaf.dtype).name}[{', '.join(map(str, leaf.shape))}]"

@@ -51,7 +51,7 @@ def write_description(
         "commit": versions.commit(),
         "mesh": dict(mesh),
         "rows": rows,
-        "versions": versions.installed(packages) | {"device": device},
+        "versions": versions.installed_versions(packages) | {"device": device},
     }
     files.replace(workdir / layout.ABOUT, json.dumps(about, indent=2) + "\n")
 
@@ -105,12 +105,12 @@ def check_classes(
         )
     numbered = (*map(str, range(len(known))),)
     if classes != numbered and (*known,) != tuple(f"LABEL_{number}" for number in numbered):
-        ours, theirs = map(_listed, (classes, known))
+        ours, theirs = map(_list_classes, (classes, known))
         say(f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
             "the same order")  # fmt: skip
 
 
-def _listed(classes: Sequence[str]) -> str:
+def _list_classes(classes: Sequence[str]) -> str:
     return ", ".join(classes[:CLASSES_SHOWN]) + ", ..." * (len(classes) > CLASSES_SHOWN)
 
 

@@ -34,7 +34,7 @@ def are_of_run(names: Collection[str]) -> bool:
     return any(pair <= {*names} for pair in ({LOCK, HOLDER}, {CONFIG, RULES}, {CONFIG, CHECKPOINTS}))
 
 
-def left(workdir: str | None, name: str) -> str | None:
+def find_earlier(workdir: str | None, name: str) -> str | None:
     """The path of a file that an earlier run left in a local workdir; None where there is none."""
     path = Path(workdir).expanduser() / name if workdir else None
     return str(path) if path and path.is_file() else None

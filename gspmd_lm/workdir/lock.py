@@ -60,7 +60,7 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
     try:
         if left := _read(holder):
-            say(f"{workdir}: the lock of {_described(left)} is taken over: that process is gone")
+            say(f"{workdir}: the lock of {_describe_holder(left)} is taken over: that process is gone")
         files.replace(holder, json.dumps(_me()))
         yield functools.partial(_check_there, Path(workdir))
     finally:
@@ -112,7 +112,7 @@ def _check_there(workdir: Path) -> None:
 
 def already_running(workdir: object, holder: dict[str, Any] | None) -> InputError:
     """The error for a second run."""
-    who = _described(holder) if holder else "another process"
+    who = _describe_holder(holder) if holder else "another process"
     return InputError(f"{workdir}: {who} is writing there\n  fix   wait for it or stop it, or give another --workdir")
 
 
@@ -125,18 +125,18 @@ def _me() -> dict[str, Any]:
     }
 
 
-def _described(holder: dict[str, Any]) -> str:
+def _describe_holder(holder: dict[str, Any]) -> str:
     return f"process {holder.get('process')} on {holder.get('host')}, since {holder.get('since')},"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return _parsed(path.read_bytes())
+        return _parse_lock(path.read_bytes())
     except OSError:
         return None
 
 
-def _parsed(written: bytes) -> dict[str, Any] | None:
+def _parse_lock(written: bytes) -> dict[str, Any] | None:
     try:
         return json_object(written, HOLDER)
     except InputError:
@@ -182,9 +182,9 @@ class _Beating:
         waited_from = seen_at = time.monotonic()
         seen: bytes | None = None
         while not self._create():
-            written, now = self._written(), time.monotonic()
-            holder = _parsed(written)
-            who = _described(holder) if holder else "a process that left no name"
+            written, now = self._write_lock(), time.monotonic()
+            holder = _parse_lock(written)
+            who = _describe_holder(holder) if holder else "a process that left no name"
             if written != seen:
                 if seen is None:
                     self.say(f"{self.url}: {who} holds the lock; waiting until it ends or is silent")
@@ -210,21 +210,21 @@ class _Beating:
     def _beaten(self) -> bytes:
         return json.dumps(self.mine | {"beat": time.time()}).encode()
 
-    def _written(self) -> bytes:
+    def _write_lock(self) -> bytes:
         try:
             return self.store.cat_file(self.path)
         except OSError:
             return b""
 
     def _read(self) -> dict[str, Any] | None:
-        return _parsed(self._written())
+        return _parse_lock(self._write_lock())
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_S):
             try:
                 holder = self._read()
                 if holder is not None and holder.get("token") != self.mine["token"]:
-                    self.lost = f"the lock was taken over by {_described(holder)} while this process was silent"
+                    self.lost = f"the lock was taken over by {_describe_holder(holder)} while this process was silent"
                     return
                 self.store.pipe_file(self.path, self._beaten())
             except Exception as error:  # the store may answer at the next beat

@@ -92,7 +92,7 @@ class _JsonLines:
         self.path = path
         if path.is_dir():
             raise InputError(f"{path}: is a folder, but must be a file\n  fix   move it away")
-        old, lines, rows = _parsed(path)
+        old, lines, rows = _parse_log(path)
         if damaged := damage(rows):
             aside = _free(path)
             files.replace(aside, old)
@@ -119,7 +119,7 @@ def read_rows(path: epath.Path) -> tuple[list[dict[str, Any]], str]:
 
     A last line without an end is passed over, because a run may be writing it. Numbers that are not finite are None.
     """
-    content, _, rows = _parsed(path)
+    content, _, rows = _parse_log(path)
     whole = rows if content.endswith(b"\n") or not rows or rows[-1] else rows[:-1]
     return [row for row in rows if row], damage(whole)
 
@@ -132,7 +132,7 @@ def damage(rows: Sequence[object]) -> str:
     return f"{len(damaged)} lines cannot be read and are left out, among them {', '.join(damaged[:5])}"
 
 
-def _parsed(path: epath.Path) -> tuple[bytes, list[bytes], list[dict[str, Any] | None]]:
+def _parse_log(path: epath.Path) -> tuple[bytes, list[bytes], list[dict[str, Any] | None]]:
     """The content of a file that need not exist, its lines, and the row of each line; None for a damaged one."""
     content = path.read_bytes() if path.exists() else b""
     lines = content.splitlines()

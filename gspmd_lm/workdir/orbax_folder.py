@@ -89,7 +89,7 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
     They are requested in the tree that was saved, because Orbax compares the two trees with their empty branches.
     Otherwise it would refuse an optimizer whose tree lacks an empty part.
     """
-    saved, arrays = tree(folder), dict(compatible.named(wanted))
+    saved, arrays = tree(folder), dict(compatible.name_leaves(wanted))
     limit = _in_flight_gb(arrays.values())
     with _legible(folder), closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
         parts = {name.partition(".")[0] for name in arrays}
@@ -99,7 +99,7 @@ def read_arrays(folder: epath.Path, wanted: Any) -> Any:
         )
         restore_args = ocp.checkpoint_utils.construct_restore_args(asked)
         args = ocp.args.PyTreeRestore(asked, restore_args, partial_restore=True)
-        restored = dict(compatible.named(reader.restore(folder, args=args)))
+        restored = dict(compatible.name_leaves(reader.restore(folder, args=args)))
         other = [name for name, like in arrays.items() if restored[name].dtype != like.dtype]
         if other:  # the metadata no longer says that it is a random key
             raise TypeError(f"{other[0]}: {restored[other[0]].dtype}, not {arrays[other[0]].dtype}")

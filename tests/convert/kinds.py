@@ -287,7 +287,7 @@ class Sounds(Salted):
         source_seq = opened.config.source_seq + more
         with tempfile.TemporaryDirectory() as folder:
             paths = self.prompts(Path(folder))
-            frames = np.stack([sounds.of_file(str(path), opened.config.model) for path in paths])
+            frames = np.stack([sounds.read_sound_frames(str(path), opened.config.model) for path in paths])
         padding = ((0, 0), (0, source_seq - ROWS), (0, 0), (0, 0))
         places = np.tile(np.arange(source_seq), (2, 1))
         batch = {

@@ -30,7 +30,7 @@ def adapted(base, targets, rank=3, alpha=6.0):
     rng = np.random.default_rng(0)
     abstract = flatten_dict(lora.adapters(state.arrays(config).params))
     drawn = {path: (0.3 * rng.standard_normal(x.shape)).astype(x.dtype) for path, x in sorted(abstract.items())}
-    return config.model, lora.joined(jax.device_get(ours.on_one_device(base)), unflatten_dict(drawn))
+    return config.model, lora.join_trees(jax.device_get(ours.on_one_device(base)), unflatten_dict(drawn))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,10 @@ def test_adapters_change_each_tensor_as_merging_does(name, targets, overrides, m
 
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "model.safetensors")
     matrices = ours.tensors(tmp_path / "adapter")
-    merged, plain = jax.jit(lambda params: lora.merged(params, model)[0])(params), lora.merged({}, model)[1]
+    merged, plain = (
+        jax.jit(lambda params: lora.merge_adapters(params, model)[0])(params),
+        lora.merge_adapters({}, model)[1],
+    )
     export.write_folder(tmp_path / "merged", plain, jax.device_get(merged), found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
     changed = set()
@@ -107,7 +110,10 @@ def test_adapters_of_experts_are_merged_into_what_is_written(name, tensors, tmp_
     """Of expert 2 in layer 1."""
     found = ours.read(references.load(name), tmp_path / name)
     model, params = adapted(found, ("w_gate", "w_down"))
-    merged, plain = jax.jit(lambda params: lora.merged(params, model)[0])(params), lora.merged({}, model)[1]
+    merged, plain = (
+        jax.jit(lambda params: lora.merge_adapters(params, model)[0])(params),
+        lora.merge_adapters({}, model)[1],
+    )
     export.write_folder(tmp_path / "merged", plain, jax.device_get(merged), found.like)
     before, after = ours.tensors(tmp_path / name), ours.tensors(tmp_path / "merged")
     layers = params["layers"]  # layer 1 is the second of one stack, or the first of the second stack
@@ -143,7 +149,7 @@ def test_peft_computes_the_same_logits(name, targets, tmp_path):
     batch = {"tokens": tokens.astype(np.int32), "positions": np.tile(np.arange(12, dtype=np.int32), (2, 1))}
     got = np.asarray(ours.compiled(model, params, batch))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-    plain = np.asarray(ours.compiled(lora.merged({}, model)[1], lora.weights(params), batch))
+    plain = np.asarray(ours.compiled(lora.merge_adapters({}, model)[1], lora.weights(params), batch))
     assert np.abs(got - plain).max() > 0.01
 
 

@@ -43,5 +43,5 @@ def test_what_is_not_is_refused(text, message):
 
 
 def test_a_long_value_is_cut_in_messages():
-    assert strict_json.shown([1, "a"]) == "[1, 'a']"
-    assert len(strict_json.shown(["x" * 1000])) == 60
+    assert strict_json.show_value([1, "a"]) == "[1, 'a']"
+    assert len(strict_json.show_value(["x" * 1000])) == 60

@@ -266,4 +266,4 @@ def test_the_page_names_every_ending():
 
 def test_listed():
     paths = [Path(name) for name in "abcd"]
-    assert corpus.listed(paths[:3]) == "a, b, c" and corpus.listed(paths) == "4 files (a, b, c, ...)"
+    assert corpus.list_names(paths[:3]) == "a, b, c" and corpus.list_names(paths) == "4 files (a, b, c, ...)"

@@ -138,7 +138,7 @@ def test_labels_are_in_order_and_written_in_several_ways():
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": label} for label in [10, "2", 2.0, -1]])
     train = _open()[0]
     assert train.classes == ("-1", "2", "10") and _all(train)["labels"].tolist() == [2, 1, 1, 0]
-    assert labelled.ordered(["7", "07"]) == labelled.ordered(["07", "7"])
+    assert labelled.order_classes(["7", "07"]) == labelled.order_classes(["07", "7"])
 
 
 def test_numbers_to_predict():

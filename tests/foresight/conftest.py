@@ -46,7 +46,7 @@ def request_of():
     def make(rules, target="cpu:8", config=config, **changes):
         found = targets.parse(target)
         layout = dataclasses.replace(rules_file.load(rules), **{"compiler_options": {"cpu": QUICK}} | changes)
-        return CompileRequest(config, choices.settled(config, layout.fill(found.devices), found.processor), found)
+        return CompileRequest(config, choices.settle_rules(config, layout.fill(found.devices), found.processor), found)
 
     return make
 

@@ -107,9 +107,9 @@ def test_a_backward_pass_in_pieces_visits_as_much_as_in_one():
     """Keys of 8192 tokens, of which the backward pass takes a quarter at a time."""
     whole = splash("dkv_no_residuals", 16)
     call = attention._splash(whole.entry.root)
-    assert call.visited == 136 and call.length == 8192
+    assert call.visited_blocks == 136 and call.length == 8192
     piece = dataclasses.replace(call, blocks=(16, 4))
-    assert 4 * piece.visited == call.visited
+    assert 4 * piece.visited_blocks == call.visited_blocks
 
 
 def test_where_nothing_is_masked_all_blocks_are_visited():
@@ -216,7 +216,7 @@ def test_a_window_takes_its_scores_as_fast_as_rows_of_its_length(backward):
 def test_packed_documents_cost_what_whole_rows_do():
     packed, whole = cudnn(4096, mask="PADDING_CAUSAL", documents=32), cudnn(4096)
     assert attention.kernel_s(packed.entry.root, CHIPS["h100"]) == attention.kernel_s(whole.entry.root, CHIPS["h100"])
-    assert attention.packed(packed.entry.root) and not attention.packed(whole.entry.root)
+    assert attention.has_documents(packed.entry.root) and not attention.has_documents(whole.entry.root)
 
 
 def test_small_heads_and_other_chips_reach_their_shares():

@@ -35,7 +35,7 @@ def simulated(rules, chip=None):
 def collectives_of(step, text, where):
     """The collectives of a program of `step`, a train step or a request."""
     found = step.arrays if hasattr(step, "arrays") else state.arrays(step.config)
-    recorded = state.recorded(step.config, found, step.rules.microbatches, step.rules)
+    recorded = state.record_arrays(step.config, found, step.rules.microbatches, step.rules)
     axes = {row.path: row.axes for row in table.rows(step.config, step.rules, found, recorded.arrays)}
     return collectives.find(
         hlo.parse(text, where.slices), step.rules, axes, where, DataflowGraph.from_recorder(recorded, found)

@@ -32,7 +32,7 @@ LAYER = 2 * HEADS + 2 * KV + 3 * MLP  # elements of the matrices of a layer
 
 
 def graph(config, rules, arrays):
-    return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays)
+    return DataflowGraph.from_recorder(state.record_arrays(config, arrays, rules.microbatches, rules), arrays)
 
 
 @pytest.fixture(scope="module")

@@ -75,8 +75,8 @@ def test_exchanges_of_every_form_are_told_once():
     ]
     assert [e.elements for e in found][:3] == [8, 16, 32]
     instructions = module.entry.instructions
-    assert [one.chain_id for one in instructions["begin"].carried[STARTED]] == ["3"]
-    assert [one.chain_id for one in instructions["end"].carried[ENDED]] == ["3"]
+    assert [one.chain_id for one in instructions["begin"].carried_collectives[STARTED]] == ["3"]
+    assert [one.chain_id for one in instructions["end"].carried_collectives[ENDED]] == ["3"]
     assert instructions["sc-start"].thread == "sparsecore"
     assert (instructions["ag-update"].base, instructions["ag-update"].phase) == ("all-gather", "-update")
 

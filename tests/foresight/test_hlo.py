@@ -20,7 +20,7 @@ def test_a_saved_program_is_read_whole(name):
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             assert set(instruction.operands) <= set(computation.instructions.values()), instruction.name
-            called = [one for role in instruction.called.values() for one in role]
+            called = [one for role in instruction.called_computations.values() for one in role]
             assert set(called) <= set(module.computations.values())
         assert computation.root is list(computation.instructions.values())[-1] or computation.root.is_root
 

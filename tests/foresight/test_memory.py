@@ -97,7 +97,7 @@ def test_a_refusal_of_libtpu_is_read():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.75G) exceeds "
         "available HBM (15.75G)."
     )
-    found = memory.refused(message, STATE, None)
+    found = memory.refused_memory(message, STATE, None)
     assert not found.fits and found.peak_bytes == int(16.75 * 2**30) and found.limit_bytes == int(15.75 * 2**30)
     assert found.temporaries_bytes == found.peak_bytes - sum(STATE.values())
     assert found.refusal == message
@@ -117,7 +117,7 @@ def test_a_refusal_with_a_list_of_allocations_is_read():
   2. Size: 512.0M
      Shape: f32[128,1048576]{1,0:T(8,128)}
 """
-    found = memory.refused(message, STATE, 15 * 2**30)
+    found = memory.refused_memory(message, STATE, 15 * 2**30)
     assert found.peak_bytes == int(21.05 * 2**30) and found.limit_bytes == 15 * 2**30
     assert [(t.bytes, t.source, t.op) for t in found.largest] == [
         (4 * 2**30, "gspmd_lm/model/attention.py:57", "jvp(Decoder)/dot"),
@@ -127,7 +127,7 @@ def test_a_refusal_with_a_list_of_allocations_is_read():
 
 def test_a_refusal_in_unknown_words_is_shown():
     with pytest.raises(RunFailed, match="no room at all"):
-        memory.refused("RESOURCE_EXHAUSTED: no room at all", STATE, None)
+        memory.refused_memory("RESOURCE_EXHAUSTED: no room at all", STATE, None)
 
 
 def whole_matrices(request):

@@ -37,7 +37,7 @@ def floor_of(dtype, chip, *more):
     config, rules = config_of(dtype, *more), rules_file.load("fsdp8").fill(8)
     arrays = state.arrays(config)
     built = step.build_step(config, rules, arrays, jax.devices()[:8])
-    recorded = DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
+    recorded = DataflowGraph.from_recorder(state.record_arrays(config, arrays, 1, rules), arrays)
     traced = built.trace_train()
     reading = read_step(traced.jaxpr, (built.abstract_state, built.abstract_batch), traced.out_info)
     return training_bounds(built.task, built.rules, arrays, CHIPS[chip], recorded, reading)
@@ -68,7 +68,7 @@ def test_a_plan_prices_products_by_their_operands(monkeypatch):
     where = dataclasses.replace(targets.parse("v5p:2x2x2"), chip=dataclasses.replace(V5P, hbm_bytes_per_s=math.inf))
     rules = dataclasses.replace(rules_file.load("fsdp8").fill(8), remat=Remat("dots"))
     usual_s, found_s = (
-        estimate.Estimator(config, where).estimate(choices.settled(config, rules, where.processor)).matmul_s
+        estimate.Estimator(config, where).estimate(choices.settle_rules(config, rules, where.processor)).matmul_s
         for config in (config_of(None), config_of("int8"))
     )
     in_blocks_s = 6 * MATRICES * LAYERS * ROWS * SEQ / 8 / (459e12 * op_time.MATMUL_SHARE["tpu"] / V5P.matmul_slowdown)
@@ -79,7 +79,7 @@ def matmul_s(config, chip):
     """The estimated seconds of matmuls of a step on one device that keeps all activations."""
     where = dataclasses.replace(targets.parse("h100:1"), chip=chip)
     rules = dataclasses.replace(rules_file.load("single").fill(1), remat=Remat("none"))
-    return estimate.Estimator(config, where).estimate(choices.settled(config, rules, where.processor)).matmul_s
+    return estimate.Estimator(config, where).estimate(choices.settle_rules(config, rules, where.processor)).matmul_s
 
 
 def test_a_plan_knows_how_weights_of_8_bits_meet_wider_rows_on_hopper(monkeypatch):

@@ -57,7 +57,7 @@ FAMILIES = {
 def graph(config, rules):
     """What is recorded of a train step, and the arrays of its model."""
     arrays = state.arrays(config)
-    return DataflowGraph.from_recorder(state.recorded(config, arrays, rules.microbatches, rules), arrays), arrays
+    return DataflowGraph.from_recorder(state.record_arrays(config, arrays, rules.microbatches, rules), arrays), arrays
 
 
 # Those whose settings others of the list have as well, and one that takes long.
@@ -108,10 +108,10 @@ def test_every_array_of_every_family_is_known(small, family):
     config, rules = small(**(FAMILIES | ENCODERS)[family]), rules_file.load("fsdp2_tp4").fill(8)
     found, arrays = graph(config, rules)
     for path in sorted(found.weights):
-        both = path in found.looked_up and path in found.multiplied
+        both = path in found.looked_up and path in found.matrix_paths
         assert both == (config.model.embedding.tied and path == "embedding"), path
-        assert path in found.looked_up or path in found.multiplied or found.applied_to(path), path
-        assert path in found.multiplied or not path.rpartition(".")[2].startswith("w"), path
+        assert path in found.looked_up or path in found.matrix_paths or found.applied_to(path), path
+        assert path in found.matrix_paths or not path.rpartition(".")[2].startswith("w"), path
         assert found.activations_around(path), path
     modules = {node.name.modules for node in found.nodes if node.name.modules[-1:] and "norm" in node.name.modules[-1]}
     assert len(modules) >= 2 and all(found.activations_around(modules=names) for names in modules)
@@ -123,10 +123,10 @@ def test_every_array_of_every_family_is_known(small, family):
         assert found.made_from(node.placed.array) or node.placed.array in ("tokens", "patches", "vectors")
     if config.objective != "causal":
         return
-    for phase, recorded in programs.recorded(config, arrays, programs.whole_context(config), rules).items():
+    for phase, recorded in programs.record_arrays(config, arrays, programs.whole_context(config), rules).items():
         forward, apart = DataflowGraph.from_recorder(recorded, arrays), ("vision.", "queries.", "query_")
-        wanted = {path for path in found.multiplied if phase == "prefill" or not path.startswith(apart)}
-        assert forward.multiplied == wanted and set(forward.looked_up) == set(found.looked_up)
+        wanted = {path for path in found.matrix_paths if phase == "prefill" or not path.startswith(apart)}
+        assert forward.matrix_paths == wanted and set(forward.looked_up) == set(found.looked_up)
 
 
 # By default the family with most primitives that no other test reads; the test of a mixture reads one, plan/test_sent.py

@@ -100,7 +100,7 @@ LOOKED_UP = {
 def graph(config):
     arrays = state.arrays(config)
     rules = rules_file.load("single").fill(1)
-    return DataflowGraph.from_recorder(state.recorded(config, arrays, 1, rules), arrays)
+    return DataflowGraph.from_recorder(state.record_arrays(config, arrays, 1, rules), arrays)
 
 
 def found(config):
@@ -149,7 +149,7 @@ def test_the_keys_that_tokens_see(small):
     config = small(**pattern, data={"seq": 20})
     assert keys_seen(config) == pytest.approx(sum(map(sum, seen)) / 20)
     arrays, rules = state.arrays(config), rules_file.load("single").fill(1)
-    decode = programs.recorded(config, arrays, programs.whole_context(config), rules)["decode"]
+    decode = programs.record_arrays(config, arrays, programs.whole_context(config), rules)["decode"]
     ops = DataflowGraph.from_recorder(decode, arrays).attention_ops
     assert [seen_share(op) * op.keys.shape[1] for op in ops] == pytest.approx(seen[-1])
 

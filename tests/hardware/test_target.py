@@ -131,7 +131,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 @pytest.mark.parametrize(("version", "plugin"), [("0.11.2", "jax-cuda13-plugin"), (None, "jax-cuda12-plugin")])
 def test_the_compiler_for_gpus_is_that_of_the_newest_cuda_that_is_installed(version, plugin, monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda names: dict.fromkeys(names, version))
+    monkeypatch.setattr(versions, "installed_versions", lambda names: dict.fromkeys(names, version))
     assert versions.cuda_plugin() == plugin
     monkeypatch.setattr(target.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=plugin.replace("-", "_")):

@@ -100,7 +100,7 @@ def test_a_stop_string_ends_a_text_with_the_token_that_completes_it(of_kind, kin
             continue
         pieces, stops, shown = Detokenizer(tokens, ()), Stops([stop]), ""
         for count, token in enumerate(ids, 1):
-            text, ended = stops.add(pieces.add(token), pieces.held)
+            text, ended = stops.add(pieces.add(token), pieces.pending_text)
             shown += text
             assert whole.startswith(shown) and stop not in shown
             assert ended == (stop in tokens.decode(ids[:count], special=False).decode()) or "\ufffd" in whole

@@ -16,7 +16,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.infer import eight_bits
 from gspmd_lm.infer import programs as generation
 from gspmd_lm.model.weights import first_output
-from gspmd_lm.program.supported import Pass, settled
+from gspmd_lm.program.supported import Pass, settle_rules
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.quantised import at_rest
 from gspmd_lm.train import state
@@ -124,7 +124,7 @@ def test_no_copy_of_a_weight_is_made_on_a_tpu():
         sets = [*(f"model.{one}" for one in sizes), f"model.weight_dtype={dtype}", "data.batch=8", "data.seq=128"]
         config, rules = configs.load("tiny", sets), rules_file.load("decode_tp8")
         (found[dtype],) = explain.reports(config, [rules], where, phase="decode")
-        chosen = settled(rules.fill(8), config, where.processor, Pass(128, padded=True))
+        chosen = settle_rules(rules.fill(8), config, where.processor, Pass(128, padded=True))
         (program,) = programs([CompileRequest(config, chosen, where, phase="decode")])
         arrays = [array for one in hlo.parse(program.text).instructions for array in one.shape.arrays]
         dtypes[dtype] = {array.dtype for array in arrays if array.elements >= 2**17 and 1024 in array.dimensions}
@@ -151,8 +151,8 @@ def test_all_matmuls_of_blocks_are_listed(name, tmp_path):
     config = ours.read(references.load(name), tmp_path / name).config
     arrays, rules = generation.parameters(config.model), rules_file.load("single")
     sizes = generation.Sizes(2, 16, 16)
-    recorded = generation.recorded(config, arrays, sizes, rules)["prefill"]
+    recorded = generation.record_arrays(config, arrays, sizes, rules)["prefill"]
     stacks = {stack.name for stack in config.model.stacks}
-    inside = [path.split(".") for path in DataflowGraph.from_recorder(recorded, arrays).multiplied]
+    inside = [path.split(".") for path in DataflowGraph.from_recorder(recorded, arrays).matrix_paths]
     names = {path[-1] for path in inside if path[0] in stacks or path[0].startswith("layer_")}
     assert names and names - {*axes.QUANTISED} <= EXCEPTIONS

@@ -11,7 +11,7 @@ import gspmd_lm as g
 from gspmd_lm.data import special_tokens
 from gspmd_lm.errors import InputError
 from gspmd_lm.infer import generate, generation_config, programs
-from gspmd_lm.infer.processors import EMPTY, Processors, begun, with_tokens
+from gspmd_lm.infer.processors import EMPTY, Processors, begin_history, with_tokens
 from gspmd_lm.infer.sampling import Sampling
 from gspmd_lm.model.families import decode
 from gspmd_lm.model.loss import logits
@@ -65,7 +65,7 @@ def test_each_processor_is_its_definition(name):
     asked, rng, prompt = Processors(**SETTINGS[name]), np.random.default_rng(0), 5
     texts = [rng.integers(0, 7, size).tolist() for size in (5, 1, 4)]
     padded_BT = np.asarray([[EMPTY] * (prompt - len(text)) + text for text in texts], np.int32)
-    history_BT, run = begun(padded_BT, prompt + 3), jax.jit(asked.__call__)
+    history_BT, run = begin_history(padded_BT, prompt + 3), jax.jit(asked.__call__)
     for new in range(4):
         scores = rng.normal(size=(3, V)).astype(np.float32)
         length_B = np.asarray([len(text) for text in texts])

@@ -9,7 +9,7 @@ from gspmd_lm.infer import sampling as functions
 from gspmd_lm.infer.sampling import Sampling
 
 V = 50
-best, choose, filtered = (jax.jit(function) for function in (functions.best, functions.choose, functions.filtered))
+best, choose, filtered = (jax.jit(function) for function in (functions.best, functions.choose, functions.filter_scores))
 noise = jax.jit(functions.noise, static_argnums=3)
 
 

@@ -66,10 +66,10 @@ def test_merging_computes_the_same_and_so_do_gradients(small, fields):
     }
 
     def with_adapters(adapters):
-        return loss(lora.joined(weights, adapters), cfg)
+        return loss(lora.join_trees(weights, adapters), cfg)
 
     def with_merged(adapters):
-        return loss(*lora.merged(lora.joined(weights, adapters), cfg))
+        return loss(*lora.merge_adapters(lora.join_trees(weights, adapters), cfg))
 
     got, want = (jax.device_get(jax.jit(jax.value_and_grad(f))(adapters)) for f in (with_adapters, with_merged))
     assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-6)
@@ -81,8 +81,8 @@ def test_merging_computes_the_same_and_so_do_gradients(small, fields):
 def test_training_begins_at_the_base_model(small):
     cfg = model(small)
     params = nn.unbox(jax.jit(init, static_argnums=0)(cfg, jax.random.key(0)))
-    merged = jax.jit(lambda params: lora.merged(params, cfg)[0])(params)
-    assert lora.merged({}, cfg)[1] == dataclasses.replace(cfg, lora=None)
+    merged = jax.jit(lambda params: lora.merge_adapters(params, cfg)[0])(params)
+    assert lora.merge_adapters({}, cfg)[1] == dataclasses.replace(cfg, lora=None)
     jax.tree.map(np.testing.assert_array_equal, merged, lora.weights(params))
     for path, x in flatten_dict(lora.adapters(params)).items():
         if path[-1].endswith("_b"):
@@ -97,7 +97,7 @@ def test_adapters_of_bfloat16_weights_are_float32(small):
     params = nn.unbox(jax.eval_shape(lambda: init(cfg, jax.random.key(0))))
     assert {x.dtype.name for x in jax.tree.leaves(lora.adapters(params))} == {"float32"}
     assert {x.dtype.name for x in jax.tree.leaves(lora.weights(params))} == {"bfloat16"}
-    merged = jax.eval_shape(lambda p: lora.merged(p, cfg)[0], params)
+    merged = jax.eval_shape(lambda p: lora.merge_adapters(p, cfg)[0], params)
     assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"bfloat16"}
 
 

@@ -20,7 +20,7 @@ from gspmd_lm.model.families import decode, extend, init
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.grouped import grouped, outer
-from gspmd_lm.model.moe import Experts, balanced
+from gspmd_lm.model.moe import Experts, balance_experts
 from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
@@ -397,7 +397,7 @@ def test_penalties_and_loads(small):
 def moved_by_loads(frozen, cfg):
     """The biases of three layers with two experts each, after a step."""
     loads = np.array([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0]], np.float32)
-    return jax.jit(lambda frozen, loads: balanced(frozen, loads, cfg))(frozen, loads)
+    return jax.jit(lambda frozen, loads: balance_experts(frozen, loads, cfg))(frozen, loads)
 
 
 def test_the_bias_moves_against_the_load(small):

@@ -120,11 +120,11 @@ def test_scores_are_never_kept_and_experts_keep_what_their_derivative_reads(smal
     scores_bytes = 4 * 4 * config.model.heads * 64 * 64 * 4  # float32, of all layers
     assert max(size for size, _ in kept(config, "none").on_device) < scores_bytes
     saved = kept(small(**EXPERTS), {"save": ["hidden"]})
-    grouped = [one for one in saved.recomputed if isinstance(one, operations.Op) and one.grouped]
+    grouped = [one for one in saved.recomputed if isinstance(one, operations.Op) and one.is_grouped]
     names = {next(iter(one.nodes)).name.owners for one in grouped}
     assert names == set()  # neither w_gate nor w_up
     everything = kept(small(**EXPERTS), "dots")  # jax keeps what dot_general gives, which grouped kernels are not
-    assert sum(one.grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
+    assert sum(one.is_grouped for one in everything.recomputed if isinstance(one, operations.Op)) == 2
 
 
 def test_what_is_kept_of_rows_at_their_experts_has_the_room_of_their_buffers(small):

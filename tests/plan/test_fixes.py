@@ -49,7 +49,7 @@ def test_the_printed_flags_fit_by_the_estimate_that_the_compiler_has_corrected(l
     assert kept.fix == "none"
     sets = re.findall(r"--set (rules\.\S+?),? ", fixed.fix)
     changed = rules_file.load(file, overrides=["rules.remat=none", *sets]).fill(8)
-    changed = choices.settled(twice, changed, target.processor)
+    changed = choices.settle_rules(twice, changed, target.processor)
     assert ("rules.pipeline.keep=stage" in sets) == (more == 2.4)
     assert sets and more * estimator.estimate(changed).peak_bytes <= advice.SURE * limit_bytes
 

@@ -17,7 +17,7 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
     rules = rules_file.from_dict({"mesh": {"data": 8}, "rules": {"batch": "data"}, "dcn": {"data": 2}}, "two").fill(8)
 
     def share(*moves):
-        exposed, sent_s = between.exposed(rules, moves, (1e6, 1e6), 0)
+        exposed, sent_s = between.exposed_seconds(rules, moves, (1e6, 1e6), 0)
         return exposed["data"] / sent_s
 
     gradients, weights = (
@@ -34,7 +34,7 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
 def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidden):
     host = Overlap(targets.parse("h100:8"))
     rules = rules_file.load("fsdp8").fill(8)
-    exposed, sent_s = host.exposed(rules, [EstimatedTransfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
+    exposed, sent_s = host.exposed_seconds(rules, [EstimatedTransfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
     assert exposed["fsdp"] / sent_s == pytest.approx((1 + overlap.LEAST_EXPOSED["gpu"][hidden]) / 2)
 
 

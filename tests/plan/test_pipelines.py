@@ -78,8 +78,8 @@ def test_when_to_gather_is_chosen_by_what_an_estimate_says_too(llama, traces_of,
     target, traces = targets.parse("h100:8"), traces_of(llama)
     rules = rules_file.from_dict(staged({"microbatches": 2}, remat), "here").fill(8)
     once = dataclasses.replace(rules, pipeline=Pipeline(2, gather="step"))
-    once = choices.settled(llama, once, target.processor)
-    _, counted = choices._counted(traces.task, rules)
+    once = choices.settle_rules(llama, once, target.processor)
+    _, counted = choices._count_held_bytes(traces.task, rules)
     assert 0.75 < counted / Estimator(llama, target, traces).estimate(once).peak_bytes < 1
 
 

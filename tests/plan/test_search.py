@@ -25,7 +25,7 @@ def config():
     return configs.load("llama3_8b", SMALL)
 
 
-price_all = search.estimated
+price_all = search.estimate_layouts
 
 
 known, traces = {}, {}
@@ -46,7 +46,7 @@ def shared(config, target):
 def priced_once(monkeypatch):
     """Searches of a config on a target price their layouts once for all tests."""
     monkeypatch.setattr(search, "Space", lambda task, target, _: shared(task, target)[0])
-    monkeypatch.setattr(search, "estimated", lambda one, _: shared(one.task, one.target)[1])
+    monkeypatch.setattr(search, "estimate_layouts", lambda one, _: shared(one.task, one.target)[1])
 
 
 class Compiler:
@@ -258,14 +258,14 @@ def test_nothing_is_compiled_when_the_time_is_over(config, monkeypatch):
 
 def test_targets_share_the_time_for_estimates(config, monkeypatch):
     clock, until = Clock(monkeypatch), []
-    estimated = search.estimated
+    estimated = search.estimate_layouts
 
     def taking_a_minute(space, until_s):
         until.append(until_s - clock.now)
         clock.now += 60
         return estimated(space, until_s)
 
-    monkeypatch.setattr(search, "estimated", taking_a_minute)
+    monkeypatch.setattr(search, "estimate_layouts", taking_a_minute)
     search.plans([(config, place) for place in PLACES], minutes=12, most=0)
     assert until == [360 / 3, 300 / 2, 240]
 

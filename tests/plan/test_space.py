@@ -137,10 +137,14 @@ def test_slices_are_crossed_by_stages_data_or_fsdp_and_never_by_tensor(small, sp
 def test_a_kernel_is_chosen_where_it_can_do_what_the_config_asks(llama, space_of):
     layout = {"mesh": {"fsdp": 8}, "rules": {"batch": "fsdp"}, "weights": {"embed": "fsdp"}}
     space = space_of(llama, "v5e:2x4")
-    assert space.fused and space.rules(layout).attention == {"tpu": "splash"} and space.notes == ["attention: splash"]
+    assert (
+        space.has_fused_attention
+        and space.rules(layout).attention == {"tpu": "splash"}
+        and space.notes == ["attention: splash"]
+    )
     short = configs.load("llama3_8b", ["data.batch=8", "data.seq=100"])
     space = space_of(short, "v5e:2x4")
-    assert not space.fused and space.rules(layout).attention == {"tpu": "xla"}
+    assert not space.has_fused_attention and space.rules(layout).attention == {"tpu": "xla"}
     assert space.notes == ["attention: xla, since splash on v5e does not support data.seq: 100 (only multiples of 128)"]
     assert space_of(llama, "h100:8").rules(layout).attention == {"gpu": "cudnn"}  # no library of CUDA is asked
     assert not any("attention" in raw for raw in itertools.islice(space, 20))
@@ -162,7 +166,7 @@ def test_numbers_are_divided_whatever_their_size():
 
 def test_what_there_is_no_time_for_is_counted(config, space_of, found):
     of = space_of(config, "cpu:8")
-    first = [raw for raw, _ in of.filled(0.0)]
+    first = [raw for raw, _ in of.fill_layouts(0.0)]
     assert first == found[: len(first)]
     assert len({json.dumps([raw["mesh"], raw["rules"], raw.get("optimizer")]) for raw in first}) == 1
     assert of.left_out == len(list(of._layouts())) - 1 > 10

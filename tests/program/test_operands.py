@@ -174,7 +174,7 @@ def test_compiled_products_are_of_8_bits(target, dtype, types):
     sizes = ["layers=2", "embed=256", "mlp=512", "head_dim=64", "heads=8", "kv_heads=8", "compute_dtype=bfloat16"]
     config = configs.load("tiny", [f"model.{one}" for one in (*sizes, f"matmul_dtype={dtype}")])
     where = targets.parse(target)
-    rules = choices.settled(config, rules_file.load("fsdp2_tp4").fill(where.devices), where.processor)
+    rules = choices.settle_rules(config, rules_file.load("fsdp2_tp4").fill(where.devices), where.processor)
     (program,) = programs([CompileRequest(config, rules, where)])
     ran = Counter()
     for one in hlo.parse(program.text).instructions:
@@ -197,10 +197,10 @@ def test_all_hardware_is_asked_before_anything_is_compiled():
             on = dataclasses.replace(targets.parse("cpu:1"), text=name).processor
             on = on._replace(platform="gpu" if name[0] in "ahb" else "tpu", name=name)
             if name in able.split():
-                choices.settled(config, rules_file.load("single"), on)
+                choices.settle_rules(config, rules_file.load("single"), on)
             else:
                 with pytest.raises(InputError, match=rf"model.matmul_dtype: {dtype}: .* {name} (.|\n)*fix   --set"):
-                    choices.settled(config, rules_file.load("single"), on)
+                    choices.settle_rules(config, rules_file.load("single"), on)
 
 
 def test_int8_on_hopper_is_said_to_be_slower_than_bfloat16():

@@ -24,8 +24,8 @@ def choice(text, on, config=LLAMA, asked=Pass(2048)):  # noqa: B008
     """The kernel of settled rules, and what is said of it."""
     path = "layout.yaml"
     loaded = rules_file.from_dict(core_yaml.parse(text, path), path)
-    rules = supported.settled(loaded, config, on, asked)
-    assert supported.settled(rules, config, on, asked) == rules
+    rules = supported.settle_rules(loaded, config, on, asked)
+    assert supported.settle_rules(rules, config, on, asked) == rules
     return rules.kernel(on.platform), supported.kernel_choice(rules, config, on, asked)
 
 
@@ -71,7 +71,7 @@ def test_what_would_let_a_faster_kernel_is_printed_only_if_it_does(monkeypatch):
     def whole_rows(kernel, cfg, *, seq, segments, capability):
         return "data.packing: documents" if kernel == "cudnn" and segments else None
 
-    monkeypatch.setattr(supported, "unsupported", whole_rows)
+    monkeypatch.setattr(supported, "unsupported_setting", whole_rows)
     packed, fix = Pass(2048, segments=True), "; fix --set data.packing=stream"
     kernel, said = choice(FSDP, H100, asked=packed)
     assert (kernel, said) == ("xla", f"xla, since cudnn on h100 does not support data.packing: documents{fix}")

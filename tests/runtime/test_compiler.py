@@ -39,7 +39,7 @@ def test_some_defaults_are_for_a_torus_of_three_dimensions():
     [("0.0.42.1", ["TPU v5 lite", "TPU v5", "TPU v6 lite"]), ("0.0.50.1", ["TPU v5 lite"]), ("0.1.0", ["TPU v5 lite"])],
 )
 def test_options_that_newer_compilers_refuse_are_left_out_there(libtpu, kinds, monkeypatch):
-    monkeypatch.setattr(compiler.versions, "installed", lambda names: {"libtpu": libtpu})
+    monkeypatch.setattr(compiler.versions, "installed_versions", lambda names: {"libtpu": libtpu})
     fusion = set(compiler.DEFAULT_OPTIONS["tpu fusion"])
     found = {kind: fusion & set(compiler.options("tpu", {}, "-", kind)) for kind in
              ("TPU v5 lite", "TPU v5", "TPU v6 lite")}  # fmt: skip

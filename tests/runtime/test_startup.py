@@ -108,7 +108,7 @@ def test_simulated_devices_of_later_versions_run_in_an_order_that_cannot_hang(mo
 
 def test_starting_again_needs_no_more_devices():
     here = startup.start(platform="cpu", simulated_devices=8)
-    assert (here.device_count, here.simulated, here.is_main) == (8, True, True)
+    assert (here.device_count, here.is_simulated, here.is_main) == (8, True, True)
     assert startup.start(platform="cpu", simulated_devices=4) == here
     with pytest.raises(InputError, match=r"9 simulated devices asked for, but jax already runs with 8\n  fix   use 8"):
         startup.start(platform="cpu", simulated_devices=9)

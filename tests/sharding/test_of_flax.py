@@ -163,7 +163,7 @@ def test_a_module_of_nnx_draws_keeps_state_and_is_evaluated_without_either():
         sums=lambda model, batch, key: model(batch["x"]).sum(1),
         inputs={"x": gspmd_lm.Input((8, 4), "float32", "x: batch w")},
     )  # fmt: skip
-    assert task.draws and task.is_module and task.changed == {"batch_stats.norm.mean", "batch_stats.norm.var"}
+    assert task.draws and task.is_module and task.changed_paths == {"batch_stats.norm.mean", "batch_stats.norm.var"}
     params = nn.unbox(task.initial(jax.random.key(0)))
     batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)}
     summed = jax.jit(task.summed, static_argnums=3)

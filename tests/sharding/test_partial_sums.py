@@ -11,7 +11,7 @@ import pytest
 from benchmarks.collectives import count
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding import mesh, rules_file
-from gspmd_lm.sharding.annotate import Adapted, Weight, placed_by, shard, used
+from gspmd_lm.sharding.annotate import Adapted, Weight, in_use, placed_by, shard
 from gspmd_lm.sharding.matmuls import einsum, gathered, look_up, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import for_each_row, gradient, reduced
 from gspmd_lm.sharding.placement import MeshPlacement
@@ -289,7 +289,7 @@ def test_a_loop_gathers_a_used_weight_once_and_makes_its_sums_after_it():
 
     def looped(table_VD, g_CBTV, x_CBTD):
         at_rest = weight("embedding", table_VD)
-        table = used(at_rest)
+        table = in_use(at_rest)
 
         def turn(total, inputs):
             g_BTV, x_BTD = shard(inputs[0], "logits: batch seq vocab"), shard(inputs[1], BLOCK_INPUT)

@@ -48,8 +48,8 @@ def config(small):
 )
 def test_stages_gather_once_where_that_is_possible_and_useful(rules, on, model, said, config):
     config = dataclasses.replace(config, model=with_values(config.model, model))
-    chosen = choices.settled(config, rules, on)
-    assert choices.settled(config, chosen, on) == chosen
+    chosen = choices.settle_rules(config, rules, on)
+    assert choices.settle_rules(config, chosen, on) == chosen
     found = choices.gather_choice(decoder.task(config), chosen, on)
     assert found.startswith(said) and bool(found) == bool(said)
     assert chosen.pipeline.gathers_once == (said.startswith("step") or rules.pipeline.gather == "step")
@@ -58,9 +58,9 @@ def test_stages_gather_once_where_that_is_possible_and_useful(rules, on, model, 
 
 def test_they_gather_in_turns_where_memory_is_short(config, monkeypatch):
     monkeypatch.setattr(choices, "COUNTED_SHARE", 1e-9)
-    rules, task = choices.settled(config, rules_of(), H100), decoder.task(config)
+    rules, task = choices.settle_rules(config, rules_of(), H100), decoder.task(config)
     assert not rules.pipeline.gathers_once
-    _, counted = choices._counted(task, rules)
+    _, counted = choices._count_held_bytes(task, rules)
     said = choices.gather_choice(task, rules, H100)
     assert said == f"turn, since with step {counted / 1e3:.1f} kB of 78.2 GB are counted, more than 0%"
     assert CHIPS["h100"].usable_hbm_bytes == pytest.approx(78.2e9, rel=1e-3)
@@ -71,7 +71,7 @@ def test_what_is_counted_is_held_by_a_device(config):
     leaves = pairs(arrays.named_params, arrays.params)
     weights = sum(like.size for _, like in leaves)
     of_layers = sum(like.size for leaf, like in leaves if "layers" in leaf.axes)
-    more, counted = choices._counted(decoder.task(config), rules)
+    more, counted = choices._count_held_bytes(decoder.task(config), rules)
     assert more == (2 + 4) * of_layers / 2
     at_rest = 4 * 4 * (of_layers / 2 + weights - of_layers) / 4  # weights, gradients and two moments, over fsdp
     inputs = 5 * 2 * config.data.batch // 4 // 4 * config.data.seq * config.model.embed * 2  # of 2 layers in 5 turns
@@ -80,7 +80,7 @@ def test_what_is_counted_is_held_by_a_device(config):
 
 def test_explain_and_a_run_say_what_was_chosen(config, built):
     target = targets.parse("h100:8")
-    asked = explain._settled(decoder.task(config), rules_of(), target, "train")
-    assert asked == choices.settled(config, rules_of(), target.processor)
+    asked = explain._settle_rules(decoder.task(config), rules_of(), target, "train")
+    assert asked == choices.settle_rules(config, rules_of(), target.processor)
     step = built(config, dataclasses.replace(rules_of(), pipeline=Pipeline(4)))
     assert step.rules.pipeline.chosen == "turn" and not any(one.startswith("gather") for one in step.choices)

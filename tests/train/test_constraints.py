@@ -86,8 +86,10 @@ def constraints(traced):
 def test_the_dimensions_of_activations(sized):
     config, one = sized(lora=Lora(rank=4, targets=("wq",))), rules_file.load("single")
     arrays = state.arrays(config)
-    found = state.recorded(config, arrays, 1, one).arrays
-    found["cache"] = programs.recorded(config, arrays, programs.whole_context(config), one)["prefill"].arrays["cache"]
+    found = state.record_arrays(config, arrays, 1, one).arrays
+    found["cache"] = programs.record_arrays(config, arrays, programs.whole_context(config), one)["prefill"].arrays[
+        "cache"
+    ]
     of_others = {
         "embedded", "routing", "state", "q_latent", "kv_latent", "k_rope", "patches", "memory", "transformed",
         "class_scores", "vectors", "merged", "compared", "frames", "frames_hidden", "around", "prompts", "upscaled",

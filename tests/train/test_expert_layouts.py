@@ -116,9 +116,9 @@ def computed(small, built, batch_of):
             step = built(small(**SIZES, **{**ALL, **model}), rules)
 
             def gradients(state, batch):
-                with step.traced():
+                with step.trace_under():
                     frozen, trained = step.task.partition(state.params)
-                    (sums, _), gradients = step._gradients(state, frozen, trained, batch, step.task.counted(batch))
+                    (sums, _), gradients = step._gradients(state, frozen, trained, batch, step.task.divisor(batch))
                     return sums, gradients
 
             state, batch = begun(step), batch_of(step)

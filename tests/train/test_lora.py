@@ -195,7 +195,7 @@ def test_adapters_train_on_the_weights_of_another_workdir(run, source, tmp_path)
     # Another run may begin with these: the adapters are merged into its weights.
     full = run(tmp_path / "full", tmp_path / "straight")
     number, given = sources.find(full.config).restore(full.step)
-    merged = jax.jit(lambda params: lora.merged(params, straight.config.model)[0])(state.params)
+    merged = jax.jit(lambda params: lora.merge_adapters(params, straight.config.model)[0])(state.params)
     assert number == 4 and full.config.model == dataclasses.replace(straight.config.model, lora=None)
     for path, want in flat(merged).items():
         found = np.asarray(flat(given)[path])

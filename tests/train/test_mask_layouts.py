@@ -91,7 +91,7 @@ def test_the_loss_is_focal_and_dice_and_the_quality_of_masks(drawn_before):
     np.testing.assert_allclose(found["loss"], want.sum(), rtol=1e-5)
     scores = MASKS.scores({name: float(value) for name, value in found.items()})
     np.testing.assert_allclose(scores["eval_iou"], quality[:, 0].mean(), rtol=1e-6)
-    assert progress.scored(scores) == "2 objects were scored"
+    assert progress.describe_scored(scores) == "2 objects were scored"
 
 
 def test_what_is_beside_the_image_changes_no_mask(small):

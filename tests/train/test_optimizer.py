@@ -173,13 +173,13 @@ def test_schedules(small):
 def test_a_schedule_that_is_longer_than_the_run_is_a_warning():
     stable = configs.Optimizer(schedule="warmup_stable_decay", warmup_steps=5, decay_steps=6)
     cosine = configs.Optimizer(warmup_steps=5, decay_steps=6)
-    assert optimizer.unfinished(stable, 11) == optimizer.unfinished(cosine, 5) == ""
-    assert optimizer.unfinished(stable, 10) == (
+    assert optimizer.unfinished_schedule_note(stable, 11) == optimizer.unfinished_schedule_note(cosine, 5) == ""
+    assert optimizer.unfinished_schedule_note(stable, 10) == (
         "warning: optimizer.warmup_steps=5 and a decay over 6 steps: more than train.steps=10, so the decay does not "
         "come to its end"
     )
     late = configs.Optimizer(schedule="constant", warmup_steps=5)
-    assert "does not come to optimizer.learning_rate" in optimizer.unfinished(late, 4)
+    assert "does not come to optimizer.learning_rate" in optimizer.unfinished_schedule_note(late, 4)
 
 
 @pytest.mark.parametrize("wrong", [{"eps": 0.0}, {"eps": 1e-60}, {"b1": 1 - 1e-9}, {"b2": 1 - 1e-9}], ids=str)

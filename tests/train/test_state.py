@@ -78,7 +78,7 @@ def test_a_chunk_of_the_loss_has_an_equal_part_of_every_piece_of_a_sequence(
     def result(layout, tokens):
         """The loss and the gradients. A chunk has `tokens` of each row."""
         one = built(config, layout)
-        assert state.recorded(config, one.arrays, 1, one.rules).arrays["logits"][1] == (32, tokens, 64)
+        assert state.record_arrays(config, one.arrays, 1, one.rules).arrays["logits"][1] == (32, tokens, 64)
         return course(config, layout)
 
     wanted = result("single", 2)
@@ -107,7 +107,7 @@ def test_rules_that_a_model_cannot_tell_apart_share_a_trace_and_nothing_else(
     def recorded(layout, task, microbatches=1):
         rules = rules_file.load(layout) if isinstance(layout, str) else rules_file.from_dict(layout, "here.yaml")
         rules = rules.fill(8)
-        found = vars(state.recorded(task, state.arrays(config), microbatches, rules))
+        found = vars(state.record_arrays(task, state.arrays(config), microbatches, rules))
         named = {name: value for name, value in found.items() if not name.startswith("_told")}
         return named | {"rules": rules.path, "program": str(found["program"])}
 

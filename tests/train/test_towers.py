@@ -121,7 +121,7 @@ def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_no
     params, batch = weights(model), batch_of([4, 0, 10, 7])
     run = jax.jit(lambda batch: (apply(model, params, batch), clip.PAIRS.evaluate(clip.Towers(model), params, batch)))
     (text, image, scale), found = run(batch)
-    assert progress.scored(clip.PAIRS.scores(found)) == "3 pairs were scored"
+    assert progress.describe_scored(clip.PAIRS.scores(found)) == "3 pairs were scored"
     real = [0, 2, 3]
     scores = np.asarray(scale * text[np.array(real)] @ image[np.array(real)].T, np.float64)
     both = [np.log(np.exp(one).sum(1)) - np.diag(one) for one in (scores, scores.T)]

@@ -54,7 +54,7 @@ class ReadImages:
             return {}
         written = {f"{_QUERIES}.cross_attention_frequency": queries.every, "image_token_index": queries.token,
                    f"{TEXT}.bos_token_id": queries.start_token}  # fmt: skip
-        for codecs, part in ((self.seen, model.of_vision), (self.reading, model.of_queries)):
+        for codecs, part in ((self.seen, model.vision_config), (self.reading, model.queries_config)):
             for codec in codecs:
                 written |= codec.write(cast(config.ModelConfig, part))
         del written[f"{VISION}.num_channels"]  # transformers has no such field: there are three

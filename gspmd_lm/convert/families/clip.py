@@ -80,7 +80,7 @@ class VisionPart:
         }
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (model.vision and (vision := model.of_vision)):
+        if not (model.vision and (vision := model.vision_config)):
             return {}
         written = {"projection_dim": model.vision.projection, "logit_scale_init_value": model.vision.temperature}
         for codec in self.codecs:

@@ -123,7 +123,7 @@ def first_layers(default: int) -> Renamed:
     return Renamed("first_k_dense_replace", "experts.dense_layers", default, may_be_zero=True)
 
 
-def _fixed(name: str, value: Any) -> Fixed:
+def _fixed_field(name: str, value: Any) -> Fixed:
     return Fixed(name, value, "is not supported in this family")
 
 
@@ -133,13 +133,13 @@ _DEEPSEEK = (
 )
 _V3 = (
     *(*_DEEPSEEK, *deepseek_router(8, 4, 2.5), *mixture(NUMBERS, 256, 8, width=2048)),
-    *(_fixed("topk_method", "noaux_tc"), _fixed("scoring_func", "sigmoid")),
+    *(_fixed_field("topk_method", "noaux_tc"), _fixed_field("scoring_func", "sigmoid")),
     *(first_layers(3), SharedExperts(), LaterTokens()),
 )
 _V2 = (
     # transformers has no default for the experts of a token: this is the published number.
     *(*_DEEPSEEK, GroupLimited(), *mixture("n_routed_experts num_experts", 64, 6, width=1407)),
-    *(_fixed("scoring_func", "softmax"), _fixed("norm_topk_prob", False), Given(normalized_weights=False)),
+    *(_fixed_field("scoring_func", "softmax"), _fixed_field("norm_topk_prob", False), Given(normalized_weights=False)),
     *(Renamed("routed_scaling_factor", "experts.scale", 1.0), first_layers(0), SharedExperts(2)),
     Fixed("mlp_bias", False, "has biases in the MLP, which are not supported"),
 )

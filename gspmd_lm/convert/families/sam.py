@@ -89,7 +89,7 @@ class MaskParts:
         return written | self._repeated_sizes(model.masks.embed, model.patches)
 
 
-def _fixed(name: str, value: Any) -> Fixed:
+def _fixed_field(name: str, value: Any) -> Fixed:
     return Fixed(name, value, f"is not {value}, which is not supported")
 
 
@@ -106,13 +106,13 @@ _SAM = (
     Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),
     Flag(f"{_VISION}.qkv_bias", ("attention.qkv_bias",), True),
     MaskParts(),
-    _fixed(f"{_PROMPT}.layer_norm_eps", _EPS),
-    _fixed(f"{_MASKS}.layer_norm_eps", _EPS),
-    _fixed(f"{_PROMPT}.hidden_act", "gelu"),
-    _fixed(f"{_MASKS}.hidden_act", "relu"),
-    _fixed(f"{_MASKS}.iou_head_depth", 3),
-    _fixed(f"{_PROMPT}.num_point_embeddings", 4),
-    _fixed(f"{_PROMPT}.mask_input_channels", MASK_CHANNELS),
+    _fixed_field(f"{_PROMPT}.layer_norm_eps", _EPS),
+    _fixed_field(f"{_MASKS}.layer_norm_eps", _EPS),
+    _fixed_field(f"{_PROMPT}.hidden_act", "gelu"),
+    _fixed_field(f"{_MASKS}.hidden_act", "relu"),
+    _fixed_field(f"{_MASKS}.iou_head_depth", 3),
+    _fixed_field(f"{_PROMPT}.num_point_embeddings", 4),
+    _fixed_field(f"{_PROMPT}.mask_input_channels", MASK_CHANNELS),
 )
 
 

@@ -40,9 +40,9 @@ class EncoderPart:
         values["encoder"] = encoder | {"start_token": start}
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
-        if not (model.encoder and model.of_encoder):
+        if not (model.encoder and model.encoder_config):
             return {}
-        sizes = {names.split()[0]: value_at(model.of_encoder, setting) for setting, names in self.names.items()}
+        sizes = {names.split()[0]: value_at(model.encoder_config, setting) for setting, names in self.names.items()}
         start, first = model.encoder.start_token, model.encoder.first_tokens
         written = {"forced_bos_token_id": first[0]} if first and not model.frames else {}
         return {"is_encoder_decoder": True, **sizes, "decoder_start_token_id": start, **written}

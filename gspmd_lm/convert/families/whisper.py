@@ -16,7 +16,7 @@ from gspmd_lm.convert.fields import Fixed, Given, Renamed, Values
 from gspmd_lm.convert.images import PREPROCESSOR
 from gspmd_lm.convert.layout import Tensor, linear
 from gspmd_lm.convert.sidecars import GENERATION, as_json
-from gspmd_lm.convert.strict_json import parse_object, shown
+from gspmd_lm.convert.strict_json import parse_object, show_value
 from gspmd_lm.data import sounds
 from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.axes import SINUSOIDS
@@ -55,13 +55,13 @@ def _tokens(found: Mapping[str, Any]) -> dict[str, list[int]]:
     for setting, name in _SUPPRESSED.items():
         ids = found.get(name) or []
         if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-            raise ValueError(f"{name}: {shown(ids)} is not a list of tokens")
+            raise ValueError(f"{name}: {show_value(ids)} is not a list of tokens")
         settings[setting] = ids
     forced = found.get(_FORCED) or []
     try:
         pairs = [(int(place), one) for place, one in forced]
     except (TypeError, ValueError):
-        raise ValueError(f"{_FORCED}: {shown(forced)} is not a list of places and tokens") from None
+        raise ValueError(f"{_FORCED}: {show_value(forced)} is not a list of places and tokens") from None
     ids = [one for place, one in pairs]
     known = [place for place, _ in pairs] == [*range(1, len(pairs) + 1)] and all(type(one) is int for one in ids)
     if known and ids:
@@ -113,8 +113,12 @@ def check_preprocessing(folder: Path, bands: Any) -> None:
         return
     raw = parse_object(paths.read_text(path), path)
     wanted = {"sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "feature_size": bands}
-    wrong = [f"  {name}: {shown(raw[name])} is not {one}" for name, one in wanted.items() if raw.get(name, one) != one]
-    wrong += [f"  {name}: {shown(raw[name])} is not supported" for name in ("dither", "do_normalize") if raw.get(name)]
+    wrong = [
+        f"  {name}: {show_value(raw[name])} is not {one}" for name, one in wanted.items() if raw.get(name, one) != one
+    ]
+    wrong += [
+        f"  {name}: {show_value(raw[name])} is not supported" for name in ("dither", "do_normalize") if raw.get(name)
+    ]
     if wrong:
         raise InputError("\n".join([f"{path}: preparations of sounds that are not supported", *wrong,
                          "  fix   take the file out of a copy of the folder"]))  # fmt: skip
@@ -126,8 +130,8 @@ def write_sidecars(model: config.ModelConfig, settings: Mapping[str, Any], end: 
     settings: the generation_config.json that came with the weights, which stays as it is if it says the same. end: the
     token that ends a text.
     """
-    assert model.frames and model.encoder and model.of_encoder
-    samples = model.of_encoder.context * sounds.ROW_SAMPLES
+    assert model.frames and model.encoder and model.encoder_config
+    samples = model.encoder_config.context * sounds.ROW_SAMPLES
     prepared = {
         "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": model.frames.bands,
         "sampling_rate": sounds.RATE, "hop_length": sounds.HOP, "n_fft": sounds.FOURIER, "padding_value": 0.0,

@@ -58,7 +58,7 @@ def find(
         if not mesh_axes or not executions:
             continue
         origin = _origin(tensor, results.get(tensor.instruction, ("", "")), attribution)
-        path, rows = _caused(tensor, origin, attribution, mesh_axes)
+        path, rows = _name_and_causes(tensor, origin, attribution, mesh_axes)
         part = Collective(
             kind=tensor.kind,
             mesh_axes=mesh_axes,
@@ -199,13 +199,13 @@ def _with_readers(name: OpName, readers: Sequence[tuple[OpName, bool]], attribut
     return name
 
 
-def _caused(
+def _name_and_causes(
     tensor: MovedTensor, origin: _Origin, attribution: "Attribution", mesh_axes: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
     """The name of a moved tensor, and the rows that cause its movement."""
     name, weight, new_weight = origin.name, origin.weight, ""
     if tensor.kind == "collective-permute" and {*mesh_axes} <= {*attribution.rules.stages}:
-        return name.path or "step", attribution.of_stages
+        return name.path or "step", attribution.stage_rows
     placed = name.array if name.array in attribution.weights else ""
     # TPU gathers a small weight by an all-reduce, which adds zeros to each device's shard.
     gathers = tensor.kind in GATHERS or (tensor.kind == "all-reduce" and bool(weight) and not name.summed_axes)
@@ -255,7 +255,7 @@ class Attribution:
         weight, new_weight: the weight that is moved, before or after the optimizer's step; '' for others.
         """
         if does in (SUM, SCATTERED_SUM):
-            before, after = self._summed(name, over), set()
+            before, after = self._summed_rows(name, over), set()
             if does == SCATTERED_SUM and name.array:
                 after = self._splitting(name.table, [name.array], over)
             elif does == SCATTERED_SUM:
@@ -276,7 +276,7 @@ class Attribution:
         return tuple(row.key for table in TABLES for row in self.rules.rows if row.table == table and row.key in keys)
 
     @property
-    def of_stages(self) -> tuple[str, ...]:
+    def stage_rows(self) -> tuple[str, ...]:
         """Keys of the rows behind what stages of a pipeline send to each other."""
         return tuple(row.key for row in self.rules.rows if row.axis == self.rules.vocabulary.stages)
 
@@ -302,7 +302,7 @@ class Attribution:
         """Every row that maps to one of the mesh axes."""
         return {row.key for row in self.rules.rows if set(over) & set(row.mesh_axes)}
 
-    def _summed(self, name: OpName, over: Sequence[str]) -> set[str]:
+    def _summed_rows(self, name: OpName, over: Sequence[str]) -> set[str]:
         """Rows that split what a sum adds up: the axes that its name says, the weights whose statistics are summed, or
         the batch of a gradient."""
         if name.summed_axes:

@@ -49,13 +49,13 @@ def ancestors(value: Value) -> Iterator[Instruction]:
             waiting += [(operand, ()) for operand in last.operands]
 
 
-def concatenated(value: Value) -> list[tuple[Value, int]]:
+def concatenated_values(value: Value) -> list[tuple[Value, int]]:
     """The values that lie side by side in one, each with its number of elements."""
     passed = ("bitcast", "reshape", "copy", "fusion", "parameter", "get-tuple-element")
     instruction = next((at for at in def_chain(value) if at.opcode not in passed), None)
     if instruction is None or instruction.opcode != "concatenate":
         return [(value, value[0].shape.arrays[0].elements)]
-    return [piece for operand in instruction.operands for piece in concatenated((operand, ()))]
+    return [piece for operand in instruction.operands for piece in concatenated_values((operand, ()))]
 
 
 def new_state(module: Module) -> dict[Instruction, tuple[str, str]]:
@@ -106,7 +106,7 @@ def _before(value: Value, open_loops: frozenset[Value]) -> Value | None:
     if opcode in ("async-start", "call-start"):
         return instruction.bodies[0].root, path
     if opcode == "while":
-        return instruction.called["body"][0].root, path
+        return instruction.called_computations["body"][0].root, path
     if instruction.base in COLLECTIVES:
         return operands[path[-1] if path and path[-1] < len(operands) else 0], ()
     if opcode == "dynamic-update-slice":
@@ -128,4 +128,4 @@ def _argument(value: Value, open_loops: frozenset[Value]) -> Value | None:
         return None
     first: Value = caller.operands[0], path
     begins_empty = def_chain(first, open_loops | {value})[-1].opcode in _EMPTY
-    return (caller.called["body"][0].root, path) if begins_empty else first
+    return (caller.called_computations["body"][0].root, path) if begins_empty else first

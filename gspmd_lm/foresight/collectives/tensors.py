@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gspmd_lm.foresight.collectives.def_use import concatenated
+from gspmd_lm.foresight.collectives.def_use import concatenated_values
 from gspmd_lm.foresight.hlo import Array, Computation, Instruction, Module
 from gspmd_lm.foresight.hlo.values import Value
 from gspmd_lm.foresight.hlo.work import ENDED, STARTED, CollectiveOp, rendezvous
@@ -66,7 +66,7 @@ def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
             (operand, _) = operand.operands
             array = operand.shape.arrays[0]
         whole = (operand, ()), array.elements
-        pieces = concatenated((operand, ())) if kind == "all-reduce" else [whole]
+        pieces = concatenated_values((operand, ())) if kind == "all-reduce" else [whole]
         for piece, elements in pieces:
             one = array if len(pieces) == 1 else Array(array.dtype, (elements,))
             name = names[number] if names and len(pieces) == 1 else ""
@@ -76,7 +76,7 @@ def _tensors_of_op(op: CollectiveOp) -> Iterator[MovedTensor]:
 
 
 def _body(loop: Instruction) -> Computation:
-    return loop.called["body"][0]
+    return loop.called_computations["body"][0]
 
 
 def _permutes_of_window(loop: Instruction) -> list[CollectiveOp]:
@@ -141,7 +141,7 @@ def _ends(start: Instruction) -> set[Instruction]:
         received = [i for i in beside if i.opcode == "recv" and rendezvous(i) == rendezvous(start)]
         return {user for one in received for user in one.users if user.opcode == "recv-done"}
     if start.opcode == "fusion":
-        chains = {one.chain_id for one in start.carried[STARTED]}
+        chains = {one.chain_id for one in start.carried_collectives[STARTED]}
         fusions = (i for i in beside if i.opcode == "fusion" and i is not start)
-        return {i for i in fusions if any(one.chain_id in chains for one in i.carried[ENDED])}
+        return {i for i in fusions if any(one.chain_id in chains for one in i.carried_collectives[ENDED])}
     return {user for user in start.users if user.phase == "-done"}

@@ -123,7 +123,7 @@ class Module:
         """See `Computation.callers`."""
         callers: dict[Computation, list[tuple[Instruction, str]]] = {}
         for instruction in self.instructions:
-            for role, computations in instruction.called.items():
+            for role, computations in instruction.called_computations.items():
                 for computation in computations:
                     callers.setdefault(computation, []).append((instruction, role))
         return callers

@@ -126,7 +126,7 @@ class Instruction:
         return flops_and_bytes if any(flops_and_bytes) else None
 
     @functools.cached_property
-    def called(self) -> Mapping[str, tuple[Computation, ...]]:
+    def called_computations(self) -> Mapping[str, tuple[Computation, ...]]:
         """The called computations by their role, one of _ROLES."""
         if not any(f"{role}=" in self.raw for role in _ROLES):
             return {}
@@ -139,7 +139,7 @@ class Instruction:
         """The computations that it runs as programs, unlike the computations of fusions and reductions."""
         if self.opcode not in ("while", "conditional", "call", "call-start", "async-start"):
             return ()
-        return tuple(body for bodies in self.called.values() for body in bodies)
+        return tuple(body for bodies in self.called_computations.values() for body in bodies)
 
     @functools.cached_property
     def copies(self) -> str:
@@ -156,7 +156,7 @@ class Instruction:
     @functools.cached_property
     def inside(self) -> tuple[Instruction, ...]:
         """All instructions of the computations that a fusion calls, also of nested ones."""
-        called = (inner for body in self.called.get("calls", ()) for inner in body.instructions.values())
+        called = (inner for body in self.called_computations.get("calls", ()) for inner in body.instructions.values())
         return tuple(one for inner in called for one in (inner, *inner.inside))
 
     @property
@@ -202,7 +202,7 @@ class Instruction:
         return self.frontend.get("chain_id", self.name)
 
     @functools.cached_property
-    def carried(self) -> Mapping[str, tuple[Instruction, ...]]:
+    def carried_collectives(self) -> Mapping[str, tuple[Instruction, ...]]:
         """The parts of such collectives in a fusion that it begins with, by STARTED, and ends with, by ENDED."""
         return work.carried_by(self)
 

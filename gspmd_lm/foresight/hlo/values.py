@@ -31,7 +31,7 @@ def defined_by(value: Value) -> Value | None:
     if opcode == "tuple" and path:
         return instruction.operands[path[0]], path[1:]
     if opcode in _INLINED:
-        called = instruction.called.get("calls") or instruction.called["to_apply"]
+        called = instruction.called_computations.get("calls") or instruction.called_computations["to_apply"]
         return called[0].root, path
     caller, _ = instruction.computation.caller
     if opcode == "parameter" and caller and caller.opcode in _INLINED:
@@ -52,7 +52,7 @@ def origin(value: Value) -> Value:
 
 def trip_count(loop: Instruction) -> int | None:
     """The trip count of a while loop, from `counter < limit`; None if it cannot be told."""
-    (condition,) = loop.called["condition"]
+    (condition,) = loop.called_computations["condition"]
     compare, _ = origin((condition.root, ()))
     if compare.opcode != "compare":
         return None
@@ -69,7 +69,7 @@ def trip_count(loop: Instruction) -> int | None:
 
 def _count(loop: Instruction, path: tuple[int, ...], limit: int | None, direction: str) -> int | None:
     start = _constant((loop.operands[0], path))
-    (body,) = loop.called["body"]
+    (body,) = loop.called_computations["body"]
     step = _offset((body.root, path), (body.parameters[0], path))
     if start is None or step is None or limit is None or step == 0:
         return None
@@ -124,5 +124,5 @@ def _before_loop(parameter: Instruction, path: tuple[int, ...]) -> int | None:
 
 
 def _invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
-    (body,) = loop.called["body"]
+    (body,) = loop.called_computations["body"]
     return origin((body.root, path)) == (body.parameters[0], path)

@@ -114,7 +114,7 @@ def moved_bytes(instruction: Instruction) -> collections.Counter[str]:
     traffic = collections.Counter[str]()
     operands = instruction.operands
     if instruction.opcode == "fusion":
-        (inside,) = instruction.called["calls"]
+        (inside,) = instruction.called_computations["calls"]
         for n, operand in enumerate(operands):
             _add(traffic, operand.shape.arrays, _bytes_read(inside.parameters[n]))
         _add(traffic, instruction.shape.arrays, _bytes_written(inside.root))
@@ -156,7 +156,7 @@ def _bytes_read(value: Instruction) -> int:
         elif user.opcode in _VIEWS or _tiles_anew(user):
             total += 0 if user.is_root else _bytes_read(user)
         elif user.opcode == "fusion":
-            (inside,) = user.called["calls"]
+            (inside,) = user.called_computations["calls"]
             total += _bytes_read(inside.parameters[user.operands.index(value)])
         else:
             return whole
@@ -167,7 +167,7 @@ def _tiles_anew(inner: Instruction) -> bool:
     """Whether a fusion changes only the tiles of its operand, in place, so that nothing is moved."""
     if inner.opcode != "fusion" or "output_to_operand_aliasing" not in inner.attributes:
         return False
-    (inside,) = inner.called["calls"]
+    (inside,) = inner.called_computations["calls"]
     return inside.root.opcode == "copy" and inside.root.operands[0].opcode == "parameter"
 
 
@@ -180,7 +180,7 @@ def _bytes_written(root: Instruction) -> int:
     if root.opcode == "dynamic-update-slice":
         return root.operands[1].shape.arrays[0].padded_bytes
     if root.opcode == "fusion":
-        (inside,) = root.called["calls"]
+        (inside,) = root.called_computations["calls"]
         return _bytes_written(inside.root)
     if root.opcode == "parameter" or root.opcode in _CARRIED:
         return 0
@@ -243,7 +243,7 @@ def begun_by(instruction: Instruction) -> tuple[CollectiveOp, ...]:
     else:
         hidden = instruction.inside if instruction.opcode == "fusion" else ()
         begin = (one for one in hidden if one.base in COLLECTIVES and one.phase in ("", "-start"))
-        begun = [one for one in begin if not one.is_carried or one in instruction.carried[STARTED]]
+        begun = [one for one in begin if not one.is_carried or one in instruction.carried_collectives[STARTED]]
     return tuple(_collective_op(one, instruction) for one in begun)
 
 
@@ -313,13 +313,13 @@ def parse_groups(text: str, devices: int) -> Groups:
     if text.startswith("{"):
         return tuple(_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text))
     if match := _MESH.match(text):
-        return _of_mesh(*match.groups())
+        return _mesh_groups(*match.groups())
     if (match := _IOTA.fullmatch(text)) and match.group(2):
         return tuple(map(tuple, _iota(match).reshape(_numbers(match.group(1))).tolist()))
     raise InputError(f"replica_groups={text[:80]}: an unknown form of replica groups")
 
 
-def _of_mesh(sizes: str, device_ids: str | None, axes: str) -> Groups:
+def _mesh_groups(sizes: str, device_ids: str | None, axes: str) -> Groups:
     """The groups of mesh['a'=2,'b'=4] {'b'}. 'b':(2)2 is the part of b of size 2 that follows 2 parts."""
     mesh = {name: int(size) for name, size in _SIZE.findall(sizes)}
     wanted = [(name, int(before or 1), int(size or mesh[name])) for name, before, size in _AXIS.findall(axes)]

@@ -39,7 +39,7 @@ from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation import control, elementwise, indexing, matmuls, per_device
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Reading, Transfer
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, rank_of, replicated_sharding
 
 if TYPE_CHECKING:
     from gspmd_lm.train.step import Step
@@ -65,7 +65,7 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [
         ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
-        else replicated(rank_of(var.aval))
+        else replicated_sharding(rank_of(var.aval))
         for var, leaf in zip(jaxpr.invars, leaves, strict=True)
     ]  # fmt: skip
     places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(results)]

@@ -88,12 +88,12 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
     with reader.trial():
         carry = _settled_carry(iterate, begin)
     for aval, before, one in zip(operation.inputs[constants:], begin, carry, strict=False):
-        before = before.reduced() if before.unreduced == one.unreduced else before
+        before = before.without_partial_sums() if before.unreduced == one.unreduced else before
         reader.move(operation, aval, before, one.dims)
     results = iterate(carry)
     for var, result, one in zip(body.outvars, results, carry, strict=False):
         if result.unreduced == one.unreduced:
-            result = result.reduced()
+            result = result.without_partial_sums()
         elif one.unreduced:
             reader.add_unknown("a partial sum that a loop carries")
         reader.move(operation, var.aval, result, one.dims)
@@ -166,7 +166,7 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
         return reader.read(body, [*captured, *inside], operation.stack)
 
     with reader.trial():
-        carry = [one.reduced() for one in _settled_carry(iterate, carry)]
+        carry = [one.without_partial_sums() for one in _settled_carry(iterate, carry)]
     results = iterate(carry)
     for var, result, one in zip(body.outvars, results, carry, strict=True):
         reader.move(operation, var.aval, result, one.dims)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, unknown
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, axes_of, replicated, without
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, MeshAxes, axes_of, replicated_sharding, without
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 
@@ -73,7 +73,7 @@ def select(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySh
 
 def constant(_: Reader, operation: Operation) -> list[ArraySharding]:
     """Numbers that every device can make for itself."""
-    return [replicated(var.aval.ndim, is_constant=True) for var in operation.equation.outvars]
+    return [replicated_sharding(var.aval.ndim, is_constant=True) for var in operation.equation.outvars]
 
 
 def reduction(reader: Reader, operation: Operation) -> ArraySharding:

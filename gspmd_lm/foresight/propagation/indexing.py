@@ -63,7 +63,7 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     # A mesh axis splits the columns of the table and the rows of the indices. The rows that are found go back to the
     # devices that asked for them.
     rows = _looked_up(operation, without(wanted, indices.mesh_axes), indices.dims, table.unreduced)
-    back = reader.move(operation, operation.output, columns_split.reduced(), rows.dims, chosen=True)
+    back = reader.move(operation, operation.output, columns_split.without_partial_sums(), rows.dims, chosen=True)
     return dataclasses.replace(back, unreduced=rows.unreduced)
 
 

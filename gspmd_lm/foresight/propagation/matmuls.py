@@ -6,7 +6,14 @@ from typing import Any
 
 from gspmd_lm.foresight import equations
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule, gather_operands, unknown
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, Dims, array_bytes, axes_of, replicated, total_bytes
+from gspmd_lm.foresight.propagation.sharding import (
+    ArraySharding,
+    Dims,
+    array_bytes,
+    axes_of,
+    replicated_sharding,
+    total_bytes,
+)
 
 LEFT, RIGHT = 0, 1
 KEYS, BIAS, PAGE_TABLES = 1, 3, (8, 9)  # of cuDNN's attention; the gradient of a bias is its result of the same number
@@ -111,7 +118,7 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
         dims = [tuple(each for each in names if each != name) for names in product.dims[1 - side]]
         if partner is not None:
             dims[partner] += (name,)
-        operand = operation.operands[1 - side].reduced()
+        operand = operation.operands[1 - side].without_partial_sums()
         cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims)).costs)
     if any(pair[side] == dimension for pair in product.contracted):
         split = axes_of((*product.dims[LEFT], *product.dims[RIGHT])) - {name}
@@ -123,7 +130,7 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
 def _gathered_cost(reader: Reader, product: Product, name: str, side: int) -> float:
     """The bytes that are sent if an operand is gathered over a mesh axis that splits it alone."""
     dims = tuple(tuple(each for each in names if each != name) for names in product.dims[side])
-    operand = product.operation.operands[side].reduced()
+    operand = product.operation.operands[side].without_partial_sums()
     return total_bytes(reader.cheapest(product.operation.inputs[side], operand, dims).costs)
 
 
@@ -168,7 +175,7 @@ def kernel(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """A kernel that the partitioner does not look into: every device is given all operands, and computes all of it."""
     gather_operands(reader, operation)
     reader.add_flops(operation, kernel_flops(operation.params))
-    return [replicated(var.aval.ndim) for var in operation.equation.outvars]
+    return [replicated_sharding(var.aval.ndim) for var in operation.equation.outvars]
 
 
 def kernel_flops(params: Any) -> float:

@@ -12,7 +12,7 @@ from gspmd_lm.foresight.propagation.control import least_of
 from gspmd_lm.foresight.propagation.matmuls import kernel_flops
 from gspmd_lm.foresight.propagation.reader import Operation, Reader, Rule
 from gspmd_lm.foresight.propagation.record import Record
-from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, rank_of, replicated, without
+from gspmd_lm.foresight.propagation.sharding import ArraySharding, array_bytes, rank_of, replicated_sharding, without
 from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 _COLLECTIVES = {
@@ -70,14 +70,16 @@ class PerDevice:
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         """What is known of the results of a jaxpr, from what is known of its arguments."""
         known = {
-            var: dataclasses.replace(replicated(rank_of(var.aval)), loop_depth=one.loop_depth, identity=one.identity)
+            var: dataclasses.replace(
+                replicated_sharding(rank_of(var.aval)), loop_depth=one.loop_depth, identity=one.identity
+            )
             for var, one in zip(jaxpr.invars, arguments, strict=True)
         }
 
         def array(atom: Any) -> ArraySharding:
             if isinstance(atom, core.Literal):
-                return dataclasses.replace(replicated(rank_of(atom.aval)), identity=str(atom.val))
-            return known.get(atom, replicated(rank_of(atom.aval)))
+                return dataclasses.replace(replicated_sharding(rank_of(atom.aval)), identity=str(atom.val))
+            return known.get(atom, replicated_sharding(rank_of(atom.aval)))
 
         for equation in jaxpr.eqns:
             names = "/".join(filter(None, (self.stack, str(equation.source_info.name_stack))))
@@ -117,7 +119,9 @@ class PerDevice:
     ) -> list[ArraySharding]:
         depth = max((one.loop_depth for one in operands), default=0)
         return [
-            dataclasses.replace(replicated(rank_of(var.aval)), loop_depth=depth, identity=identity and (identity, n))
+            dataclasses.replace(
+                replicated_sharding(rank_of(var.aval)), loop_depth=depth, identity=identity and (identity, n)
+            )
             for n, var in enumerate(operation.equation.outvars)
         ]
 

@@ -20,7 +20,7 @@ from gspmd_lm.foresight.propagation.sharding import (
     axes_of,
     bytes_to_send,
     rank_of,
-    replicated,
+    replicated_sharding,
     total_bytes,
     without,
 )
@@ -176,7 +176,7 @@ class Reader:
 
         It is sent from where that costs least, of the shardings in which the array was before.
         """
-        result = dataclasses.replace(source.with_dims(target).reduced(), scatter=None)
+        result = dataclasses.replace(source.with_dims(target).without_partial_sums(), scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
             return dataclasses.replace(result, is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
@@ -250,7 +250,7 @@ class Reader:
         operand, aval = operation.operands[number], operation.inputs[number]
         if operand.dims == target and (keep_unreduced or not operand.unreduced):
             return
-        summed = operand.reduced() if keep_unreduced else operand
+        summed = operand.without_partial_sums() if keep_unreduced else operand
         moved = self.move(operation, aval, summed, target, chosen=chosen and operand.dims != target)
         operation.operands[number] = dataclasses.replace(
             moved, unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
@@ -283,11 +283,11 @@ class Reader:
         wants, uses = wanted_dims(self.mesh, jaxpr, wanted), use_counts(jaxpr)
         added = terms(jaxpr, accumulated, uses)
         known: dict[Any, ArraySharding] = dict(zip(jaxpr.invars, map(_with_identity, operands), strict=True))
-        known |= {var: replicated(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
+        known |= {var: replicated_sharding(rank_of(var.aval), is_constant=True) for var in jaxpr.constvars}
         constrained: dict[Any, ArraySharding] = {}
 
         def sharding_of(atom: Any) -> ArraySharding:
-            return replicated(rank_of(atom.aval), True) if isinstance(atom, core.Literal) else known[atom]
+            return replicated_sharding(rank_of(atom.aval), True) if isinstance(atom, core.Literal) else known[atom]
 
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
@@ -355,7 +355,7 @@ class Reader:
         outputs = operation.equation.outvars
         if operation.primitive not in CONTROL and all(one.is_constant for one in operation.operands):
             self.add_flops(operation, equations.flops(operation.equation))
-            return [replicated(rank_of(var.aval), is_constant=True) for var in outputs]
+            return [replicated_sharding(rank_of(var.aval), is_constant=True) for var in outputs]
         rule = self.rules.get(operation.primitive, unknown)
         shardings = rule(self, operation)
         return [shardings] * len(outputs) if isinstance(shardings, ArraySharding) else list(shardings)
@@ -381,7 +381,7 @@ def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
     reader.add_unknown(operation.primitive)
     gather_operands(reader, operation)
     reader.add_flops(operation, equations.flops(operation.equation))
-    return [replicated(rank_of(var.aval)) for var in operation.equation.outvars]
+    return [replicated_sharding(rank_of(var.aval)) for var in operation.equation.outvars]
 
 
 def _with_identity(array: ArraySharding) -> ArraySharding:

@@ -38,7 +38,7 @@ class ArraySharding:
         dims = tuple(dims)
         return dataclasses.replace(self, dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
 
-    def reduced(self) -> "ArraySharding":
+    def without_partial_sums(self) -> "ArraySharding":
         """The same sharding of an array that is no partial sum."""
         return dataclasses.replace(self, unreduced=frozenset())
 
@@ -61,7 +61,7 @@ class CollectiveCost(NamedTuple):
     bytes: float
 
 
-def replicated(rank: int, is_constant: bool = False) -> ArraySharding:
+def replicated_sharding(rank: int, is_constant: bool = False) -> ArraySharding:
     """The sharding of an array that every device has whole."""
     return ArraySharding(((),) * rank, is_constant=is_constant)
 

@@ -70,7 +70,7 @@ class Splash:
     value_size: int = 0  # the size of a value; 0: that of a key
 
     @property
-    def visited(self) -> float:
+    def visited_blocks(self) -> float:
         """How many blocks the mask does not skip."""
         queries, keys = self.blocks
         if self.mask_window == "all":
@@ -176,7 +176,7 @@ def splash_s(splash: Splash, chip: Chip) -> float | None:
     block = visited * area / SPLASH_BLOCKS[near] ** 2 * splash.matmuls / (2 if splash.part == "fwd" else 5)
     steps = splash.steps or splash.blocks[0] * splash.blocks[1]
     rows = splash.blocks[0] * splash.rows / 512
-    total = splash.heads * (splash.visited * block + steps * cycles.step + rows * cycles.row)
+    total = splash.heads * (splash.visited_blocks * block + steps * cycles.step + rows * cycles.row)
     return total / chip.tensor_cores / chip.clock_hz  # the cores of a device share the heads
 
 
@@ -240,7 +240,7 @@ def flops(call: Instruction) -> float:
     if splash is None:
         return 0.0
     width = sum(share * size for size, share in splash.shares)
-    return 2.0 * splash.matmuls * splash.heads * splash.visited * splash.rows * splash.columns * width
+    return 2.0 * splash.matmuls * splash.heads * splash.visited_blocks * splash.rows * splash.columns * width
 
 
 def masked_scores(length: int, window: int) -> float:
@@ -252,7 +252,7 @@ def masked_scores(length: int, window: int) -> float:
     return width * length - width**2 / 2
 
 
-def packed(call: Instruction) -> bool:
+def has_documents(call: Instruction) -> bool:
     """Whether a call of cuDNN's attention is given the documents of its rows."""
     return call.config.get("cudnn_fmha_backend_config", {}).get("max_seg_per_batch", 1) > 1
 

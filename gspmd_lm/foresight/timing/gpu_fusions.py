@@ -41,7 +41,7 @@ def seconds(instruction: Instruction, chip: Chip, moved_s: float) -> float:
     assert chip.gpu
     if _transposes_narrow(instruction):
         moved_s *= NARROW_TRANSPOSE_SLOWDOWN
-    rows_s = _of_rows_apart(instruction) * NUMBER_OF_ROWS_APART_S / chip.gpu.core_count
+    rows_s = _count_rows_apart(instruction) * NUMBER_OF_ROWS_APART_S / chip.gpu.core_count
     operations_per_s = OPERATIONS_PER_CYCLE * chip.gpu.core_count * chip.clock_hz
     arithmetic_s = _operations(instruction) / operations_per_s
     return max(moved_s + rows_s, arithmetic_s, added_sectors(instruction) / ADDED_SECTORS_PER_S)
@@ -64,7 +64,7 @@ def _transposes_narrow(instruction: Instruction) -> bool:
     return narrow and any(one.opcode == "transpose" for one in (instruction, *instruction.inside))
 
 
-def _of_rows_apart(fusion: Instruction) -> int:
+def _count_rows_apart(fusion: Instruction) -> int:
     """The numbers of a fusion of Triton that sums along rows, if a tile has ROWS_APART or more; else 0.
 
     Triton makes the sides of a tile powers of two. A sum over other dimensions has them whole in a tile.
@@ -73,7 +73,7 @@ def _of_rows_apart(fusion: Instruction) -> int:
     sums = [one for one in fusion.inside if one.opcode == "reduce"]
     if not tiles or not any(len(_sides(one.operands[0])) - 1 in _summed_dimensions(one) for one in sums):
         return 0
-    (computation,) = fusion.called["calls"]
+    (computation,) = fusion.called_computations["calls"]
     results = computation.root.operands if computation.root.opcode == "tuple" else (computation.root,)
     root, tile = max(zip(results, tiles, strict=False), key=lambda one: math.prod(_sides(one[0])))
     sides, sizes = _sides(root), [*map(int, tile.get("sizes", ()))]
@@ -112,7 +112,7 @@ def added_sectors(instruction: Instruction) -> int:
 
 def _adds_up(scatter: Instruction) -> bool:
     """Whether a scatter adds updates that may meet. Others overwrite, or store what never meets."""
-    (combined,) = scatter.called["to_apply"]
+    (combined,) = scatter.called_computations["to_apply"]
     return combined.root.opcode != "parameter" and scatter.attributes.get("unique_indices") != "true"
 
 

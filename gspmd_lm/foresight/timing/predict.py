@@ -73,7 +73,7 @@ def predict(
     host_s = exposed_s.pop(HOST, 0.0)
     unpriced = _without_time(module, simulation)
     step_s = simulation.clock_s
-    packed = "; packed documents as whole rows" if any(map(attention.packed, module.kernels)) else ""
+    packed = "; packed documents as whole rows" if any(map(attention.has_documents, module.kernels)) else ""
     return Prediction(
         step_time_s=step_s,
         matmul_s=simulation.compute_s["matmul"],

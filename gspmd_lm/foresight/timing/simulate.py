@@ -118,7 +118,7 @@ class Simulation:
     def _synchronous(self, instruction: Instruction) -> None:
         """Runs compute, a collective that blocks, or a TPU fusion with one or both of them."""
         if instruction.opcode == "fusion" or instruction.base in COLLECTIVES:
-            for ended in instruction.carried[ENDED]:
+            for ended in instruction.carried_collectives[ENDED]:
                 self._wait(self._in_flight.pop(ended.chain_id, None))
             for op in instruction.collectives:
                 transfer = self._start_collective(op)

@@ -10,7 +10,7 @@ from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
-from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embedded
+from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embed_tokens
 from gspmd_lm.model.families import t5, text
 from gspmd_lm.model.families.clip import VisionTower, image_input
 from gspmd_lm.model.families.text import Family
@@ -41,10 +41,12 @@ class ImageDecoder(Decoder):
         # Prompts stand behind padding.
         places_BT = batch.get(f"{prefix}positions") if "slot" in batch else batch.get(f"{prefix}places")
         first = put_first(rows_BQD, places_BT)
-        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key, first=put_first(None) if cfg.encoder else first)
-        if cfg.of_encoder and f"{t5.SOURCE}positions" in batch:
-            batch = t5.Encoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key, first)
-        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+        x_BTD, table, keys_BT = embed_tokens(
+            self, cfg, batch, dropout_key, first=put_first(None) if cfg.encoder else first
+        )
+        if cfg.encoder_config and f"{t5.SOURCE}positions" in batch:
+            batch = t5.Encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key, first)
+        return self.decode(x_BTD, table, keys_BT, batch, cache)
 
 
 class Queries(Stack):
@@ -76,12 +78,12 @@ def embed_images(
 
     The weights are those of `module`, whose width is D, in its parts `vision` and `queries` but for a projection.
     """
-    assert cfg.of_vision and cfg.of_queries
+    assert cfg.vision_config and cfg.queries_config
     keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in (2, 3)]
     images = {name: batch[name] for name in ("patches", "row")}
-    memory_BSM = shard(VisionTower(cfg.of_vision, name="vision")(images, keys[0]), MEMORY)
-    x_BQO = Queries(cfg.of_queries, name="queries")(memory_BSM, batch["row"], cfg.of_vision.context, keys[1])
-    sizes = cfg.of_queries.embed, cfg.embed
+    memory_BSM = shard(VisionTower(cfg.vision_config, name="vision")(images, keys[0]), MEMORY)
+    x_BQO = Queries(cfg.queries_config, name="queries")(memory_BSM, batch["row"], cfg.vision_config.context, keys[1])
+    sizes = cfg.queries_config.embed, cfg.embed
     projection = matrix(module, "query_projection", "stream_width embed", sizes, cfg)
     with gathered(shard(x_BQO, TRANSFORMED), TRANSFORMED, TRANSFORMED) as in_BQO:
         x_BQD = like(project(in_BQO, projection), BLOCK_INPUT)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import SCORES, embedded
+from gspmd_lm.model.ends import SCORES, embed_tokens
 from gspmd_lm.model.families.text import Family, text_inputs
 from gspmd_lm.model.families.vit import PATCHES, encode_image
 from gspmd_lm.model.kernels.context import zigzag_sharded
@@ -54,9 +54,9 @@ class Towers(Stack):
         """`batch` holds arrays of texts, of which a row has one, as `decoder.Decoder` reads them, with segment_ids,
         and patches [B, S, X] as `vit.ImageClassifier` sees them.
         """
-        cfg, vision = self.cfg, self.cfg.of_vision
+        cfg, vision = self.cfg, self.cfg.vision_config
         assert cfg.vision and vision
-        x_BTD, _, keys_BT = embedded(self, cfg, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
         x_BTD = self.blocks(x_BTD, batch, keys_BT)[0]
         is_text_BT = batch["segment_ids"] > 0
         is_last_BT = is_text_BT & (batch["positions"] == is_text_BT.sum(1, keepdims=True) - 1)

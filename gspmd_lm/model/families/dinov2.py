@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.model.block import RESIDUAL
-from gspmd_lm.model.ends import TRANSFORMED, scored
+from gspmd_lm.model.ends import TRANSFORMED, score_classes
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.sharding.annotate import like, shard
@@ -23,7 +23,7 @@ class TwoRowsClassifier(Stack):
         rows = like(x_BTD[:, :1], RESIDUAL), vit.mean_of_patches(cfg, x_BTD)
         both_B1O = shard(jnp.concatenate(rows, -1), TRANSFORMED)
         wide = dataclasses.replace(cfg, embed=2 * cfg.embed)
-        return scored(self, wide, both_B1O, "classifier", TRANSFORMED, TRANSFORMED)[:, 0]
+        return score_classes(self, wide, both_B1O, "classifier", TRANSFORMED, TRANSFORMED)[:, 0]
 
 
 FAMILY = dataclasses.replace(

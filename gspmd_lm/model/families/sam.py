@@ -16,7 +16,7 @@ from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.ends import TRANSFORMED
 from gspmd_lm.model.families import vit
-from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, head_numbers, masked
+from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, attend_masked, head_numbers
 from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
@@ -199,7 +199,7 @@ class Side(NamedTuple):
     specs: tuple[str, str]  # how they are placed for a matmul, and elsewhere
     is_real: jax.Array | None = None  # int32, 0 for padding; None: all are
 
-    def named(self, spec: str) -> str:
+    def name_rows(self, spec: str) -> str:
         """The spec of an array of such rows, from that of an image's."""
         return spec.replace("kv_seq", "seq").replace("seq", "prompt") if self.specs[0] == PROMPTS else spec
 
@@ -239,14 +239,14 @@ class Crossing(nn.Module):
             axes = f"{spec.split()[-2]} head_dim"
             w, b = matrix(self, f"w{name}", f"embed {axes}", sizes, cfg), bias(self, f"b{name}", axes, sizes[1:], cfg)
             with gathered(x, *side.specs) as in_x:
-                return shard(project(in_x, w) + b, side.named(spec))
+                return shard(project(in_x, w) + b, side.name_rows(spec))
 
         q = heads("q", queries, queries.x + queries.places, Q)
         k = heads("k", keys, keys.x + keys.places, K)
         v = heads("v", keys, keys.x, V)
         is_real, every = keys.is_real, None if keys.is_real is None else jnp.ones(q.shape[:2], jnp.int32)
         asking, asked = (TokenPlaces(jnp.arange(x.shape[1])[None], of, None) for x, of in ((q, every), (k, is_real)))
-        out = shard(masked(q, k, v, asking, asked, head_numbers(cfg, None), cfg), queries.named(OUT))
+        out = shard(attend_masked(q, k, v, asking, asked, head_numbers(cfg, None), cfg), queries.name_rows(OUT))
         wo = matrix(self, "wo", "heads head_dim embed", (*sizes[1:], sizes[0]), cfg)
         return reduced(unreduced_matmul(out, wo) + bias(self, "bo", "embed", sizes[:1], cfg), *queries.specs)
 
@@ -270,7 +270,7 @@ class MaskSums(NamedTuple):
 
 def _sums_of_masks(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> MaskSums:
     drawn, holds_B = output(module, params, batch, key), _holds_object(batch)
-    loss_BM, iou_BM = _of_each_mask(drawn, batch["object"])
+    loss_BM, iou_BM = _mask_losses(drawn, batch["object"])
     # The gradient of the best one reaches it alone: its number is what is chosen.
     best_B = loss_BM[:, 1:].argmin(1)
     of_best_B = jnp.where(jnp.arange(loss_BM.shape[1] - 1) == best_B[:, None], loss_BM[:, 1:], 0).sum(1)
@@ -279,7 +279,7 @@ def _sums_of_masks(module: Any, params: Any, batch: Batch, key: jax.Array | None
     return MaskSums(jnp.where(holds_B, loss_B, 0).sum(), jnp.where(holds_B, iou_BM[:, 0], 0).sum())
 
 
-def _of_each_mask(drawn: Drawn, object_BTP: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _mask_losses(drawn: Drawn, object_BTP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[B, M]: focal and dice loss of each mask, and its intersection with the object over their union."""
     x, pixels = drawn.masks_BMTP, (-2, -1)
     is_real, is_object = (object_BTP >= 0)[:, None], (object_BTP > 0)[:, None]

@@ -9,7 +9,7 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, scored, token_keys
+from gspmd_lm.model.ends import before_blocks, score_classes, token_keys
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.stack import Stack
@@ -37,7 +37,7 @@ class LevelsClassifier(nn.Module):
                 keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
             x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
         last = levels[-1]
-        return scored(self, last, vit.mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
+        return score_classes(self, last, vit.mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
 
 
 class Level(Stack):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
-from gspmd_lm.model.ends import embedded
+from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families.text import Arrays, Family, Inputs, text_inputs, text_prompt_batch
 from gspmd_lm.model.objectives import TOKEN_SPEC, Input, Shape
 from gspmd_lm.model.parts.memory import MEMORY
@@ -51,7 +51,7 @@ class Encoder(Stack):
         first: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array | None]:
         """What the first block reads, [B, S, D], and a dropout key for each row."""
-        x_BSD, _, keys_BS = embedded(self, self.cfg, source, dropout_key, table, first)
+        x_BSD, _, keys_BS = embed_tokens(self, self.cfg, source, dropout_key, table, first)
         return x_BSD, keys_BS
 
 
@@ -68,11 +68,11 @@ class EncoderDecoder(Decoder):
         `batch` holds memory_segment_ids [B, S] in their place.
         """
         cfg = self.cfg
-        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key)
+        x_BTD, table, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
         if f"{SOURCE}positions" in batch:
-            assert cfg.of_encoder
-            batch = Encoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key)
-        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+            assert cfg.encoder_config
+            batch = Encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)
+        return self.decode(x_BTD, table, keys_BT, batch, cache)
 
 
 def source_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, scored
+from gspmd_lm.model.ends import before_blocks, score_classes
 from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Shape
@@ -34,9 +34,9 @@ class ImageClassifier(Stack):
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
         if cfg.patches and cfg.patches.pool == "mean":
             class_row_B1D = mean_of_patches(cfg, x_BTD)
-        scores_BX = scored(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
+        scores_BX = score_classes(self, cfg, class_row_B1D, "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
         if cfg.patches and cfg.patches.distillation == "head":
-            second_B1X = scored(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)
+            second_B1X = score_classes(self, cfg, second_B1D, "distillation_classifier", BLOCK_INPUT, RESIDUAL)
             return (scores_BX + second_B1X[:, 0]) / 2
         return scores_BX
 

@@ -12,7 +12,7 @@ from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
-from gspmd_lm.model.ends import before_blocks, embedded
+from gspmd_lm.model.ends import before_blocks, embed_tokens
 from gspmd_lm.model.families import t5
 from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.objectives import Input, Shape
@@ -52,11 +52,11 @@ class SoundDecoder(Decoder):
     ) -> Decoded:
         """`batch` is that of `t5.EncoderDecoder`, with source_frames as `embed_frames` reads them for source_tokens."""
         cfg = self.cfg
-        x_BTD, table, keys_BT = embedded(self, cfg, batch, dropout_key)
+        x_BTD, table, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
         if f"{t5.SOURCE}positions" in batch:
-            assert cfg.of_encoder
-            batch = SoundEncoder(cfg.of_encoder, name="encoder")(batch, table, dropout_key)
-        return self.decoded(x_BTD, table, keys_BT, batch, cache)
+            assert cfg.encoder_config
+            batch = SoundEncoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)
+        return self.decode(x_BTD, table, keys_BT, batch, cache)
 
 
 def embed_frames(

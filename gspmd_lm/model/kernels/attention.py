@@ -80,7 +80,7 @@ def attend(
             head_numbers(cfg, own_RN),
         )
         shards = split("q", "batch").num_shards
-        return shard(masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
+        return shard(attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, heads_RN, cfg, shards), OUT)
     heads_RN = head_numbers(cfg, own_RN)
     return fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *segments, kernel=kernel, cfg=cfg, one_text=one_text)
 
@@ -147,7 +147,7 @@ def attend_to_cache(
     return shard(out_B1NH, OUT)
 
 
-def unsupported(
+def unsupported_setting(
     kernel: str, model: config.ModelConfig, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
     """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
@@ -216,7 +216,7 @@ def _reach(cfg: config.ModelConfig) -> list[str]:
     return list(filter(None, (window, f"chunk{cfg.attention.chunk}" if cfg.attention.chunk else "")))
 
 
-def masked(
+def attend_masked(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: TokenPlaces, keys: TokenPlaces,
     heads_RN: jax.Array, cfg: config.ModelConfig, shards: int = 1,
 ) -> jax.Array:  # fmt: skip

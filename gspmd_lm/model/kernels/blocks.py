@@ -10,7 +10,7 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.model.kernels.attention import scores_scale
-from gspmd_lm.model.kernels.documents import CallRanges, Documents, runs, shared
+from gspmd_lm.model.kernels.documents import CallRanges, Documents, runs, shared_documents
 from gspmd_lm.sharding.op_names import scope
 
 KEYS = 512  # the keys of a chunk without a fused kernel: scores take [T, KEYS] at a time, so they grow with T alone
@@ -41,10 +41,10 @@ class Blocks:
         if self.kernel == "cudnn":
             from gspmd_lm.model.kernels import cudnn
 
-            packed = _packed(segments, causal)
+            packed = _pack_documents(segments, causal)
             out_BTNH, lse_BTN = cudnn.forward(q_BTNH, k_BSKH, v_BSKH, self.cfg, packed, causal=causal)
             return out_BTNH.astype(jnp.float32), lse_BTN
-        q = self._grouped(q_BTNH, k_BSKH)
+        q = self._group_heads(q_BTNH, k_BSKH)
 
         @scope("kind", "attention")
         def add(carried, chunk):
@@ -74,8 +74,8 @@ class Blocks:
             from gspmd_lm.model.kernels import cudnn
 
             arguments = q_BTNH, k_BSKH, v_BSKH, self.cfg, out_BTNH, lse_BTN, dout_BTNH
-            return cudnn.backward(*arguments, _packed(segments, causal), causal=causal)
-        q, dout = self._grouped(q_BTNH, k_BSKH), self._grouped(dout_BTNH, k_BSKH)
+            return cudnn.backward(*arguments, _pack_documents(segments, causal), causal=causal)
+        q, dout = self._group_heads(q_BTNH, k_BSKH), self._group_heads(dout_BTNH, k_BSKH)
         # One number for each query: what the derivative of its softmax takes off.
         off = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
         lse, off = (rearrange(x, "B T (K G) -> B K G T", K=k_BSKH.shape[2]) for x in (lse_BTN, off))
@@ -118,7 +118,7 @@ class Blocks:
         k, v, *ids = (rearrange(x, "B (C S) ... -> C B S ...", S=size) for x in arrays)
         return k, v, jnp.arange(S).reshape(-1, size), *ids
 
-    def _grouped(self, x_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+    def _group_heads(self, x_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
         return rearrange(x_BTNH, "B T (K G) H -> B T K G H", K=k_BSKH.shape[2])
 
     def _splash(self, q_BTNH: jax.Array, keys: int, causal: bool) -> Any:
@@ -129,11 +129,11 @@ class Blocks:
         return splash.kernel(q_BTNH, keys, cfg, **options)
 
 
-def _packed(segments: Segments, causal: bool) -> Documents | CallRanges | None:
+def _pack_documents(segments: Segments, causal: bool) -> Documents | CallRanges | None:
     """The documents of a block for cuDNN. Where it is not causal, its keys are before its queries."""
     if segments is None:
         return None
-    return runs(segments[0]) if causal else shared(*segments)
+    return runs(segments[0]) if causal else shared_documents(*segments)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from gspmd_lm.model.kernels import attention
 from gspmd_lm.model.kernels.attention import HEAD, OUT, TokenPlaces
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import Split, attention_kernel, context, per_device, shard, split
-from gspmd_lm.sharding.permutes import permuted
+from gspmd_lm.sharding.permutes import permute
 
 # Arrays as each device has them within attention: of heads, and of tokens.
 HEADS = "q: batch seq heads whole"
@@ -99,7 +99,7 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
         """Device i has the pieces 2i and 2i+1; piece p goes to device p or, from p = n on, to 2n-1-p."""
         to = [*range(over.num_shards), *reversed(range(over.num_shards))]
         sent = [
-            permuted(half, over, dict(enumerate(to[first::2]))) for first, half in enumerate(jnp.split(x_ABT, 2, -1))
+            permute(half, over, dict(enumerate(to[first::2]))) for first, half in enumerate(jnp.split(x_ABT, 2, -1))
         ]
         even = jax.lax.axis_index(over.over) % 2 == 0
         return jnp.concatenate([jnp.where(even, *sent), jnp.where(even, *sent[::-1])], axis=-1)
@@ -119,7 +119,7 @@ def attend(
     has no order that a ring could go round in: its keys are gathered. Each device may have the keys of whole rows
     already: see `gathered_early`.
     """
-    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH)
+    k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH)
     if tokens.slot is not None and q_BTNH.shape[1] == 1:
         return attention.attend_to_cache(q_BTNH, k_BSKH, v_BSKH, tokens.slot, tokens.start_B, cfg, own_RN)
     over, segments_BT, positions_BT = sequence(), tokens.segments_BT, tokens.positions_BT
@@ -156,23 +156,23 @@ def attend_to_memory(
     A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
     XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
-    k_BSKH, v_BSKH = _of_query_heads(q_BTNH, k_BSKH, v_BSKH, of_memory=True)
+    k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH, of_memory=True)
     heads_RN, kernel = attention.head_numbers(cfg, None), attention_kernel()
     segments = tokens.segments_BT, tokens.memory_segments_BS
     lengths = q_BTNH.shape[1], k_BSKH.shape[1]
     # Rules have a kernel only where a GPU can do packed documents with it: see `supported.settled`.
-    lacks = [attention.unsupported(kernel, cfg, seq=length, segments=True) for length in lengths]
+    lacks = [attention.unsupported_setting(kernel, cfg, seq=length, segments=True) for length in lengths]
     known = [of for of in segments if of is not None]
     if kernel == "xla" or any(lacks) or len(known) < 2 or split("q", "seq").num_shards > 1:
         at = (jnp.arange(length)[None] for length in lengths)
         queries, keys = (TokenPlaces(*one, None) for one in zip(at, segments, strict=True))
-        return shard(attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
+        return shard(attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg), OUT)
     how: dict[str, Any] = {"kernel": kernel, "cfg": cfg, "interpret": interpret}
     how["one_text"] = rows_are_texts(tokens, cfg)
     return attention.fused_per_device(q_BTNH, k_BSKH, v_BSKH, heads_RN, *known, **how)
 
 
-def _of_query_heads(
+def _repeat_for_query_heads(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, of_memory: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values with the axis of heads that a kernel reads: those of each query head where it is `heads`."""
@@ -212,13 +212,13 @@ def _gather(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *,
             made = splash.kernel(q_BTNH, T, cfg, **named)
         else:
             made = splash.kernel(q_BTNH, T, cfg, places_T=places_T, piece=piece, devices=over.num_shards, **named)
-            made = splash.of_device(made, over.num_shards, device)
+            made = splash.device_kernel(made, over.num_shards, device)
         return splash.attend(made, q_BTNH, k_BSKH, v_BSKH, heads_RN, cfg, segments)
     own_1T = jax.lax.dynamic_index_in_dim(jnp.asarray(places_T).reshape(over.num_shards, -1), device)
     whole_positions = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
     queries = TokenPlaces(own_1T, segments and segments[0], None)
     keys = TokenPlaces(jnp.arange(T)[None], segments and segments[1], whole_positions)
-    return attention.masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg)
+    return attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, queries, keys, heads_RN, cfg)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -265,5 +265,5 @@ def _ulysses(q_BTNH, k_BTKH, v_BTKH, heads_RN, positions_BT, segments_BT=None, *
     else:
         rounded = whole(positions_BT) if cfg.positions == "alibi_bf16" else None
         tokens = TokenPlaces(jnp.arange(q_BTNH.shape[1])[None], segments_BT, rounded)
-        out_BTNH = attention.masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
+        out_BTNH = attention.attend_masked(q_BTNH, k_BSKH, v_BSKH, tokens, tokens, own_RN, cfg)
     return exchanged(out_BTNH, 1, 2)

@@ -18,7 +18,7 @@ from jax.interpreters import batching
 from gspmd_lm import config
 from gspmd_lm.errors import InputError
 from gspmd_lm.hardware.chips import chip_of
-from gspmd_lm.model.kernels.attention import as_wide, scores_scale, unsupported
+from gspmd_lm.model.kernels.attention import as_wide, scores_scale, unsupported_setting
 from gspmd_lm.model.kernels.documents import CallRanges, Documents, Ranges, each
 from gspmd_lm.sharding.annotate import device_kind
 
@@ -84,7 +84,7 @@ def _check(cfg: config.ModelConfig, seq: int, packed: bool) -> None:
     kernels.check_cudnn_version()
     chip = chip_of(device_kind())
     capability = chip.gpu.compute_capability if chip and chip.gpu else ()
-    if reason := unsupported("cudnn", cfg, seq=seq, segments=packed, capability=capability):
+    if reason := unsupported_setting("cudnn", cfg, seq=seq, segments=packed, capability=capability):
         raise InputError(f"attention by cuDNN on {device_kind()} cannot do {reason}\n  fix   attention: {{gpu: xla}}")
 
 

@@ -49,7 +49,7 @@ def grouped(
                 y_MF = _blocks(rows_MD, w_EDF, sizes_E, "mD,FD->mF" if transposed else "mD,DF->mF", sums)
             if scales:  # what is recorded does not run, so that the scales of any expert will do
                 scale_M, scale_EF = scales
-                of_M = scale_EF[:1] if platform() == "recorded" else of_rows(scale_EF, sizes_E, len(rows_MD))
+                of_M = scale_EF[:1] if platform() == "recorded" else expert_rows(scale_EF, sizes_E, len(rows_MD))
                 y_MF = (y_MF * scale_M[:, None] * of_M).astype(dtype)
         return jnp.where(jnp.arange(len(rows_MD))[:, None] < sizes_E.sum(), y_MF, 0)
 
@@ -66,7 +66,7 @@ def _scales(rows, w, sizes_E: jax.Array, transposed: bool) -> grouped_gpu.Scales
     return (rows.scale if isinstance(rows, Quantised) else jnp.ones(rows.shape[0])), scale_EF
 
 
-def of_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
+def expert_rows(b_EF: jax.Array, sizes_E: jax.Array, rows: int) -> jax.Array:
     """What the expert of each row has in `b_EF`, [M, F]; zeros for rows without an expert."""
     return jnp.einsum("ME,EF->MF", hot(sizes_E, rows, b_EF.dtype), b_EF, precision="highest")
 
@@ -100,7 +100,7 @@ def _blocks(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, equation: 
     A block may reach into the rows of the next expert, whose own blocks come later and write these rows again.
     """
     block, blocks = _cut(rows_MD, sizes_E)
-    padded_MD = _padded(rows_MD, block)
+    padded_MD = _pad_rows(rows_MD, block)
 
     def product(expert: jax.Array, start: jax.Array) -> jax.Array:
         x_mD = jax.lax.dynamic_slice_in_dim(padded_MD, start, block)
@@ -119,7 +119,7 @@ def _blocks(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, equation: 
 def _outer_blocks(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """`outer` as a loop over blocks of rows, added up in float32."""
     block, blocks = _cut(rows_MD, sizes_E)
-    padded_MD, padded_MF = _padded(rows_MD, block), _padded(dy_MF, block)
+    padded_MD, padded_MF = _pad_rows(rows_MD, block), _pad_rows(dy_MF, block)
 
     def add(total_EDF: jax.Array, at) -> tuple[jax.Array, None]:
         expert, start, stop = at
@@ -142,7 +142,7 @@ def _megablox(rows_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, transpos
 
     inner, columns = w_EDF.shape[:0:-1] if transposed else w_EDF.shape[1:]
     tile = _tile(len(rows_MD), inner, columns, rows_MD.dtype.itemsize, device_kind())
-    padded_MD = _padded(rows_MD, -len(rows_MD) % tile[0])
+    padded_MD = _pad_rows(rows_MD, -len(rows_MD) % tile[0])
     y_MF = gmm(padded_MD, w_EDF, sizes_E, rows_MD.dtype, tile, transpose_rhs=transposed, interpret=interpret)
     return y_MF[: len(rows_MD)]
 
@@ -167,7 +167,7 @@ def _eight_bits(
     scale_M, scale_EF = scales
     D, (E, F) = rows_MD.shape[1], scale_EF.shape
     rows, inner, columns = _tile(len(rows_MD), D, F, w_EDF.dtype.itemsize, device_kind())
-    padded_MD = _padded(rows_MD, -len(rows_MD) % rows)
+    padded_MD = _pad_rows(rows_MD, -len(rows_MD) % rows)
     M = len(padded_MD)
     scale_M1 = jnp.pad(scale_M, (0, M - len(scale_M)))[:, None]
     turns = math.ceil(D / inner)
@@ -232,7 +232,7 @@ def _megablox_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, in
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tile = _tile(len(rows_MD), rows_MD.shape[1], dy_MF.shape[1], rows_MD.dtype.itemsize, device_kind(), outer=True)
-    padded_MD, padded_MF = (_padded(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
+    padded_MD, padded_MF = (_pad_rows(x, -len(x) % tile[0]) for x in (rows_MD, dy_MF))
     return tgmm(padded_MD.T, padded_MF, sizes_E, rows_MD.dtype, tile, interpret=interpret)
 
 
@@ -247,7 +247,7 @@ def _triton(
         w_EDF = w_EDF.astype(rows_MD.dtype)
     block, blocks = _cut(rows_MD, sizes_E, grouped_gpu.LEAST, grouped_gpu.LINES)
     least = grouped_gpu.least(rows_MD.dtype)
-    padded_MD, columns = _padded(_wide(rows_MD, 1, least), block), w_EDF.shape[1 if transposed else 2]
+    padded_MD, columns = _pad_rows(_wide(rows_MD, 1, least), block), w_EDF.shape[1 if transposed else 2]
     w_EDF = _wide(w_EDF, 2, least)
     many = mean_rows >= grouped_gpu.MANY_ROWS  # with fewer, such as a token's, reading the weights once is all
     if rows_MD.dtype == w_EDF.dtype == jnp.int8 and many and not transposed:
@@ -260,7 +260,7 @@ def _triton(
 
 def _triton_outer(rows_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
     """`outer` by Triton."""
-    padded_MD, padded_MF = (_padded(_wide(x, 1), grouped_gpu.INNER) for x in (rows_MD, dy_MF))
+    padded_MD, padded_MF = (_pad_rows(_wide(x, 1), grouped_gpu.INNER) for x in (rows_MD, dy_MF))
     return grouped_gpu.outer(padded_MD, padded_MF, sizes_E, interpret)[:, : rows_MD.shape[1], : dy_MF.shape[1]]
 
 
@@ -344,6 +344,6 @@ def _wide(x: jax.Array, sides: int, least: int = grouped_gpu.LEAST) -> jax.Array
     return jnp.pad(x, [(0, 0)] * (x.ndim - sides) + [(0, count) for count in missing]) if any(missing) else x
 
 
-def _padded(x_MD: jax.Array, block: int) -> jax.Array:
+def _pad_rows(x_MD: jax.Array, block: int) -> jax.Array:
     """`x_MD` with a block of zeros behind it."""
     return jnp.pad(x_MD, ((0, block), (0, 0)))

@@ -21,7 +21,7 @@ from gspmd_lm.config import with_values
 from gspmd_lm.model.kernels.attention import scores_scale
 from gspmd_lm.model.kernels.blocks import Blocks
 from gspmd_lm.sharding.annotate import Split
-from gspmd_lm.sharding.permutes import permuted
+from gspmd_lm.sharding.permutes import permute
 
 
 class _Part(NamedTuple):
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
     out_BTNH: jax.Array  # float32
     lse_BTN: jax.Array  # float32: the logarithm of the softmax sum
 
-    def merged(self, other: "_Part") -> "_Part":
+    def merge(self, other: "_Part") -> "_Part":
         total_BTN = jnp.logaddexp(self.lse_BTN, other.lse_BTN)
         mine, others = (jnp.exp(lse - total_BTN)[..., None] for lse in (self.lse_BTN, other.lse_BTN))
         return _Part(mine * self.out_BTNH + others * other.out_BTNH, total_BTN)
@@ -55,7 +55,7 @@ def _ring(over: Split, blocks: Blocks, q, k, v, segments):
 def _forward(over: Split, blocks: Blocks, q, k, v, segments):
     with jax.named_scope("ring"):
         turns = _Turns(over, segments)
-        kv = turns.passed((k, v))
+        kv = turns.pass_on((k, v))
         part = _Part(*blocks.forward(q, k, v, turns.segments(0), causal=True))
 
         def add(turn, part, kv):
@@ -68,7 +68,7 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
             def late_queries():
                 (k, v), segments = kv, turns.segments(turn, queries=_late)
                 new = _Part(*blocks.forward(_late(q), k, v, segments, causal=False))
-                late = _Part(*map(_late, part)).merged(new)
+                late = _Part(*map(_late, part)).merge(new)
                 return _Part(*map(_with_late, part, late))
 
             return jax.lax.cond(turns.before(turn), all_queries, late_queries)
@@ -82,14 +82,14 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
     q, k, v, segments, out, lse = saved
     with jax.named_scope("ring"):
         turns = _Turns(over, segments)
-        kv = turns.passed((k, v))
+        kv = turns.pass_on((k, v))
         dq, *local_dkv = blocks.backward(q, k, v, turns.segments(0), out, lse, dout, causal=True)
         dq = dq.astype(jnp.float32)
 
         def add(turn, carried, kv):
             dq, travelling = carried
             # The gradients come from the device before while this turn is computed.
-            travelling = None if travelling is None else turns.passed(travelling)
+            travelling = None if travelling is None else turns.pass_on(travelling)
 
             def all_queries():
                 (k, v), segments = map(_early, kv), turns.segments(turn, keys=_early)
@@ -109,7 +109,7 @@ def _backward(over: Split, blocks: Blocks, saved, dout):
             return dq, tuple(x.astype(k.dtype) for x in new)
 
         (dq, travelling), _ = turns.loop(add, (dq, None), kv)
-        received_dkv = turns.passed(travelling)
+        received_dkv = turns.pass_on(travelling)
         dk, dv = (
             (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(k.dtype)
             for a, b in zip(local_dkv, received_dkv, strict=True)
@@ -127,10 +127,10 @@ class _Turns:
         self.over, self.all_segments = over, segments
         self.device = jax.lax.axis_index(over.over)
 
-    def passed(self, arrays: Any) -> Any:
+    def pass_on(self, arrays: Any) -> Any:
         """The arrays of the device before this one."""
         n = self.over.num_shards
-        return jax.tree.map(lambda x: permuted(x, self.over, {i: (i + 1) % n for i in range(n)}), arrays)
+        return jax.tree.map(lambda x: permute(x, self.over, {i: (i + 1) % n for i in range(n)}), arrays)
 
     def loop(self, turn, carried: Any, kv: Any) -> tuple[Any, Any]:
         """`carried` after turns 1 to n - 1, of which the last one passes nothing on. `kv` are the keys of turn 1.
@@ -141,13 +141,13 @@ class _Turns:
         carried, kv = jax.lax.optimization_barrier((carried, kv))
         if n > 2:
             # The first turn stands before the loop: it may give what it carries another form.
-            following = self.passed(kv)
+            following = self.pass_on(kv)
             carried, kv = jax.lax.optimization_barrier((turn(1, carried, kv), following))
         if n > 3:
 
             def body(state, number):
                 carried, kv = state
-                following = self.passed(kv)
+                following = self.pass_on(kv)
                 return (turn(number, carried, kv), following), None
 
             (carried, kv), _ = jax.lax.scan(body, (carried, kv), jnp.arange(2, n - 1))

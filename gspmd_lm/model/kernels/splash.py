@@ -87,7 +87,7 @@ def kernel(
     )  # fmt: skip
 
 
-def of_device(made: Any, devices: int, device: jax.Array) -> Any:
+def device_kernel(made: Any, devices: int, device: jax.Array) -> Any:
     """The kernel for the queries of one of the devices that `made` is for."""
 
     def local_part(x: jax.Array) -> jax.Array:
@@ -105,11 +105,11 @@ def attend(
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_RN: the sinks, if any."""
     if cfg.attention.sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
         return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (made, segments))
-    out_BNTH = _called(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    out_BNTH = _call_kernel(made, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2).astype(q_BTNH.dtype)
 
 
-def _called(
+def _call_kernel(
     made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.ModelConfig, segments: tuple[jax.Array, jax.Array] | None
 ) -> Any:
     """What a kernel gives, heads before tokens."""
@@ -126,7 +126,7 @@ def forward(
     """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
     masks_of = made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info
     whole = splash.SplashAttentionKernel(*masks_of, **made.kwargs | {"save_residuals": True})
-    out_BNTH, (lse_BNT,) = _called(whole, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
+    out_BNTH, (lse_BNT,) = _call_kernel(whole, q_BTNH, k_BSKH, v_BSKH, cfg, segments)
     return jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2)
 
 

@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
             cache = tokens.cache.write(new_BTG[:, :, None], None, tokens.slot, tokens.place_in_cache)
             tokens = tokens._replace(cache=cache)
         if tokens.cache and in_BTD.shape[1] == 1:
-            out_BTNH = self._absorbed(q_BTNH, tokens)
+            out_BTNH = self._attend_absorbed(q_BTNH, tokens)
         else:
             out_BTNH = self._attend(q_BTNH, latent_BTZ, shared_BTP, tokens)
         return self.out_bias(unreduced_matmul(self.parts.result(out_BTNH), self.wo)), tokens
@@ -97,7 +97,7 @@ class LatentAttention(nn.Module):
         with gathered(latent_BTQ, Q_LATENT, Q_LATENT) as latent_BTQ:
             return project(latent_BTQ, self.wq_up)
 
-    def _absorbed(self, q_B1NH: jax.Array, tokens: Tokens) -> jax.Array:
+    def _attend_absorbed(self, q_B1NH: jax.Array, tokens: Tokens) -> jax.Array:
         """The result of attention of one new token per row, [B, 1, N, H], from what the cache keeps."""
         cfg, rank, seen = self.cfg, self.wk_up.array.shape[0], self.parts.seen(tokens)
         assert tokens.cache

@@ -18,9 +18,9 @@ from gspmd_lm.model.kernels.attention import (
     Q,
     TokenPlaces,
     V,
+    attend_masked,
     head_numbers,
     keys_axis,
-    masked,
     scores_scale,
 )
 from gspmd_lm.model.weights import matrix
@@ -96,7 +96,7 @@ def attend_in_windows(
     if size == side:
         out = kernels.attend(q, k, v, None, cfg, own_RN=own_RN)
     else:
-        out = masked(q, k, v, tokens, tokens, head_numbers(cfg, own_RN), cfg, shards)
+        out = attend_masked(q, k, v, tokens, tokens, head_numbers(cfg, own_RN), cfg, shards)
     out_ByxNH = rearrange(like(out, OUT), "(B h w) (y x) N H -> B (h y) (w x) N H", h=across, w=across, y=size)
     out_ByxNH = jnp.roll(out_ByxNH, (shift, shift), (1, 2)) if shift else out_ByxNH
     out_BTNH = rearrange(out_ByxNH[:, :side, :side], "B y x N H -> B (y x) N H")

@@ -131,9 +131,9 @@ def test_what_a_kernel_cannot_do_is_named(kernel, asked, words):
     usual = {"seq": 256, "segments": False, "capability": (9, 0)}
     rows = usual | {name: value for name, value in asked.items() if name in usual}
     cfg = settings(**{name: value for name, value in asked.items() if name not in usual})
-    assert attention.unsupported(kernel, PLAIN, **usual) is None
-    assert words in attention.unsupported(kernel, cfg, **rows)
-    assert attention.unsupported("xla", cfg, **rows) is None
+    assert attention.unsupported_setting(kernel, PLAIN, **usual) is None
+    assert words in attention.unsupported_setting(kernel, cfg, **rows)
+    assert attention.unsupported_setting("xla", cfg, **rows) is None
 
 
 KERNELS = {
@@ -165,7 +165,7 @@ def test_the_table_of_what_fused_kernels_can_do_is_in_the_documents():
     def can(kernel, capability, asked):
         rows = {"seq": 256, "segments": False} | {k: v for k, v in asked.items() if k in ("seq", "segments")}
         cfg = settings(**{k: v for k, v in asked.items() if k not in rows})
-        return "no" if attention.unsupported(kernel, cfg, capability=capability, **rows) else "yes"
+        return "no" if attention.unsupported_setting(kernel, cfg, capability=capability, **rows) else "yes"
 
     lines = [["asked", *KERNELS], ["---"] * (len(KERNELS) + 1)]
     lines += [[asked, *(can(*kernel, changes) for kernel in KERNELS.values())] for asked, changes in ASKED.items()]
@@ -220,7 +220,7 @@ def test_what_fused_kernels_can_do_in_windows(kernel, capability, changes, reaso
         patches=config.Patches(image=16, size=1, class_row=False, pool="mean"),
         windows=config.Windows(size=changes["size"], vectors=True),
     )  # fmt: skip
-    found = attention.unsupported(kernel, cfg, seq=256, segments=False, capability=capability)
+    found = attention.unsupported_setting(kernel, cfg, seq=256, segments=False, capability=capability)
     assert found == reason or (reason and found and found.startswith(reason))
 
 

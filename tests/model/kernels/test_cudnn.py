@@ -212,7 +212,7 @@ def test_the_comparison_that_cards_run_tells_right_from_wrong(calls, monkeypatch
     monkeypatch.setattr(on_device, "ATTENTION", {"plain": {"head_dim": 8}})
     found = on_device.kernel_cases("cudnn", (9, 0), T=64)
     assert [row["packed"] for row in found] == [False, True, True, True] and all(row["right"] for row in found)
-    monkeypatch.setattr(blocks, "shared", lambda ids, _: documents.runs(ids))
+    monkeypatch.setattr(blocks, "shared_documents", lambda ids, _: documents.runs(ids))
     assert [row["right"] for row in on_device.kernel_cases("cudnn", (9, 0), T=64)] == [True, True, True, False]
 
 
@@ -260,7 +260,7 @@ def test_what_another_stack_made_is_read_as_xla_reads_it(kernel, calls, monkeypa
     batch = {name: jax.device_put(np.stack([row, np.full_like(row, 1)])) for name, row in zip(names, rows, strict=True)}
     drawn = [arrays(2, length, 8)[:2] for length in seq]
     qkv, weigh = (drawn[0][0][0], *drawn[1][0][1:]), drawn[0][1]
-    cfg = settings(8, compute_dtype="bfloat16", memory_width=8).of_memory
+    cfg = settings(8, compute_dtype="bfloat16", memory_width=8).memory_config
 
     tokens = Tokens.from_batch(batch)
 
