@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspmd_lm.config import Config
-from gspmd_lm.foresight.table import PlacedArray, Spec, split_and_size, rows, split
+from gspmd_lm.foresight.table import PlacedArray, Spec, rows, split, split_and_size
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
