@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.config import ModelConfig, nested
+from gspmd_lm.config import ModelConfig, nest
 from gspmd_lm.convert import export
 from tests.convert import references
 from tests.courses import weights
@@ -105,11 +105,11 @@ def make_folder(at: Path) -> Path:
     (at / "examples").symlink_to(ROOT / "examples")
     little = {"layers": 2, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 8, "mlp": 64, "vocab": 272,
               "context": 128, "compute_dtype": "float32"}  # fmt: skip
-    config = {"model": nested(little), "data": {"source": "text/*.jsonl", "tokenizer": "bytes", "batch": 8, "seq": 32},
+    config = {"model": nest(little), "data": {"source": "text/*.jsonl", "tokenizer": "bytes", "batch": 8, "seq": 32},
               "optimizer": {"warmup_steps": 0}, "train": {"steps": 2, "trackers": []}}  # fmt: skip
     (at / "small.yaml").write_text(json.dumps(config))  # JSON is YAML
     experts = {"experts.count": 8, "experts.per_token": 2, "experts.mlp": 32, "experts.balance": "batch"}
-    (at / "experts.yaml").write_text(json.dumps(config | {"model": nested(little | experts)}))
+    (at / "experts.yaml").write_text(json.dumps(config | {"model": nest(little | experts)}))
     export.write_folder(at / "DIR", MODEL, jax.device_get(weights(MODEL)))
     conversations.write_tokenizer(at / "DIR", conversations.CHATML)
     shutil.copy(at / "DIR/tokenizer.json", at / "tokenizer.json")

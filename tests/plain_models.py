@@ -10,7 +10,7 @@ from flax import nnx
 
 from gspmd_lm import Input, Task
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 
 
 def annotated(init, *axes):
@@ -152,7 +152,7 @@ def same_decoder(rows=32, length=16, **sizes):
         "vocab": model.vocab, "context": length, "positions": "none", "embedding.tied": False,
         "compute_dtype": "float32", "matmul_precision": "highest",
     }  # fmt: skip
-    raw = {"name": "same_decoder", "model": nested(sizes), "data": {"source": "random:64", "batch": rows,
+    raw = {"name": "same_decoder", "model": nest(sizes), "data": {"source": "random:64", "batch": rows,
                                                                     "seq": length},
            "train": {"steps": 4}}  # fmt: skip
     return configs.from_dict(raw, "tests")

@@ -126,7 +126,7 @@ class Queries(Tower):
         """The settings of their stack, from those of the model."""
         pattern: Any = ("reading", *["full"] * (self.every - 1))
         own = {"positions": "none", "context": self.rows, "embedding.norm": True, "norm.pre": False, "norm.sum": True,
-               "norm.final": False, "layer_pattern": pattern, "memory_width": model.of_vision.embed}  # fmt: skip
+               "norm.final": False, "layer_pattern": pattern, "memory_width": model.vision_config.embed}  # fmt: skip
         return _plain(self, model, own | {"feed_forward.activation": self.activation, "norm.eps": self.norm_eps})
 
 

@@ -133,9 +133,9 @@ def four_times(values):
     return 4 * values["embed"]
 
 
-ONE_WIDTH = Given(kv_heads=heads, head_dim=divide_width)  # heads share the width, each with keys
-BIASES = Given(qkv_bias=True, attention_out_bias=True, mlp_bias=True)
-PLAIN_LAYERNORM = Given(norm="layernorm", norm_bias=True, mlp_kind="plain")
+ONE_WIDTH = Given({"kv_heads": heads, "head_dim": divide_width})  # heads share the width, each with keys
+BIASES = Given({"attention.qkv_bias": True, "attention.out_bias": True, "feed_forward.bias": True})
+PLAIN_LAYERNORM = Given({"norm.kind": "layernorm", "norm.bias": True, "feed_forward.kind": "plain"})
 ALL_BIASES = ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias")
 LAYERS = Renamed("num_hidden_layers", "layers", most=MOST_LAYERS)
 SIZES = (
@@ -147,7 +147,7 @@ SIZES = (
 
 
 LAYERNORM_EPS = Renamed("layer_norm_eps", "norm.eps", 1e-5)
-NO_HEAD_DIM = Given(head_dim=divide_width)
+NO_HEAD_DIM = Given({"head_dim": divide_width})
 TANH = {"gelu_tanh": "gelu_pytorch_tanh"}
 GELU_NEW = {"gelu_tanh": "gelu_new"}
 SILU = Activation("hidden_act", "silu", TANH)

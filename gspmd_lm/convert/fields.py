@@ -50,9 +50,9 @@ class Renamed:
 
 
 class Given(FieldCodec):
-    """Settings that all models of the family have: each a value, or a function of the settings so far."""
+    """Settings, by their keys, that all models of the family have: each a value, or a function of those so far."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, settings: Values):
         self.settings = settings
 
     def read(self, reader: ConfigReader, values: Values) -> None:

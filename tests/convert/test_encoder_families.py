@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm.cli import conversion
-from gspmd_lm.config import from_dict, load, nested, to_dict
+from gspmd_lm.config import from_dict, load, nest, to_dict
 from gspmd_lm.convert import architecture, export, pretrained, safetensors
 from gspmd_lm.convert.families import FAMILIES
 from gspmd_lm.convert.families.bert import SEVERAL
@@ -54,7 +54,7 @@ def _model(raw):
     row = architecture.family_of(raw, "x")
     settings = architecture.model_settings(row, raw, "x")
     return row, from_dict(
-        {"name": "x", "objective": architecture.objective_of(settings), "model": nested(settings), "data": {"seq": 1},
+        {"name": "x", "objective": architecture.objective_of(settings), "model": nest(settings), "data": {"seq": 1},
          "train": {"steps": 1}}, "x"
     ).model  # fmt: skip
 
@@ -169,7 +169,7 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
         ("DebertaForMaskedLM", {"talking_head": True}, "talking_head: True mixes the scores of heads"),
         ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups: 2 is not supported, only 1"),
         ("DebertaV2ForMaskedLM", {"conv_kernel_size": 3, "conv_act": "relu"}, "only tanh and gelu"),
-        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 4}, "convolution does not go with taps=4, an even number"),
+        ("DebertaV2ForMaskedLM", {"conv_kernel_size": 4}, "convolution: taps=4: must be an odd number"),
         ("AlbertForMaskedLM", {"num_hidden_groups": 2}, "weights of their own beside shared ones"),
         ("RobertaForMaskedLM", {"hidden_act": "relu"}, "is not the activation of this family's head"),
         ("RobertaForMaskedLM", {"max_position_embeddings": 2}, "leaves no position after"),

@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 
 import pytest
 
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.convert import architecture
 from gspmd_lm.convert.families import DROPOUT, FAMILIES, IRRELEVANT
 from gspmd_lm.errors import InputError
@@ -224,6 +224,6 @@ def model_of(row, raw):
 
     values = architecture.model_settings(row, raw, "x")
     return config.from_dict(
-        {"name": "x", "objective": architecture.objective_of(values), "model": nested(values), "data": {"seq": 1},
+        {"name": "x", "objective": architecture.objective_of(values), "model": nest(values), "data": {"seq": 1},
          "train": {"steps": 1}}, "x",
     ).model  # fmt: skip

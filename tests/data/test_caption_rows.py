@@ -8,7 +8,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import loader
 from tests.data import media
 from tests.data.test_image_rows import drawn
@@ -31,7 +31,7 @@ def config_of(source, *, held_out=0.0, fields=("file", "text"), steps=3, model=(
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
         {"name": "captions", "objective": dict(model).pop("objective", "contrastive"),
-         "model": nested(plain | {key: value for key, value in dict(model).items() if key != "objective"}),
+         "model": nest(plain | {key: value for key, value in dict(model).items() if key != "objective"}),
          "data": of_data | {"fields": fields}, "train": {"steps": steps, "eval_batches": 9, "trackers": []},
          "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}}, "test",
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.config.media import Images, Patches
 from gspmd_lm.data import images, loader, media
 from tests.quick import QUICK_FLAGS
@@ -56,7 +56,7 @@ def config_of(source, *, held_out=0.25, steps=3, model=(), **data):
     }
     of_data = {"source": str(source), "batch": 8, "seq": 8, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "pictures", "objective": "classes", "model": nested(plain | dict(model)), "data": of_data,
+        {"name": "pictures", "objective": "classes", "model": nest(plain | dict(model)), "data": of_data,
          "train": {"steps": steps, "eval_batches": 9, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import cache, corpus, labelled, loader
 from gspmd_lm.errors import InputError
 
@@ -39,7 +39,7 @@ def _lines(name, records):
 def _config(classes=3, **data):
     data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0} | PAIR | data
     classes = 1 if data.get("label_kind") == "number" else classes
-    settings = {"name": "x", "objective": "classes", "model": nested(MODEL | {"classes.count": classes}), "data": data}
+    settings = {"name": "x", "objective": "classes", "model": nest(MODEL | {"classes.count": classes}), "data": data}
     return config.from_dict(settings | {"train": {"steps": 1}}, "x")
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import cache, chat, loader, packing
 from gspmd_lm.errors import InputError
 
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 def _config(vocab=257, **data):
     data = {"source": "a.jsonl", "batch": 8, "seq": 32, "held_out": 0.1} | data
     return config.from_dict(
-        {"name": "x", "model": nested(MODEL | {"vocab": vocab}), "data": data, "train": {"steps": 1}}, "x"
+        {"name": "x", "model": nest(MODEL | {"vocab": vocab}), "data": data, "train": {"steps": 1}}, "x"
     )
 
 
@@ -327,6 +327,6 @@ def test_bad_conversations(conversations, folder, name, text, settings, message)
 
 def test_a_padded_vocabulary_does_not_make_room_for_tokens():
     model = MODEL | {"vocab": 200, "padded_vocab": 512}
-    padded = config.from_dict({"name": "x", "model": nested(model), "train": {"steps": 1}, "data": {"seq": 32}}, "x")
+    padded = config.from_dict({"name": "x", "model": nest(model), "train": {"steps": 1}, "data": {"seq": 32}}, "x")
     with pytest.raises(InputError, match=r"model\.vocab=200\n  fix   --set model\.vocab=0"):
         loader.open_loaders(padded)

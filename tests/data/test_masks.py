@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import loader, packing, tokenizer, trained
 from gspmd_lm.errors import InputError
 
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 def _open(objective="masked", model=MODEL, **data):
     data = {"source": "a.jsonl", "tokenizer": "bert.json", "batch": 16, "seq": 64, "held_out": 0.1} | data
-    settings = {"name": "x", "objective": objective, "model": nested(model), "data": data, "train": {"steps": 1}}
+    settings = {"name": "x", "objective": objective, "model": nest(model), "data": data, "train": {"steps": 1}}
     train, held_out = loader.open_loaders(config.from_dict(settings, "x"))
     assert held_out
     return train, held_out

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import cache, loader, packing, sources, tokenizer
 from gspmd_lm.errors import InputError
 
@@ -30,7 +30,7 @@ def _entry(letter, weight=None):
 
 def _config(*entries, **data):
     data = {"source": list(entries), "batch": 8, "seq": 32, "held_out": 0} | data
-    return config.from_dict({"name": "x", "model": nested(MODEL), "data": data, "train": {"steps": 100}}, "x")
+    return config.from_dict({"name": "x", "model": nest(MODEL), "data": data, "train": {"steps": 100}}, "x")
 
 
 def _letters(rows):

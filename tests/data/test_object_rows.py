@@ -12,7 +12,7 @@ from einops import rearrange
 import gspmd_lm
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import loader
 from tests.data import media
 from tests.data.test_image_rows import drawn
@@ -32,7 +32,7 @@ def config_of(source, *, held_out=0.0, fields=("image", "mask", "prompt"), steps
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 16, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "objects", "objective": "masks", "model": nested(plain | dict(model)),
+        {"name": "objects", "objective": "masks", "model": nest(plain | dict(model)),
          "data": of_data | {"fields": fields},
          "train": {"steps": steps, "eval_batches": 9, "trackers": []},
          "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5}}, "test",

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 
@@ -32,7 +32,7 @@ def _open(model=MODEL, objective="seq2seq", **data):
         "held_out": 0,
         "fields": ["from", "to"],
     } | data
-    about = {"name": "x", "objective": objective, "model": nested(model), "data": data, "train": {"steps": 1}}
+    about = {"name": "x", "objective": objective, "model": nest(model), "data": data, "train": {"steps": 1}}
     return loader.open_loaders(config.from_dict(about, "x"))
 
 

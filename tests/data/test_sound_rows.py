@@ -8,7 +8,7 @@ import pytest
 
 from gspmd_lm import InputError
 from gspmd_lm import config as configs
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import loader, sounds
 from tests.data import media
 
@@ -43,7 +43,7 @@ def config_of(source, *, bands=8, held_out=0.0, fields=("file", "text"), model=(
     }  # fmt: skip
     of_data = {"source": str(source), "batch": 4, "seq": 12, "source_seq": 24, "held_out": held_out, **data}
     return configs.from_dict(
-        {"name": "speech", "objective": "seq2seq", "model": nested(plain | dict(model)),
+        {"name": "speech", "objective": "seq2seq", "model": nest(plain | dict(model)),
          "data": of_data | {"fields": fields},
          "train": {"steps": 3, "trackers": []}, "optimizer": {"learning_rate": 1e-2}}, "test",
     )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm import config
-from gspmd_lm.config import nested
+from gspmd_lm.config import nest
 from gspmd_lm.data import chat, loader, sources, tokenizer, trained
 from gspmd_lm.errors import InputError
 
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 def _config(data, train=None, **model):
     data = {"source": "a.jsonl", "batch": 4, "seq": 32} | data
     return config.from_dict(
-        {"name": "x", "model": nested(MODEL | model), "data": data, "train": {"steps": 1} | (train or {})}, "x"
+        {"name": "x", "model": nest(MODEL | model), "data": data, "train": {"steps": 1} | (train or {})}, "x"
     )
 
 

@@ -9,7 +9,7 @@ import yaml
 from flax.traverse_util import flatten_dict
 
 from gspmd_lm import cli
-from gspmd_lm.config import Lora, Patches, load, nested, to_dict
+from gspmd_lm.config import Lora, Patches, load, nest, to_dict
 from gspmd_lm.data import loader
 from gspmd_lm.errors import InputError
 from gspmd_lm.train import decoder, init_from
@@ -55,7 +55,7 @@ def flat(tree) -> dict[str, Any]:
 def _written(kind):
     model, data, _ = KINDS[kind]
     sections = {
-        "objective": kind if kind in ("masked", "replaced") else "classes", "model": nested(BERT | model),
+        "objective": kind if kind in ("masked", "replaced") else "classes", "model": nest(BERT | model),
         "data": {"source": "a.jsonl", "batch": 8, "held_out": 0.3} | data,
         "optimizer": {"learning_rate": 1.0e-2}, "train": {"steps": 20, "log_every": 1, "trackers": []},
     }  # fmt: skip

@@ -19,7 +19,7 @@ from gspmd_lm.convert.layout import QUERY_KEY_VALUE, linear, norm, separate_qkv
 
 _GROUPS = "has layers with weights of their own beside shared ones, which is not supported"
 _ALBERT = (
-    *(*ENCODER, *LEARNED, BERT_CONTEXT, Given(shared_layers=True, embedding_in="sum")),
+    *(*ENCODER, *LEARNED, BERT_CONTEXT, Given({"shared_layers": True, "embedding.input": "sum"})),
     Activation("hidden_act", "gelu_new", GELU_NEW),
     Renamed("embedding_size", "embedding.width", 128),
     Fixed("num_hidden_groups", 1, _GROUPS),

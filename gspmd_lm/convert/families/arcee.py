@@ -6,6 +6,6 @@ from gspmd_lm.convert.fields import Activation, Given
 
 _ARCEE = (
     *llama_fields(eps=1e-5, activation=Activation("hidden_act", "relu2", TANH)),
-    *(ATTENTION_BIAS, MLP_BIAS, Given(mlp_kind="plain")),
+    *(ATTENTION_BIAS, MLP_BIAS, Given({"feed_forward.kind": "plain"})),
 )
 FAMILIES = (LLAMA.relative("Arcee", "arcee", "ArceeForCausalLM", _ARCEE),)

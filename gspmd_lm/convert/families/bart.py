@@ -67,7 +67,7 @@ BART_SIZES = (
     Renamed("decoder_ffn_dim", "mlp"),
     Renamed("decoder_layers", "layers", most=MOST_LAYERS),
     Renamed("decoder_attention_heads", "heads"),
-    *(ONE_WIDTH, PLAIN_LAYERNORM, Given(norm_eps=1e-5, positions="learned")),
+    *(ONE_WIDTH, PLAIN_LAYERNORM, Given({"norm.eps": 1e-5, "positions": "learned"})),
     Activation("activation_function", "gelu", GELU_NEW),
     *(BIASES, TIED),
 )
@@ -79,7 +79,7 @@ ENCODER_SIZES = {
 _BART = (
     *BART_SIZES,
     Renamed("max_position_embeddings", "context", 1024),
-    Given(position_offset=2, embedding_norm=True, unembedding_bias=True),
+    Given({"embedding.position_offset": 2, "embedding.norm": True, "logits.bias": True}),
     Flag("scale_embedding", ("embedding.scale",), False, lambda values: values["embed"] ** 0.5, 1.0),
     Fixed("normalize_embedding", True, _BEFORE),
     Fixed("add_bias_logits", False, _ADDS),
@@ -90,7 +90,7 @@ _BART = (
 def _norms(before: bool) -> tuple[FieldCodec, ...]:
     """before: whether norms stand before sublayers, and a last one behind all; otherwise they stand after the sums."""
     return (
-        Given(pre_norms=before, sum_norms=not before, final_norm=before),
+        Given({"norm.pre": before, "norm.sum": not before, "norm.final": before}),
         Fixed("normalize_before", before, _BEFORE),
         Fixed("add_final_layer_norm", before, _BEFORE),
     )

@@ -53,7 +53,7 @@ class BeitPooling:
 
 _BEIT = (
     *(*IMAGE_FIELDS, ImagePatches("none"), BeitPositions(), BeitPooling(), Classes()),
-    Given(qkv_bias=True, key_bias=False),
+    Given({"attention.qkv_bias": True, "attention.key_bias": False}),
     Renamed("layer_scale_init_value", "residual.layer_scale", 0.1, may_be_zero=True),
 )
 # Tensors of pretraining, and numbers that follow from the sizes.

@@ -44,16 +44,16 @@ class Classes:
 _CAUSAL = "sees only earlier tokens or another text, which is not supported for an encoder"
 ENCODER: tuple[FieldCodec, ...] = (
     *(*SIZES, PLAIN_LAYERNORM, Renamed("intermediate_size", "mlp"), ONE_WIDTH, BIASES),
-    Given(mask="full", pre_norms=False, sum_norms=True, final_norm=False, embedding_norm=True),
+    Given({"attention.mask": "full", "norm.pre": False, "norm.sum": True, "norm.final": False, "embedding.norm": True}),
     Fixed("position_embedding_type", "absolute", "has positions within attention, which are not supported"),
     Fixed("is_decoder", False, _CAUSAL),
     Fixed("is_encoder_decoder", False, _CAUSAL),
 )
 BERT_CONTEXT = Renamed("max_position_embeddings", "context", 512)
 BERT_EPS = Renamed("layer_norm_eps", "norm.eps", 1e-12)
-LEARNED = (BERT_EPS, Given(positions="learned"), Renamed("type_vocab_size", "embedding.token_types", 2))
+LEARNED = (BERT_EPS, Given({"positions": "learned"}), Renamed("type_vocab_size", "embedding.token_types", 2))
 BERT_FIELDS = (*ENCODER, *LEARNED, BERT_CONTEXT, GELU)
-MASKED = (Given(head_transform=True, unembedding_bias=True), TIED)
+MASKED = (Given({"logits.transform": True, "logits.bias": True}), TIED)
 
 
 def embedding_tables(table: str, width: str = "D", **options) -> tuple[Tensor, ...]:

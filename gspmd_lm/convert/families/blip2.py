@@ -90,7 +90,7 @@ _READING = (
     *linear(f"{_QFORMER}.output_query.dense", "D F", "queries.mlp.w_down"),
     *norm(f"{_QFORMER}.output_query.LayerNorm", "queries.mlp_sum_norm", bias=True),
     *linear("language_projection", "D O", "query_projection", biases=("query_projection_bias",),
-            others=lambda model: {"O": model.of_queries.embed}),
+            others=lambda model: {"O": model.queries_config.embed}),
 )  # fmt: skip
 _UNREAD = (
     "image_text_hidden_size", "vocab_size", "max_position_embeddings", "encoder_hidden_size", "tie_word_embeddings",

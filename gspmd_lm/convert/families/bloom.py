@@ -13,7 +13,7 @@ _BLOOM = (
     Renamed("n_head num_attention_heads", "heads"),
     Renamed("seq_length", "context", 2048),
     *(ONE_WIDTH, PLAIN_LAYERNORM, GPT_EPS, BIASES, TIED, NORM_BEFORE),
-    Given(mlp=four_times, activation="gelu_tanh", positions="alibi", embedding_norm=True),
+    Given({"mlp": four_times, "feed_forward.activation": "gelu_tanh", "positions": "alibi", "embedding.norm": True}),
 )
 _TENSORS = (
     *megatron_tensors("transformer", "h", "self_attention", "word_embeddings", "ln_f", "lm_head"),

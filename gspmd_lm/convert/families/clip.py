@@ -91,7 +91,7 @@ class VisionPart:
 _CLIP = (
     Renamed(f"{TEXT}.vocab_size", "vocab", 49408),
     Renamed(f"{TEXT}.max_position_embeddings", "context", 77),
-    *(*_tower(TEXT, 512, 8, 2048), PLAIN_LAYERNORM, Given(positions="learned"), BIASES, EndOfText(), VisionPart()),
+    *(*_tower(TEXT, 512, 8, 2048), PLAIN_LAYERNORM, Given({"positions": "learned"}), BIASES, EndOfText(), VisionPart()),
 )
 
 

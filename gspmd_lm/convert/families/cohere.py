@@ -8,7 +8,7 @@ from gspmd_lm.convert.rope import Rope
 
 _COHERE = (
     ATTENTION_BIAS,
-    Given(norm="layernorm", block="parallel", qk_norm_kind="per_head"),
+    Given({"norm.kind": "layernorm", "block": "parallel", "attention.qk_norm_kind": "per_head"}),
     Renamed("logit_scale", "logits.scale", 0.0625),
     MustEqual("head_dim", "head_dim", "is not hidden_size / num_attention_heads"),
 )

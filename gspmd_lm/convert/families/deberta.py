@@ -95,17 +95,17 @@ def _has_convolution(model: config.ModelConfig) -> bool:
 
 _WIDTH = "is another width than hidden_size, which is not supported"
 _EACH = (
-    *(*ENCODER, BERT_CONTEXT, GELU, Given(positions="none")),
+    *(*ENCODER, BERT_CONTEXT, GELU, Given({"positions": "none"})),
     Renamed("layer_norm_eps", "norm.eps", 1e-7),
     Renamed("type_vocab_size", "embedding.token_types", 0, may_be_zero=True),
     MustEqual("embedding_size", "embed", _WIDTH),
 )
 _NO_TALK = Fixed("talking_head", False, "mixes the scores of heads, which is not supported")
-_FIRST = (*_EACH, Given(key_bias=False), Disentangled(own=True), _NO_TALK)
+_FIRST = (*_EACH, Given({"attention.key_bias": False}), Disentangled(own=True), _NO_TALK)
 _LATER = (*_EACH, Disentangled(), ConvolutionOfTokens())
 _LEGACY = Fixed("legacy", True, "has a head of other names")
 _CLASSES = (
-    *(Classes(), Given(pooler_activation="gelu"), Fixed("pooler_hidden_act", "gelu", "is not supported")),
+    *(Classes(), Given({"classes.pooler": "gelu"}), Fixed("pooler_hidden_act", "gelu", "is not supported")),
     MustEqual("pooler_hidden_size", "embed", _WIDTH),
 )
 

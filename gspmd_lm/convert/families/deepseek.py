@@ -110,7 +110,7 @@ def latent_fields(sizes: LatentSizes, eps: float) -> tuple[FieldCodec, ...]:
 def deepseek_router(groups: int, used: int, scale: float) -> tuple[FieldCodec, ...]:
     """DeepSeek-V3's router, with defaults. The bias on its scores stays as it came until balance_rate is set."""
     return (
-        Given(routing="sigmoid", balance="bias", balance_rate=0.0),
+        Given({"experts.routing": "sigmoid", "experts.balance": "bias", "experts.balance_rate": 0.0}),
         Flag("norm_topk_prob", ("experts.normalized_weights",), True, null_is_false=True),
         Renamed("routed_scaling_factor", "experts.scale", scale),
         Renamed("n_group", "experts.groups", groups),
@@ -139,7 +139,11 @@ _V3 = (
 _V2 = (
     # transformers has no default for the experts of a token: this is the published number.
     *(*_DEEPSEEK, GroupLimited(), *mixture("n_routed_experts num_experts", 64, 6, width=1407)),
-    *(_fixed_field("scoring_func", "softmax"), _fixed_field("norm_topk_prob", False), Given(normalized_weights=False)),
+    *(
+        _fixed_field("scoring_func", "softmax"),
+        _fixed_field("norm_topk_prob", False),
+        Given({"experts.normalized_weights": False}),
+    ),
     *(Renamed("routed_scaling_factor", "experts.scale", 1.0), first_layers(0), SharedExperts(2)),
     Fixed("mlp_bias", False, "has biases in the MLP, which are not supported"),
 )

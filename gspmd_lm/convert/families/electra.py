@@ -18,10 +18,10 @@ from gspmd_lm.convert.layout import linear
 
 _ELECTRA = (
     *(*BERT_FIELDS, DefaultsTo("embedding_size", "embedding.width", "embed", 128)),
-    Given(embedding_in=lambda values: "sum" if values["embedding.width"] else "tokens"),
+    Given({"embedding.input": lambda values: "sum" if values["embedding.width"] else "tokens"}),
 )
 _GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
-_REPLACED = Given(classes=1, classes_of="tokens", pooler_activation="gelu")
+_REPLACED = Given({"classes.count": 1, "classes.of": "tokens", "classes.pooler": "gelu"})
 # Whether the token table has a width of its own.
 _NARROW: dict[str, Any] = {"exists_in": lambda model: model.embedding.width > 0}
 _WIDE: dict[str, Any] = {"exists_in": lambda model: model.embedding.width == 0}
@@ -52,7 +52,7 @@ FAMILIES = (
     ),
     _MASKED.classifier(
         "ElectraForSequenceClassification",
-        (*_ELECTRA, Classes(), Given(pooler_activation="gelu")),
+        (*_ELECTRA, Classes(), Given({"classes.pooler": "gelu"})),
         (*_TENSORS, *class_tensors("classifier.dense", "classifier.out_proj")),
     ),
 )

@@ -48,12 +48,12 @@ def patterned_layers(length: int, full: str = "full") -> LayerTypes:
 
 
 CAUSAL = Fixed("use_bidirectional_attention", False, "lets tokens see later ones, which is not supported")
-EACH_GEMMA = (ATTENTION_BIAS, CAUSAL, Given(embedding_scale=lambda values: math.sqrt(values["embed"])))
-_SCORES = (Given(norm_offset=1.0, post_norms=True), QueryScale())
+EACH_GEMMA = (ATTENTION_BIAS, CAUSAL, Given({"embedding.scale": lambda values: math.sqrt(values["embed"])}))
+_SCORES = (Given({"norm.offset": 1.0, "norm.post": True}), QueryScale())
 _OLD_GELU = Activation("hidden_act hidden_activation", "gelu_pytorch_tanh", TANH, (("gelu", "gelu_tanh"),))
 _GELU = Activation("hidden_activation hidden_act", "gelu_pytorch_tanh", TANH)
 ROPE = Rope(1e6, sliding_theta=1e4, sliding_name="rope_local_base_freq")
-_GEMMA = (*llama_fields(16, 256, activation=_OLD_GELU, tied=True), *EACH_GEMMA, Given(norm_offset=1.0))
+_GEMMA = (*llama_fields(16, 256, activation=_OLD_GELU, tied=True), *EACH_GEMMA, Given({"norm.offset": 1.0}))
 _GEMMA_2 = (
     *llama_fields(4, 256, activation=_GELU, tied=True),
     *(*EACH_GEMMA, *_SCORES, LayerTypes(4096, every_second)),
@@ -62,7 +62,7 @@ _GEMMA_2 = (
 )
 _GEMMA_3 = (
     *llama_fields(4, 256, rope=ROPE, activation=_GELU, tied=True),
-    *(*EACH_GEMMA, *_SCORES, Given(qk_norm=True), patterned_layers(6)),
+    *(*EACH_GEMMA, *_SCORES, Given({"attention.qk_norm": True}), patterned_layers(6)),
     Fixed("attn_logit_softcapping", False, "caps attention scores, which transformers does not do here"),
     Cap("final_logit_softcapping", "logits.softcap", None),
 )

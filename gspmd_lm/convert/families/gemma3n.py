@@ -64,7 +64,7 @@ _SIZES = (
 _ATTENTION = (
     ROPE,
     LayerTypes(512, all_but_every(5)),
-    Given(post_norms=True, qk_norm=True, value_norm=True, query_scale=1.0),
+    Given({"norm.post": True, "attention.qk_norm": True, "attention.value_norm": True, "attention.scale": 1.0}),
     Cap("final_logit_softcapping", "logits.softcap", 30.0),
     Renamed("num_kv_shared_layers", "attention.shared_kv_layers", 15, may_be_zero=True),
 )

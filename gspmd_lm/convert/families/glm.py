@@ -122,7 +122,7 @@ _GLM_TENSORS = llama_tensors(interleaved_rope=True, fused="gate_up")
 FAMILIES = (
     LLAMA.relative("GLM-4", "glm", "GlmForCausalLM", _GLM, _GLM_TENSORS),
     LLAMA.relative(
-        "GLM-4-0414", "glm4", "Glm4ForCausalLM", (*_GLM, Given(post_norms=True)), (*_GLM_TENSORS, *_POST_NORMS)
+        "GLM-4-0414", "glm4", "Glm4ForCausalLM", (*_GLM, Given({"norm.post": True})), (*_GLM_TENSORS, *_POST_NORMS)
     ),
     LLAMA.relative(
         "GLM-4.5",

@@ -16,7 +16,7 @@ GPT2_SIZES = (
 GPT_EPS = Renamed("layer_norm_epsilon", "norm.eps", 1e-5)
 SCALED = Fixed("scale_attn_weights", True, "leaves attention scores as they are, which is not supported")
 ALONE = Fixed("add_cross_attention", False, "attends to an encoder, which is not supported")
-GPT2_FIELDS = (PLAIN_LAYERNORM, GPT_EPS, Given(positions="learned"), BIASES, TIED, SCALED, ALONE)
+GPT2_FIELDS = (PLAIN_LAYERNORM, GPT_EPS, Given({"positions": "learned"}), BIASES, TIED, SCALED, ALONE)
 GPT_ACTIVATION = Activation("activation_function", "gelu_new", GELU_NEW)
 HEAD_SUMMARY = ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")  # of other heads
 QKV = ("attention.wq", "attention.wk", "attention.wv")

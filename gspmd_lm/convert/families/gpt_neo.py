@@ -49,7 +49,7 @@ _GPT_NEO = (
     Renamed("max_position_embeddings", "context"),
     Renamed("intermediate_size", "mlp", four_times),
     *(ONE_WIDTH, PLAIN_LAYERNORM, GPT_EPS, LocalLayers(), GPT_ACTIVATION, TIED),
-    Given(positions="learned", query_scale=1.0, attention_out_bias=True, mlp_bias=True),
+    Given({"positions": "learned", "attention.scale": 1.0, "attention.out_bias": True, "feed_forward.bias": True}),
 )
 _LAYER = "transformer.h.{}"
 _TENSORS = gpt2_tensors(

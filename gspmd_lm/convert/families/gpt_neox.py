@@ -36,10 +36,10 @@ NORM_BEFORE = Fixed(
 )
 _NEOX = (
     *(*SIZES, Renamed("intermediate_size", "mlp"), Renamed("max_position_embeddings", "context"), ONE_WIDTH),
-    *(PLAIN_LAYERNORM, LAYERNORM_EPS, GELU, UNTIED, Given(mlp_bias=True)),
+    *(PLAIN_LAYERNORM, LAYERNORM_EPS, GELU, UNTIED, Given({"feed_forward.bias": True})),
     Rope(theta_name="rotary_emb_base", part=0.25, part_name="rotary_pct"),
     Flag("use_parallel_residual", ("block",), True, "parallel", "sequential"),
-    Given(shared_norm=lambda values: values["block"] == "sequential"),
+    Given({"norm.shared": lambda values: values["block"] == "sequential"}),
     Flag("attention_bias", ("attention.qkv_bias", "attention.out_bias"), True),
 )
 _TENSORS = (

@@ -12,14 +12,16 @@ _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_SILU = Given(activation="silu")  # hidden_act says silu, too, and is not read by transformers
+_SILU = Given({"feed_forward.activation": "silu"})  # hidden_act says silu, too, and is not read by transformers
 _ATTENTION = (
     *llama_fields(8, 64, 1e-5, Rope(150000.0, default=_YARN), activation=_SILU),
     Flag("attention_bias", ("attention.qkv_bias", "attention.out_bias"), True),
     LayerTypes(128, every_second),
 )
 _EXPERTS = (
-    Given(attention_sinks=True, mlp_bias=True, router_bias=True, mlp_up_offset=1.0),
+    Given(
+        {"attention.sinks": True, "feed_forward.bias": True, "experts.router_bias": True, "feed_forward.up_offset": 1.0}
+    ),
     Renamed("swiglu_alpha", "feed_forward.slope", 1.702),
     Renamed("swiglu_limit", "feed_forward.limit", 7.0),
     Renamed("num_local_experts num_experts", "experts.count", 128),

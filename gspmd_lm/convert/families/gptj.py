@@ -29,7 +29,7 @@ class RotaryDim:
 
 _GPTJ = (
     *(*GPT2_SIZES, PLAIN_LAYERNORM, GPT_ACTIVATION, GPT_EPS, RotaryDim(), UNTIED, SCALED),
-    Given(block="parallel", mlp_bias=True, unembedding_bias=True),
+    Given({"block": "parallel", "feed_forward.bias": True, "logits.bias": True}),
 )
 _LAYER = "transformer.h.{}"
 _TENSORS = (

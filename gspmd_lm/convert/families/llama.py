@@ -200,8 +200,8 @@ _EXPERTS = (
     Renamed("intermediate_size_mlp", "mlp", 16384),
     Renamed("intermediate_size", "experts.mlp", 8192),
     SparseLayers(),
-    Given(shared_mlp=lambda values: values["experts.mlp"], weighted_input=True),
-    Given(routing="sigmoid", normalized_weights=False, qk_norm_kind="unscaled"),
+    Given({"experts.shared_mlp": lambda values: values["experts.mlp"], "experts.weighted_input": True}),
+    Given({"experts.routing": "sigmoid", "experts.normalized_weights": False, "attention.qk_norm_kind": "unscaled"}),
 )
 _LLAMA_4_EXPERTS = (
     Tensor(f"{_FEED}.router.weight", "C D", ("mlp.router",)),

@@ -6,14 +6,20 @@ from gspmd_lm.convert.family import ATTENTION_BIAS, NO_CLIP, NO_HEAD_DIM, llama_
 from gspmd_lm.convert.fields import Flag, Given, LayerTypes
 from gspmd_lm.convert.rope import Rope
 
-_OLMO = (*(*llama_fields(eps=Given(norm_eps=1e-5)), ATTENTION_BIAS, NO_CLIP), Given(norm="layernorm", norm_scale=False))
+_OLMO = (
+    *(*llama_fields(eps=Given({"norm.eps": 1e-5})), ATTENTION_BIAS, NO_CLIP),
+    Given({"norm.kind": "layernorm", "norm.scale": False}),
+)
 # OLMo 2: norms behind attention and MLP and none before them, and norms over all heads at once.
-_OLMO_2 = (ATTENTION_BIAS, Given(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="joint"))
+_OLMO_2 = (
+    ATTENTION_BIAS,
+    Given({"norm.pre": False, "norm.post": True, "attention.qk_norm": True, "attention.qk_norm_kind": "joint"}),
+)
 _ROPE = Rope(5e5, sliding_theta=5e5)
 _OLMO_3 = (*llama_fields(eps=1e-5, rope=_ROPE), *_OLMO_2, LayerTypes(4096, all_but_every(4)))
 _OLMOE = (
     *(*llama_fields(head_dim=NO_HEAD_DIM, eps=1e-5), ATTENTION_BIAS, NO_CLIP),
-    Given(qk_norm=True, qk_norm_kind="joint"),
+    Given({"attention.qk_norm": True, "attention.qk_norm_kind": "joint"}),
     *mixture("num_experts num_local_experts", 64, 8),
     Flag("norm_topk_prob", ("experts.normalized_weights",), False),
 )

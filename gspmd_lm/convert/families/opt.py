@@ -27,7 +27,7 @@ class OptNorms:
 _SIZES = (*SIZES, Renamed("ffn_dim", "mlp"), Renamed("max_position_embeddings", "context"), ONE_WIDTH)
 _FIELDS = (
     *(PLAIN_LAYERNORM, OptNorms(), TIED, Flag("enable_bias", ALL_BIASES, True)),
-    Given(norm_eps=1e-5, positions="learned", position_offset=2),
+    Given({"norm.eps": 1e-5, "positions": "learned", "embedding.position_offset": 2}),
     Activation("activation_function", "relu", GELU_NEW),
     DefaultsTo("word_embed_proj_dim", "embedding.width", "embed"),
     Fixed("layer_norm_elementwise_affine", True, "has norms without scale, which is not supported"),

@@ -9,7 +9,7 @@ from gspmd_lm.convert.rope import Rope
 _PHI = (
     *llama_fields(eps=LAYERNORM_EPS, rope=Rope(part=0.5), activation=Activation("hidden_act", "gelu_new", GELU_NEW)),
     *(PLAIN_LAYERNORM, BIASES),
-    Given(block="parallel", unembedding_bias=True),
+    Given({"block": "parallel", "logits.bias": True}),
     Flag("qk_layernorm", ("attention.qk_norm",), False),
 )
 _ROPE = Rope(part=1.0, original=4096, older_kinds=(("su", "longrope"), ("yarn", "longrope")))
@@ -22,11 +22,11 @@ _PHI_3 = (
 _PHI_MOE = (
     *llama_fields(8, eps=1e-5, rope=Rope(1e6, mscales=True)),
     *(Window(None), ATTENTION_BIAS),
-    Given(norm="layernorm", norm_bias=True),
+    Given({"norm.kind": "layernorm", "norm.bias": True}),
     Flag("lm_head_bias", ("logits.bias",), False),
     Renamed("num_local_experts num_experts", "experts.count", 16),
     Fixed("num_experts_per_tok", 2, "is not the number that sparsemixer chooses"),
-    Given(experts_per_token=2, routing="sparsemixer", normalized_weights=False),
+    Given({"experts.per_token": 2, "experts.routing": "sparsemixer", "experts.normalized_weights": False}),
     Renamed("router_jitter_noise", "experts.jitter", 0.01, may_be_zero=True),
 )
 _NORMS = qk_norm(name="layernorm")

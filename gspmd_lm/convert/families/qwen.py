@@ -135,22 +135,22 @@ _MLP, _LINEAR = "model.layers.{}.mlp", "model.layers.{}.linear_attn"
 _LAYERS = LayerTypes(4096, last_layers, "use_sliding_window", _first_window_layer)
 _NUMBERS = "num_experts num_local_experts"
 _SUM_TO_ONE = Flag("norm_topk_prob", ("experts.normalized_weights",), False)
-_QWEN_2 = (*llama_fields(32), Given(qkv_bias=True), _LAYERS)
-_QWEN_3 = (*llama_fields(32, 128), Given(qk_norm=True), ATTENTION_BIAS, _LAYERS)
+_QWEN_2 = (*llama_fields(32), Given({"attention.qkv_bias": True}), _LAYERS)
+_QWEN_3 = (*llama_fields(32, 128), Given({"attention.qk_norm": True}), ATTENTION_BIAS, _LAYERS)
 _QWEN_2_MOE = (
     *llama_fields(16, NO_HEAD_DIM),
     Flag("qkv_bias", ("attention.qkv_bias",), True),
     LayerTypes(4096, _first_every_second, "use_sliding_window"),
     *mixture(_NUMBERS, 60, 4, width=1408),
     Renamed("shared_expert_intermediate_size", "experts.shared_mlp", 5632),
-    Given(shared_gate=True),
+    Given({"experts.shared_gate": True}),
     _SUM_TO_ONE,
     DenseLayers(),
 )
 _QWEN_3_MOE = (
     *llama_fields(4),
     ATTENTION_BIAS,
-    Given(qk_norm=True),
+    Given({"attention.qk_norm": True}),
     Window(4096, "use_sliding_window"),
     *mixture(_NUMBERS, 128, 8, width=768),
     _SUM_TO_ONE,
@@ -160,7 +160,7 @@ _QWEN_3_NEXT = (
     *llama_fields(2, 256, rope=Rope(part=0.25)),
     LinearLayers(),
     Fixed("attention_bias", False, "has biases in attention with a gate, which are not supported"),
-    Given(norm_offset=1.0, qk_norm=True, attention_gate=True, shared_gate=True),
+    Given({"norm.offset": 1.0, "attention.qk_norm": True, "attention.gate": True, "experts.shared_gate": True}),
     *mixture(_NUMBERS, 512, 10, width=512),
     Flag("norm_topk_prob", ("experts.normalized_weights",), True),
     Renamed("shared_expert_intermediate_size", "experts.shared_mlp", 512),

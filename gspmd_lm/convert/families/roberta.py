@@ -30,7 +30,7 @@ class PositionsAfterPadding:
         values["context"] = rows - values["embedding.position_offset"]
         if values["context"] < 1:
             reader.refuse("max_position_embeddings", rows, f"leaves no position after pad_token_id + 1 = "
-                          f"{values['position_offset']}")  # fmt: skip
+                          f"{values['embedding.position_offset']}")  # fmt: skip
             values["context"] = 1
 
     def write(self, model: config.ModelConfig) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class PositionsAfterPadding:
 
 
 _GELU = Fixed("hidden_act", "gelu", "is not the activation of this family's head")
-_FIELDS = (*ENCODER, *LEARNED, PositionsAfterPadding(), Given(activation="gelu"), _GELU)
+_FIELDS = (*ENCODER, *LEARNED, PositionsAfterPadding(), Given({"feed_forward.activation": "gelu"}), _GELU)
 _HEAD = token_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 
 

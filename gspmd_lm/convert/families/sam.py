@@ -100,7 +100,7 @@ _SAM = (
     *(ONE_WIDTH, MlpWidth(), PLAIN_LAYERNORM),
     Renamed(f"{_VISION}.layer_norm_eps", "norm.eps", _EPS),
     Activation(f"{_VISION}.hidden_act", "gelu", GELU_NEW),
-    Given(final_norm=False, mask="full", attention_out_bias=True, mlp_bias=True),
+    Given({"norm.final": False, "attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True}),
     ImagePatches("none", f"{_VISION}.", class_row=False, image=1024),
     WholeLayers(),
     Flag(f"{_VISION}.use_abs_pos", ("positions",), True, "learned", "none"),

@@ -7,7 +7,7 @@ from gspmd_lm.convert.rope import Rope
 
 _STABLELM = (
     *llama_fields(32, NO_HEAD_DIM, LAYERNORM_EPS, Rope(part=0.25)),
-    Given(norm="layernorm", norm_bias=True),
+    Given({"norm.kind": "layernorm", "norm.bias": True}),
     Flag("use_qkv_bias", ("attention.qkv_bias",), False),
     Flag("use_parallel_residual", ("block",), False, "parallel", "sequential"),
     Fixed("qk_layernorm", False, "stores the norm of each head as a tensor of its own, which is not supported"),

@@ -65,7 +65,16 @@ class SwinLevels:
 
 _SWIN = (
     *(ImagePatches("none", size=4, class_row=False), SwinLevels(), PLAIN_LAYERNORM, GELU, Classes()),
-    Given(norm_eps=1e-5, mask="full", positions="none", embedding_norm=True, attention_out_bias=True, mlp_bias=True),
+    Given(
+        {
+            "norm.eps": 1e-5,
+            "attention.mask": "full",
+            "positions": "none",
+            "embedding.norm": True,
+            "attention.out_bias": True,
+            "feed_forward.bias": True,
+        }
+    ),
     Flag("qkv_bias", ("attention.qkv_bias",), True),
     Fixed("layer_norm_eps", 1e-5, "is not the 1e-05 that the norms of patches have"),
     Fixed("use_absolute_embeddings", False, "adds a table of positions to the patches, which is not supported"),

@@ -124,7 +124,7 @@ _T5 = (
     Renamed("num_decoder_layers", "layers", lambda values: values["layers"], most=MOST_LAYERS),
     Renamed("n_positions", "context", 512),
     Renamed("layer_norm_epsilon", "norm.eps", 1e-6),
-    Given(kv_heads=heads, positions="none", query_scale=1.0),
+    Given({"kv_heads": heads, "positions": "none", "attention.scale": 1.0}),
     EncoderPart({"layers": _T5_LAYERS}, 0),
 )
 

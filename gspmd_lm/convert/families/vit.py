@@ -57,9 +57,9 @@ IMAGE_SIZES = (
 )
 IMAGE_FIELDS = (
     *(*IMAGE_SIZES, PLAIN_LAYERNORM, ONE_WIDTH, BERT_EPS, GELU),
-    Given(mask="full", attention_out_bias=True, mlp_bias=True),
+    Given({"attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True}),
 )
-_LEARNED = (*IMAGE_FIELDS, Given(positions="learned"), Flag("qkv_bias", ("attention.qkv_bias",), True))
+_LEARNED = (*IMAGE_FIELDS, Given({"positions": "learned"}), Flag("qkv_bias", ("attention.qkv_bias",), True))
 _BIAS = "relative_position_bias.relative_position_bias_table"
 
 

@@ -161,7 +161,7 @@ _TENSORS = (
 )
 _SOURCES = {"heads": f"{ENCODER_SIZES['heads']} num_key_value_heads", "context": "max_source_positions"}
 _WHISPER = (
-    *(*BART_SIZES, Renamed("max_target_positions", "context", 448), Given(key_bias=False)),
+    *(*BART_SIZES, Renamed("max_target_positions", "context", 448), Given({"attention.key_bias": False})),
     *(EncoderPart(ENCODER_SIZES | _SOURCES, 50257), Hearing()),
     Fixed("scale_embedding", False, "scales the token table, which this family does not do"),
 )

@@ -63,7 +63,7 @@ def _forward(over: Split, blocks: Blocks, q, k, v, segments):
 
             def all_queries():
                 (k, v), segments = map(_early, kv), turns.segments(turn, keys=_early)
-                return part.merged(_Part(*blocks.forward(q, k, v, segments, causal=False)))
+                return part.merge(_Part(*blocks.forward(q, k, v, segments, causal=False)))
 
             def late_queries():
                 (k, v), segments = kv, turns.segments(turn, queries=_late)
