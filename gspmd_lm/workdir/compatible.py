@@ -57,7 +57,7 @@ def read_run(path: epath.Path, step: int) -> dict[str, Any]:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
-    found = sorted(_differences("", _complete(ModelConfig, saved), wanted))
+    found = sorted(_differences("", _complete(ModelConfig, saved, wanted), wanted))
     names = [name for name, _, _ in found if name not in _FREE]
     differences = [f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found
                    if name in names]  # fmt: skip
@@ -80,16 +80,19 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any,
             yield from _differences(f"{name}.{key}".lstrip("."), one, other)
 
 
-def _complete(kind: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved facts with the defaults of the settings that are younger than the checkpoint."""
-    defaults = {field.name: default_at(kind, field.name) for field in dataclasses.fields(kind)}
+def _complete(kind: Any, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved facts with the defaults of the wanted settings that are younger than the checkpoint."""
+    defaults = {field.name: default_at(kind, field.name) for field in dataclasses.fields(kind) if field.name in wanted}
     known = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
     for name, value in (known | {**saved}).items():
         section = dataclass_in(hints[name]) if name in hints else None
         value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-        found[name] = _complete(section, value) if section and isinstance(value, Mapping) else value
+        inner = wanted.get(name)
+        if section and isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = _complete(section, value, inner)
+        found[name] = value
     return as_json(found)
 
 

@@ -2,7 +2,7 @@
 
 import flax.linen as nn
 import jax
-from gspmd_lm.model.transformer import init
+from gspmd_lm.model.families import init
 
 from gspmd_lm.model.addresses import Address, addresses, held_layers
 

@@ -95,7 +95,7 @@ def test_a_gate_of_equal_numbers_has_a_gradient(small):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"residual.laurel_rank": 4, "block": "parallel"}, "residual.laurel_rank goes with block: sequential"),
+        ({"residual.laurel_rank": 4, "block": "parallel"}, "residual.laurel_rank does not go with block: parallel"),
         ({"residual.layer_embed": 4}, "set streams"),
         ({"residual.layer_vocab": 62}, "residual.layer_vocab=62 is above vocab=61"),
         ({"feed_forward.sparsity": 0.5, "feed_forward.kind": "plain"}, "kind: gated"),
@@ -103,7 +103,7 @@ def test_a_gate_of_equal_numbers_has_a_gradient(small):
         ({"feed_forward.sparse_layers": 3, "feed_forward.sparsity": 0.5}, "is above layers=2"),
         (
             {"attention.shared_kv_layers": 1, "experts.count": 8, "experts.per_token": 2},
-            "experts do not go with attention.shared_kv_layers",
+            "experts does not go with attention.shared_kv_layers",
         ),
         ({"attention.shared_kv_layers": 2}, "no layer before them is of kind full"),
         (

@@ -147,8 +147,8 @@ def test_values_narrower_than_keys(form, small):
             "attention.rope.dim=0: set the size of the key that all heads share, below head_dim=6",
         ),
         ({"head_dim": 4}, "v_head_dim=5 is above head_dim=4"),
-        ({"attention.qk_norm": True}, "attention.latent: attention.qk_norm is not supported"),
-        ({"attention.gate": True, "attention.value_norm": True}, "attention.gate is not supported"),
+        ({"attention.qk_norm": True}, "attention.latent does not go with attention.qk_norm"),
+        ({"attention.gate": True, "attention.value_norm": True}, "attention.latent does not go with attention.gate"),
     ],
 )
 def test_what_does_not_go_with_it_is_said(changes, message, small):

@@ -108,7 +108,7 @@ def test_rules_that_a_model_cannot_tell_apart_share_a_trace_and_nothing_else(
         rules = rules_file.load(layout) if isinstance(layout, str) else rules_file.from_dict(layout, "here.yaml")
         rules = rules.fill(8)
         found = vars(state.record_arrays(task, state.arrays(config), microbatches, rules))
-        named = {name: value for name, value in found.items() if not name.startswith("_told")}
+        named = {name: value for name, value in found.items() if not name.startswith("_own_answers")}
         return named | {"rules": rules.path, "program": str(found["program"])}
 
     shared, alone = (dataclasses.replace(decoder.task(config), name=name) for name in ("shared", "alone"))

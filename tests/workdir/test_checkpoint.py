@@ -224,9 +224,9 @@ def test_another_architecture_is_refused_with_its_fields(run):
         run.open(architecture=other).restore(abstract(make_state(1, embed=4)))
     assert str(error.value).splitlines() == [
         f"{run.directory / '1'}: a checkpoint of another architecture",
+        "  attention.qk_norm: absent in the checkpoint, True in the config",
         "  layers: 4 in the checkpoint, 6 in the config",
         "  norm.kind: rmsnorm in the checkpoint, layernorm in the config",
-        "  attention.qk_norm: absent in the checkpoint, True in the config",
         "  fix   use the config it was saved with, or another --workdir",
     ]
 

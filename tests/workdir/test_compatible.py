@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_older_than_a_key_of_a_mapping_is_taken(small, tmp_
         del run["architecture"]["attention"]["rope"]["scaling"][key]
     kept.write_text(json.dumps(run))
     with checkpoint.run_checkpoints(tmp_path, scaled) as checkpoints:
-        checkpoints._described(1)
+        checkpoints._read_description(1)
     doubled = with_values(scaled.model, {"attention.rope.scaling": config.RopeScaling(attention_factor=2.0)})
     with (
         checkpoint.run_checkpoints(tmp_path, dataclasses.replace(scaled, model=doubled)) as checkpoints,
@@ -127,4 +127,4 @@ def test_a_checkpoint_that_is_older_than_a_key_of_a_mapping_is_taken(small, tmp_
             InputError, match=r"\n  attention.rope.scaling.attention_factor: 1.0 in .*, 2.0 in the config\n  fix"
         ),
     ):
-        checkpoints._described(1)
+        checkpoints._read_description(1)
