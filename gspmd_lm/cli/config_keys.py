@@ -21,7 +21,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from gspmd_lm import versions
 from gspmd_lm.config import Config
 from gspmd_lm.config.core_yaml import dump
-from gspmd_lm.config.types import OTHER_WORDS
+from gspmd_lm.config.types import OTHER_WORDS, is_end_of
 from gspmd_lm.errors import InputError, did_you_mean, either
 from gspmd_lm.runtime import quiet
 from gspmd_lm.sharding.rules_keys import RulesFile
@@ -128,7 +128,7 @@ def text(wanted: str = "") -> str:
     shown |= {key.name for group in groups for key in group.keys if wanted and _stands_in(wanted, key.meaning)}
     if not shown or wanted in OTHER_WORDS:
         here = _words_here(wanted)
-        meant = [name for name in names if name.rpartition(".")[2] in here]
+        meant = [name for name in names if any(is_end_of(words, name) for words in here)]
         depth = min((name.count(".") for name in meant), default=0)
         shown |= {name for name in meant if name.count(".") == depth}
     if not shown:
@@ -151,7 +151,7 @@ def _stands_in(word: str, meaning: str) -> bool:
 
 
 def _words_here(word: str) -> set[str]:
-    """The last names of the keys that mean what a word means in other projects.
+    """The ends of the keys that mean what a word means in other projects.
 
     The fields of published models' config.json are known to what converts them, which takes a second to import.
     """
@@ -162,7 +162,7 @@ def _words_here(word: str) -> set[str]:
     from gspmd_lm.convert.fields import Renamed
 
     codecs = [codec for family in FAMILIES for codec in family.codecs if isinstance(codec, Renamed)]
-    return {codec.setting.rpartition(".")[2] for codec in codecs if word in codec.names.split()}
+    return {codec.setting for codec in codecs if word in codec.names.split()}
 
 
 def page() -> str:

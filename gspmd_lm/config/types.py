@@ -40,8 +40,13 @@ OTHER_WORDS = {
     "n_head": "heads", "n_heads": "heads", "num_heads": "heads", "num_attention_heads": "heads",
     "n_kv_heads": "kv_heads", "num_kv_heads": "kv_heads", "num_key_value_heads": "kv_heads",
     "intermediate_size": "mlp", "d_ff": "mlp", "ffn_dim": "mlp", "hidden_dim": "mlp", "vocab_size": "vocab",
-    "max_position_embeddings": "context", "num_experts": "count", "top_k": "per_token",
+    "max_position_embeddings": "context", "num_experts": "experts.count", "top_k": "experts.per_token",
 }  # fmt: skip
+
+
+def is_end_of(words: str | None, path: str) -> bool:
+    """Whether the path of a key ends with `words`, one of its names or several, such as experts.count."""
+    return f".{path}".endswith(f".{words}")
 
 
 class Stack(NamedTuple):
@@ -87,7 +92,7 @@ def explain_problem(problem: Any, settings: type) -> list[str]:
     if kind == "unexpected_keyword_argument":
         section, key = problem["loc"][:-1], str(problem["loc"][-1])
         near = did_you_mean(key, _fields_at(settings, section))
-        elsewhere = [path for path in _paths(settings) if path.rpartition(".")[2] in (key, OTHER_WORDS.get(key))]
+        elsewhere = [path for path in _paths(settings) if is_end_of(key, path) or is_end_of(OTHER_WORDS.get(key), path)]
         below = ".".join([*(str(part) for part in section if isinstance(part, str)), ""])
         elsewhere.sort(key=lambda path: not path.startswith(below))  # a section inside of this one comes first
         message = f"unknown key{f' (did you mean {elsewhere[0]}?)' if elsewhere else near}"

@@ -388,7 +388,7 @@ def test_copies_to_the_host_follow_the_order_in_which_an_iteration_makes_them(ll
         )
         return [nodes[0].array for _, nodes in loop.arrays], loop.begins_with_input
 
-    assert copies(offload=OFFLOADED) == (["residual", "v", "q", "k", "attention_out", "residual"], True)
+    assert copies(offload=OFFLOADED) == (["residual", "q", "v", "k", "attention_out", "residual"], True)
     assert copies(offload=("k", "v")) == (["v", "k"], False)
 
 

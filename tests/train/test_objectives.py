@@ -111,7 +111,7 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
         ("classes", ("model.embedding.token_types=1", "data.fields=[text, text]"),
          r"and model\.embedding\.token_types is 1\n  fix "),
         ("classes", ("model.classes.count=1",), r"model\.classes\.count: 1 is the number"),
-        ("replaced", ("model.classes.count=2",), r"model\.classes\.of: tokens needs model\.classes\.count: 1"),
+        ("replaced", ("model.classes.count=2",), r"model\.classes: of: tokens needs count: 1"),
         ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes\.of: tokens, which needs"),
         ("replaced", ("data.fields=[text]", "data.label=mood"), r"replaced tokens are guessed in texts"),
         ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
