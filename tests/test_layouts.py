@@ -192,7 +192,7 @@ def test_every_array_of_every_config_is_in_the_table_and_nothing_else(names):
     in_windows = [f"model.windows={levels}", "model.patches={image: 8, size: 2, class_row: false, pool: mean}",
                   "model.context=16", "data.seq=16", "model.positions=none", "model.kv_heads=8"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, *in_windows]))
-    whole = ["objective=masks", "model.classes.count=0", "model.masks={embed: 16}",
+    whole = ["objective=masks", "model.classes=null", "model.masks={embed: 16}",
              "model.windows={size: 2, vectors: true}",
              "model.layer_pattern=[full, whole]"]  # fmt: skip
     configs.append(config.load("tiny", [*seen_by_images, *in_windows, *whole]))

@@ -2,9 +2,9 @@
 
 import flax.linen as nn
 import jax
-from gspmd_lm.model.families import init
 
 from gspmd_lm.model.addresses import Address, addresses, held_layers
+from gspmd_lm.model.families import init
 
 
 def test_each_layer_lies_where_the_tree_has_it(small):
