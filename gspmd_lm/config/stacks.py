@@ -137,7 +137,8 @@ class Vision(Tower):
     It is like that of texts but for its mask, which is full, a norm before the first block, and the sizes here; 0 means
     the text's. A text is read at its last token, and an image at its first row. A matrix brings each to a common space.
 
-    With `queries` it is a plain ViT, whatever the stack of texts is, and they read all of its rows.
+    With `queries`, the image encoder is a plain ViT whatever the text model is, and the query tokens attend to all its
+    outputs.
     """
 
     patches: Patches

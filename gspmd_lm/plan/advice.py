@@ -1,4 +1,4 @@
-"""What would help: of hardware and batch for the best layout of a plan, and what would fit where a layout does not."""
+"""Advice for a plan: changes of hardware and batch that would help its best layout, and remedies where nothing fits."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def changes(config: Config | Task, plan: Plan) -> list[Change]:
-    """What would help the best layout of a plan, the most first; estimated, not compiled."""
+    """The changes that would help the best layout of a plan, the most effective first; estimated, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
     traces = TraceCache(config)

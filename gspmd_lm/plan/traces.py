@@ -104,7 +104,7 @@ class Part:
 
     @property
     def turns(self) -> int:
-        """How many turns the stages of a pipeline have in a step."""
+        """The number of turns that the stages of a pipeline have in a step."""
         return self.step_rules.microbatches * self.step_rules.turns[1]
 
     @functools.cached_property

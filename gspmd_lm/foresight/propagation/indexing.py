@@ -267,10 +267,10 @@ def windows(reader: Reader, operation: Operation) -> ArraySharding:
 
 
 def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
-    """Arrays one behind the other, split as the one is that is split most.
+    """The rule for `concatenate`: the result takes the sharding of the operand with the most shards.
 
-    Along the dimension in which they are joined, the result stays split too, unless it is wanted otherwise: rows move
-    to where they lie afterwards.
+    The concatenated dimension stays sharded too, unless another sharding is wanted: rows then move to the devices that
+    hold them in the result.
     """
     joined, wanted, size = operation.params["dimension"], operation.wanted_dims, operation.output.shape
     names = _lead(reader, operation).dims[joined]
