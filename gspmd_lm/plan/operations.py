@@ -85,7 +85,7 @@ class Offloaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavedActivations:
-    """The activations of a microbatch that a remat policy saves for the backward pass, and the recomputed operations."""
+    """A microbatch's activations that a remat policy saves for the backward pass, and the recomputed operations."""
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
     on_host: tuple["Offloaded", ...]  # of each loop
