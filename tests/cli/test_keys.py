@@ -12,7 +12,7 @@ import pytest
 
 from gspmd_lm import config
 from gspmd_lm.cli import config_keys as keys
-from gspmd_lm.config import Classes, core_yaml, nested, types
+from gspmd_lm.config import Classes, core_yaml, nest, types
 from gspmd_lm.config.layers import Convolution, RelativeVectors
 from gspmd_lm.config.masks import Masks
 from gspmd_lm.config.media import Frames, Patches
@@ -40,7 +40,7 @@ def test_every_key_can_be_set_and_has_the_default_that_is_said():
     """Laying each default over a config changes nothing, and a key that is required cannot be left out."""
     raw = {
         "name": "x",
-        "model": nested({
+        "model": nest({
             "lora": {"targets": ["wq"]}, "norm": {}, "feed_forward": {}, "embedding": {}, "logits": {}, "residual": {},
             "attention.rope": {"scaling": {}, "dim": 4}, "attention.temperature": {},
             "attention.relative_positions": {}, "attention.linear": {"key_heads": 1, "value_heads": 1, "head_dim": 4},
