@@ -84,7 +84,7 @@ class Larger(NamedTuple):
 
 
 def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_s: float = math.inf) -> Larger | None:
-    """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried.
+    """The first larger target of the same chip on which the plan fits; None if it fits on none that was tried.
 
     until_s: what `time.monotonic` says when nothing new is estimated or compiled any more.
     """
@@ -105,7 +105,7 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_
 
 
 def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
-    """What in a config would save memory under the layout that comes nearest: a setting, and the bytes per device.
+    """Settings of a config that would save memory under the layout that comes nearest, and the bytes per device.
 
     The greatest saving comes first. A plan changes none of these by itself, because they change what is computed.
     """

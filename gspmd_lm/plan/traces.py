@@ -172,7 +172,7 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
 
 
 class Shards:
-    """How many shards arrays have under filled rules, and the bytes that a device has of them.
+    """The number of shards of each array under filled rules, and the bytes that a device has of it.
 
     model: None for one without experts.
     """

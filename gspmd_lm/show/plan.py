@@ -222,7 +222,7 @@ def _nothing_fits(outcome: Outcome, advice: Sequence[Note]) -> Section:
 
 
 def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool = False) -> list[Note]:
-    """What to do where nothing fits: a larger target, or a setting that saves memory.
+    """Remedies where nothing fits: a larger target, or a setting that saves memory.
 
     late: whether there was no time to try all larger targets.
     """

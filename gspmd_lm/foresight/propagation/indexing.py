@@ -236,7 +236,7 @@ def _add_permute(
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
-    """Rows at a place that is computed: who has them adds them to the zeros of the others."""
+    """The rule for `dynamic_slice` at a computed index: devices that have the rows add them to the others' zeros."""
     operand = operation.operands[0]
     shapes = zip(operand.dims, operation.inputs[0].shape, operation.output.shape, strict=True)
     dims = tuple(names if before == after else () for names, before, after in shapes)
@@ -245,7 +245,7 @@ def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
 
 
 def dynamic_update_slice(reader: Reader, operation: Operation) -> ArraySharding:
-    """Rows are written at a place that is computed: into zeros, they keep their sharding."""
+    """The rule for `dynamic_update_slice` at a computed index: rows that are written into zeros keep their sharding."""
     array, update = operation.operands[:2]
     shapes = list(zip(operation.inputs[1].shape, operation.output.shape, strict=True))
     if array.is_constant:
