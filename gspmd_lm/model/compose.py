@@ -281,5 +281,5 @@ def stream_ends(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, C
 
 
 def add_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
-    """The tokens with the place of each layer in the cache, if there is one."""
+    """The tokens with the index of each layer in the cache, if there is one."""
     return tokens._replace(places_in_cache_L=jnp.array(places)) if tokens.cache else tokens

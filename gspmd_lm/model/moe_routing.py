@@ -89,7 +89,7 @@ class Routing:
         return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
 
     def round(self, number: jax.Array | int) -> Round:
-        """The round of that number, from 0: the rows whose places at their receivers are in its part of them."""
+        """The round of that number, from 0: the rows whose indices at their receivers are in its part of them."""
         shape = len(self.order_N), self.rows
         if self.sent is None or self.received is None:
             return Round(shape, self.sizes_E)

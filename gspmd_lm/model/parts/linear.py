@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule: a state of fixed size in place of keys and values (arXiv 2412.06464).
+"""Linear attention by the gated delta rule: a state of fixed size replaces keys and values (arXiv 2412.06464).
 
 The state S of a head turns keys into values. A token with key k, value v, decay d and rate b changes it to
 d S + b k (v - d S k), and its query reads it. A training step computes whole chunks of tokens at once, as products of
