@@ -144,8 +144,8 @@ class Config:
     # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
     # text, one of model.classes; or what else data.label_kind says. seq2seq: each next token of a text that is made
     # from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and which text
-    # to an image, which model.vision sees. replaced: which tokens stand in place of others (ELECTRA). masks: which
-    # pixels of an image are of the object that a prompt means, by model.masks.
+    # to an image, which model.vision encodes. replaced: which tokens were replaced (ELECTRA). masks: which pixels of an
+    # image are of the object that a prompt means, by model.masks.
     objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced", "masks"] = "causal"
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)

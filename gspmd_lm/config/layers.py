@@ -52,24 +52,24 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RelativePositions:
-    """A learned number for each head and range of distances, which is added to attention scores (arXiv 1910.10683).
+    """Relative position biases: each head adds a learned one for each range to attention scores (arXiv 1910.10683).
 
-    Half of the ranges hold one distance each, beginning with 0. The others grow with the logarithm of the distance.
-    With attention.mask: full, half of the ranges are of keys that come after the query.
+    Half of the ranges hold one relative position each, beginning with 0. The others grow with its logarithm. With
+    attention.mask: full, half of the ranges are of keys that come after the query.
 
-    With a side, distances are those of the patches of an image in two dimensions, each of which has a range of its own
-    (BEiT, arXiv 2106.08254).
+    With a side, relative positions are those of the patches of an image in two dimensions, each of which has a range of
+    its own (BEiT, arXiv 2106.08254).
     """
 
-    ranges: Size = 32  # how many ranges of distances there are
+    ranges: Size = 32  # the number of ranges of relative positions
     distance: Size = 128  # from this distance on, all keys are in the last range
     shared: bool = True  # whether all layers have one table (T5), or each has its own
-    side: Count = 0  # patches on a side of an image, or of a window of it; 0: distances are those in a row
+    side: Count = 0  # patches on a side of an image, or of a window of it; 0: relative positions are those in a row
     learned_row: bool = True  # whether a learned row stands before these patches
 
     @property
     def ranges_of_plane(self) -> int:
-        """How many ranges there are in two dimensions: three are of a learned row, as query, as key, and as both."""
+        """The number of ranges in two dimensions: three are those of a learned token, as query, as key, and as both."""
         return (2 * self.side - 1) ** 2 + 3 * self.learned_row
 
     def __post_init__(self):
@@ -85,15 +85,15 @@ class RelativePositions:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RelativeVectors:
-    """A learned vector of the model's width for each range of distances, as DeBERTa has them (arXiv 2006.03654).
+    """A learned vector of the model's width for each range of relative positions, as in DeBERTa (arXiv 2006.03654).
 
-    A norm, and then each layer's projections of queries and keys, make a query and a key of each vector. To the score
-    of a query and a key is added: the query times the key of their distance, and the key times its query. Half of the
-    ranges are of keys that come after the query, and half of these hold one distance each. If `distance` is half of
-    `ranges`, all of them do.
+    Each vector is normed and projected to a query and a key by each layer's own matrices. The score of a query and a
+    key then includes the query times the key of their relative position, and the key times its query. Half of the
+    ranges are of keys that come after the query, and half of these hold one relative position each. If `distance` is
+    half of `ranges`, all of them do.
     """
 
-    ranges: Size = 512  # how many ranges of distances there are
+    ranges: Size = 512  # the number of ranges of relative positions
     distance: Size = 512  # from this distance on, all keys are in the last range
     own_projections: bool = False  # each layer has projections for the vectors alone, and they have no norm (DeBERTa 1)
 
@@ -104,7 +104,7 @@ class RelativeVectors:
             )
 
     def problems(self, model: Any) -> list[str]:
-        """What of a model does not fit vectors of distances."""
+        """The settings of a model that do not fit relative position vectors."""
         problems = {
             f"kv_heads={model.kv_heads}": model.kv_heads != model.heads,
             "attention.key_bias: false": not model.attention.key_bias and not self.own_projections,
@@ -115,8 +115,8 @@ class RelativeVectors:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Convolution:
-    """A convolution over the tokens that the first layer reads. What it makes of them joins the output of that layer,
-    and a norm follows (DeBERTa v2 xlarge).
+    """A convolution over the tokens that the first layer reads. Its result is added to the output of that layer, and a
+    norm follows (DeBERTa v2 xlarge).
     """
 
     taps: Size = 3  # how many tokens it sees: as many before a token as after it

@@ -1,4 +1,4 @@
-"""The section `model.masks` of a config: what cuts the object that a prompt means out of an image."""
+"""The section `model.masks` of a config: the decoder of the mask of the object that a prompt means."""
 
 from typing import Any
 

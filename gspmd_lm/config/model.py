@@ -40,8 +40,8 @@ class ModelConfig:
     # How a token's position enters. alibi_bf16 is alibi that is rounded to bfloat16 and scaled as scores are (Falcon).
     positions: Literal["rope", "learned", "sinusoidal", "alibi", "alibi_bf16", "none"] = "rope"
     # Which layers have the window, the chunks, linear attention, or windows that are shifted or as large as the image,
-    # and which (reading) also attend to what another stack made. The pattern is repeated over the depth; () means all
-    # layers. A layer of kind nope has none of these, and no positions.
+    # and which (reading) also attend to encoder output. The pattern is repeated over the depth; () means all layers. A
+    # layer of kind nope has none of these, and no positions.
     layer_pattern: tuple[LayerKind, ...] = ()
     embedding: Embedding = dataclasses.field(default_factory=Embedding)
     norm: Norm = dataclasses.field(default_factory=Norm)
@@ -62,8 +62,8 @@ class ModelConfig:
     windows: Windows | None = None  # attention is within windows of the patches, of which later levels have fewer
     # In later levels, and beside an encoder, padding that no patch sees makes the rows of an image a multiple of it.
     row_multiple: Size = 1
-    vision: Vision | None = None  # a stack of blocks that sees the images of texts (CLIP)
-    masks: Masks | None = None  # what cuts the object that a prompt means out of an image (SAM)
+    vision: Vision | None = None  # the encoder of the images that belong to texts (CLIP)
+    masks: Masks | None = None  # the decoder of the mask of the object that a prompt means (SAM)
 
     init_std: NotNegative = 0.02  # the standard deviation of new weights
     lora: Lora | None = None  # adapters that are trained in place of the weights
@@ -205,7 +205,7 @@ class ModelConfig:
 
     @property
     def reads(self) -> int:
-        """The width of what another stack made, which each layer attends to; 0 means none."""
+        """The width of the encoder output that each layer attends to; 0 means none."""
         return self.memory_width or (self.embed if self.encoder else 0)
 
     @property
@@ -225,12 +225,12 @@ class ModelConfig:
 
     @property
     def queries_config(self) -> "ModelConfig | None":
-        """The settings of the stack whose learned rows read an image, if there is one."""
+        """The settings of the stack whose query tokens attend to an image, if there is one."""
         return self.vision and self.vision.queries and self.vision.queries.of(self)
 
     @property
     def memory_config(self) -> "ModelConfig":
-        """The settings of the attention of a layer to what another stack made: it knows no positions and no mask."""
+        """The settings of a layer's cross-attention to encoder output: it has no positions and no mask."""
         attention = dataclasses.replace(
             self.attention, mask="full", relative_positions=None, window=0, chunk=0, linear=None, latent=None,
             sinks=False, temperature=None, shared_kv_layers=0,

@@ -70,8 +70,8 @@ class Attention(Section):
     # The last `shared_kv_layers` layers compute no keys and values: each reuses those of the nearest earlier layer of
     # its kind.
     shared_kv_layers: Count = 0
-    relative_positions: RelativePositions | None = None  # a bias on scores that depends on distance (T5, BEiT)
-    relative_vectors: RelativeVectors | None = None  # parts of scores that depend on distance and tokens (DeBERTa)
+    relative_positions: RelativePositions | None = None  # relative position biases (T5, BEiT)
+    relative_vectors: RelativeVectors | None = None  # products of tokens and relative positions (DeBERTa)
     linear: LinearAttention | None = None  # of layers of kind linear
     latent: LatentAttention | None = None  # of all other layers
 

@@ -109,15 +109,15 @@ class Tower(OtherStack):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Queries(Tower):
-    """Learned rows that read an image, and then stand before the tokens of its text (BLIP-2, arXiv 2301.12597).
+    """Query tokens that attend to an image; their outputs precede the tokens of its text (BLIP-2, arXiv 2301.12597).
 
-    Their blocks are BERT's, whose norms stand after the sums, and the first of each `every` attends to the rows of the
-    image. A matrix brings their output to the width of the model. Sizes that are 0 are the model's.
+    Their blocks are BERT's, whose norms come after the sums, and the first of each `every` attends to the image
+    encoder's output. A matrix projects their output to the width of the model. Sizes that are 0 are the model's.
     """
 
     rows: Size  # how many
     every: Size = 2  # of so many layers, the first attends to the image
-    token: Count = 0  # the token that stands in their places
+    token: Count = 0  # the placeholder token at their positions
     start_token: Count = 0  # the token between them and the text
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
     norm_eps: BelowOne = 1e-12  # added to the variance in a norm
@@ -137,13 +137,14 @@ class Vision(Tower):
     It is like that of texts but for its mask, which is full, a norm before the first block, and the sizes here; 0 means
     the text's. A text is read at its last token, and an image at its first row. A matrix brings each to a common space.
 
-    With `queries` it is a plain ViT, whatever the stack of texts is, and they read all of its rows.
+    With `queries`, the image encoder is a plain ViT whatever the text model is, and the query tokens attend to all its
+    outputs.
     """
 
     patches: Patches
     projection: Count = 0  # numbers of the common space
-    queries: Queries | None = None  # what stands for an image before its text, in place of the common space (BLIP-2)
-    temperature: float = 2.6592  # what cosines are multiplied by begins as the exponential of it
+    queries: Queries | None = None  # query tokens whose outputs precede the text, instead of a common space (BLIP-2)
+    temperature: float = 2.6592  # the initial factor of cosines is the exponential of it
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "gelu"  # with queries: of the feed-forward network
     norm_eps: BelowOne = 1e-6  # with queries: added to the variance in a norm
 

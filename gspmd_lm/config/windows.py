@@ -35,7 +35,8 @@ class Windows:
     # window has no layers that are moved.
     shift: Count = 0
     levels: tuple[Level, ...] = ()  # those after the first one (Swin's stages)
-    # Whether a query times a learned vector of each distance in height, and one in width, is added to scores (SAM).
+    # Whether scores have a decomposed relative position bias: the query times a learned vector for the relative
+    # position in height, and one for that in width (SAM).
     vectors: bool = False
 
     def layer_windows(self, kind: str, model: Any) -> "Windows":

@@ -20,7 +20,7 @@ from gspmd_lm.model.families.whisper import TAPS
 from gspmd_lm.sharding.axes import AXES
 
 # The letters of axes.py, and of axes that only published tensors have:
-#   p  rows of a position table, t  rows of a table of token types, r  ranges of distances, c  classes
+#   p  rows of a position table, t  rows of a table of token types, r  ranges of relative positions, c  classes
 #   b  numbers of a frame of sound, j  numbers of the space of texts and images
 #   x  numbers of a patch, which are three dimensions of the file: channels, height and width
 #   s  places in a square, which are two dimensions of the file: height and width

@@ -35,7 +35,7 @@ class ImageRows(media.Rows):
     def empty(self, count: int) -> dict[str, np.ndarray]:
         """float32 patches [count, seq, pixels of a patch], and int32 labels [count], -1.
 
-        Patches stand behind the rows whose places learned rows take; all other rows are zero.
+        Patches follow the rows that learned tokens replace; all other rows are zero.
         """
         patches = np.zeros((count, self.seq, self.patches.pixels), np.float32)
         return {"patches": patches, "labels": np.full(count, -1, np.int32)}
@@ -117,7 +117,7 @@ def cut(image_HWC: np.ndarray, patches: Patches) -> np.ndarray:
 
 
 def read_image_rows(name: str, patches: Patches, prepared: Images) -> np.ndarray:
-    """The rows of the image that a file holds, float32 [rows, numbers of a patch]: zeros where learned rows stand."""
+    """The rows of the image that a file holds, float32 [rows, numbers of a patch]: zeros for learned tokens."""
     needs_pillow()
     content = media.bytes_of(Path(name).expanduser())
     check(name, content)

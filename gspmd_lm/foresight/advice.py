@@ -1,4 +1,4 @@
-"""What in a layout looks wrong, and what to do about it."""
+"""Findings about a layout that looks wrong, and their remedies."""
 
 import collections
 import itertools
@@ -87,7 +87,7 @@ def advise_on_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:
 
 
 def _workspace(memory: Memory, module: Module | None) -> Iterator[Finding]:
-    """What cuDNN takes when it runs, of which a compiler without a card does not know."""
+    """The workspace that cuDNN allocates when it runs, which a compiler without a GPU does not count."""
     most = max(map(attention.workspace_bytes, module.kernels), default=0) if module else 0
     if memory.fits and memory.limit_bytes is not None and memory.peak_bytes + most > memory.limit_bytes:
         yield Finding(
@@ -231,7 +231,7 @@ def _find_unfused(fused: str, predicted: Prediction | None) -> Iterator[Finding]
 
 
 def _find_unpriced(predicted: Prediction | None) -> Iterator[Finding]:
-    """What the predicted time leaves out. The bytes of a kernel or a loop do not tell how long it takes."""
+    """Operations that the predicted time leaves out: the bytes of a kernel or a loop do not tell how long it takes."""
     if predicted is None:
         return
     long = [name for name in predicted.unpriced if name.startswith(CALL) or name == UNKNOWN_TRIP_COUNT]

@@ -128,7 +128,7 @@ def placed_arguments(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mes
 
 
 def read(traced: jax.stages.Traced, lowered: jax.stages.Lowered, mesh: Mesh) -> Reading:
-    """What one device sends and computes when a program runs on a mesh."""
+    """The transfers and FLOPs of one device when a program runs on a mesh."""
     return read_step(traced.jaxpr, placed_arguments(traced, lowered, mesh), traced.out_info, mesh.shape)
 
 
@@ -191,7 +191,7 @@ def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def no_partitioner(traced: jax.stages.Traced, name: str) -> InputError:
-    """What to raise where the compiler does not know how a function of the step is split among devices."""
+    """The error to raise where the compiler cannot partition a function of the step."""
     program = traced.jaxpr.jaxpr
     frames = [one.source_info.traceback for one in _equations(program) if one.primitive.name == "custom_partitioning"]
     return InputError(

@@ -200,7 +200,7 @@ def seen_share(op: AttentionOp) -> float:
 
 
 def _matmul_flops(config: Config, rules: Rules, graph: DataflowGraph) -> Iterator[tuple[float, float]]:
-    """Of each matmul of an activation and a weight: its FLOPs on one device in a train step, and those of 8 bits."""
+    """For each matmul of an activation and a weight, its FLOPs on one device in a train step, and those of 8 bits."""
     for matmul in graph.matmuls:
         passes, trained = 1.0 + graph.gradients(matmul.node), matmul.path in graph.trained
         if not trained and passes > 1:

@@ -152,7 +152,7 @@ def _make(folder: Path) -> None:
 
 
 def side_by_side(wanted: int) -> int:
-    """How many compilations at once: as many as there are cores, and memory that is free."""
+    """The number of compilations to run at once, which cores and free memory limit."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(wanted, len(os.sched_getaffinity(0)), pages // PROCESS_BYTES))
 
@@ -337,7 +337,7 @@ def describe_compiled(
     target: Target,
     compile_s: float,
 ) -> CompiledProgram:
-    """What is known of a step once it is compiled; `compiled` is the compiler's message where it refused."""
+    """The facts about a compiled step; `compiled` is the compiler's message where it refused to compile."""
     import jax
 
     from gspmd_lm.sharding.shapes import bytes_per_device

@@ -92,7 +92,7 @@ def _settle_rules(task: Task, rules: Rules, target: Target, phase: str) -> Rules
 
 
 def _required_pass(config: Config, phase: str) -> Pass:
-    """What a program asks of attention."""
+    """The requirements of a program on attention."""
     if phase == "train":
         return state.attention_pass(config)
     return generation.attention_pass(generation.whole_context(config))
@@ -116,8 +116,8 @@ def report(
     program: CompiledProgram,
     phase: str = "train",
 ) -> Report:
-    """What a compiled step says of a layout. `rules` are those that it was built with, whose attention kernel is
-    chosen; `problems` are the warnings of its check."""
+    """The report of a layout from its compiled step. `rules` are those that it was built with, with
+    their attention kernel chosen; `problems` are the warnings of its check."""
     task = decoder.task(computed)
     config = task.config
     tokens, unit = (task.rows, "tokens") if phase == "decode" else task.batch_size  # of all devices
@@ -214,7 +214,7 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
 
 
 class _Read(NamedTuple):
-    """What a compiled program says. Without a program, the module is None and there is no prediction."""
+    """The results of reading a compiled program. Without a program, the module is None and there is no prediction."""
 
     module: hlo.Module | None
     memory: memory.Memory
@@ -261,7 +261,7 @@ def _versions(program: CompiledProgram) -> dict[str, str]:
 
 
 def _device_arrays(arrays: Sequence[PlacedArray], rules: Rules) -> Iterator[memory.DeviceArray]:
-    """What a device holds of each array, at rest and in use."""
+    """The shards that a device holds of each array, at rest and in use."""
     for array in arrays:
         for spec in filter(None, (array.in_use, array.at_rest)):
             pieces = map(rules.num_shards, spec)

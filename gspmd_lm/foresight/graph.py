@@ -1,4 +1,4 @@
-"""What a model's traced program says of it: where arrays are placed, and which operations lie between.
+"""The dataflow graph of a model's traced program: where arrays are placed, and the operations between them.
 
 The program is the one that `placement.record` traces: it runs forward, and marks where each array is placed. Its
 operations carry the names that those of the compiled program carry too.
@@ -27,7 +27,7 @@ _SAME_VALUES = (
     "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
 )  # fmt: skip
 MATMULS = ("dot_general", GROUPED)
-# What attention gives, and what it reads.
+# The output and the inputs of attention.
 OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))
 _CHECKPOINT = ("remat2", "checkpoint")  # what jax.checkpoint makes of a function
 _CUSTOM_DERIVATIVE = "custom_vjp_call"  # a function whose derivative is written by hand
@@ -253,11 +253,11 @@ class DataflowGraph:
 
     @functools.cached_property
     def differentiable(self) -> frozenset[Node]:
-        """What depends on a trained weight: all that has a gradient."""
+        """The operations that depend on a trained weight, and so have a gradient."""
         return self.made_of(self.trained)
 
     def made_of(self, weights: Collection[str]) -> frozenset[Node]:
-        """What depends on some weights, themselves among it."""
+        """The operations that depend on some weights, these included."""
         start = [node for node in self.nodes if node.array in weights]
         start += [node for path in weights for node in self.looked_up.get(path, ())]
         read_by: dict[Node, list[Node]] = collections.defaultdict(list)
@@ -325,7 +325,7 @@ class DataflowGraph:
         return next(iter(candidates), None)
 
     def written_to(self, node: Node) -> Node:
-        """Where an activation goes that is placed twice in a row: what `reduced` gives, on its way to the residual."""
+        """The second placement of an activation that is placed twice in a row, as by `reduced`; else the first one."""
         after = [user for user in node.users if self.is_activation(user)]
         return after[0] if len(after) == 1 and len(node.users) == 1 else node
 
@@ -344,7 +344,7 @@ class DataflowGraph:
         return [near for near in self.before(self._between([node])) if near is not node]
 
     def weight_of(self, matmul: Node) -> Node | None:
-        """Where the weight was placed in use that a matmul or a convolution multiplies; None if it has none."""
+        """The placement in use of the weight that a matmul or a convolution multiplies; None if it has none."""
         return next(filter(None, map(self._weight, matmul.inputs[:2])), None)
 
     def _weight(self, node: Node) -> Node | None:
@@ -369,7 +369,7 @@ class DataflowGraph:
         return [*start, *(node for node in self._neighbours(start, True, False) if not node.placed)]
 
     def _neighbours(self, start: Iterable[Node], forward: bool, past_matmuls: bool) -> Iterator[Node]:
-        """What lies after or before some operations, the nearest first, as far as the next placement.
+        """The operations after or before some others, the nearest first, as far as the next placement.
 
         Operations that belong to another weight are not passed, nor integers.
         """

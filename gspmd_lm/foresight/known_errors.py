@@ -1,4 +1,4 @@
-"""How wrong predictions were where they could be compared: by the kind of program, of runs of JAX and XLA.
+"""The errors of predictions that were compared with measured runs of JAX and XLA, by the kind of program.
 
 `python -m benchmarks.foresight times` makes the errors of published runs, and `python -m benchmarks.on_device` those of
 runs on one GPU. docs/validation.md lists both.
@@ -16,7 +16,7 @@ NOT_COMPARED = "not compared with any measurement"
 
 
 class Kind(NamedTuple):
-    """What must be alike for the error of one prediction to tell something of another."""
+    """Predictions of one `Kind` have comparable errors: same chip, network, attention kernel and kind of model."""
 
     chip: str
     several: bool  # slices of TPUs, or hosts of GPUs
@@ -99,7 +99,7 @@ def kind_of(target: Target, rules: Rules, experts: int) -> Kind:
 
 
 def estimate_error(target: Target) -> tuple[int, float] | None:
-    """How many compiled layouts the estimates for a target were compared with, and their mean error; None if none."""
+    """The number of compiled layouts that a target's estimates were compared with, and their mean error, or None."""
     return ESTIMATES.get((target.chip.name, is_several(target))) if target.chip else None
 
 

@@ -1,4 +1,4 @@
-"""What fills a device's memory: weights, optimizer state, batch and temporaries, as the compiler counted them."""
+"""The contents of a device's memory: weights, optimizer state, batch and temporaries, as the compiler counted them."""
 
 import dataclasses
 import re

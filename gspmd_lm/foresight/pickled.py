@@ -1,4 +1,4 @@
-"""What the process that compiles is sent: a task or a step of one's own, wherever its functions stand."""
+"""The pickled request to the process that compiles: a task or a user's own step, wherever its functions stand."""
 
 import io
 import pickle

@@ -94,7 +94,7 @@ class Report:
 
 
 def to_json(reports: Sequence[Report]) -> dict[str, Any] | list[dict[str, Any]]:
-    """What --json writes: an object for one report, a list for several. docs/explain_json.md has every key."""
+    """The output of --json: an object for one report, a list for several. docs/explain_json.md has every key."""
     objects = [_object(report) for report in reports]
     return objects[0] if len(objects) == 1 else objects
 

@@ -17,8 +17,9 @@ class Address(NamedTuple):
 def addresses(cfg: config.ModelConfig) -> tuple[Address, ...]:
     """Where each layer lies in the tree of the weights of its stack.
 
-    Layers in a loop lie in arrays of the loop's name. Where its turns have several layers, each of them has arrays of
-    its own. Layers that are left behind the loop have a module each. Layers with the same weights have the same arrays.
+    The layers of a loop are stacked in arrays under the loop's name. Where a turn of the loop has several layers, each
+    of them has arrays of its own. Layers that run after the loop have a module each. Layers that share their weights
+    share their arrays.
     """
     found: list[Address] = []
     for stack in cfg.stacks:
@@ -33,7 +34,7 @@ def addresses(cfg: config.ModelConfig) -> tuple[Address, ...]:
 
 
 def layer_name(number: int | str) -> str:
-    """The module of a layer that is left behind a loop, counted from 0 in its stack."""
+    """The module of a layer that runs after a loop, counted from 0 in its stack."""
     return f"layer_{number}"
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention. What else attention has in other families are parts, which compose.py chooses."""
+"""Grouped-query attention. compose.py chooses the parts by which the attention of a family differs from it."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ Turn = Callable[[jax.Array, Tokens], jax.Array]  # changes queries or keys, [B, 
 
 
 class AttentionParts(NamedTuple):
-    """What is done to queries, keys, values and the result. The parts with weights make them in the module they get."""
+    """The steps that a family adds to attention. Parts that have weights make them in the module that they get."""
 
     biased: str = ""  # the names of q, k and v that have a bias
     norms: tuple[Callable[[], Any], ...] = (lambda: same,) * 3  # of queries, keys and values
@@ -36,7 +36,7 @@ class AttentionParts(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values, what is done to each, and the weighted sum of values. It stays within a segment."""
+    """Attention of one layer: each token attends only to tokens of its own segment."""
 
     cfg: config.ModelConfig
     parts: AttentionParts = AttentionParts()
@@ -67,14 +67,14 @@ class Attention(nn.Module):
 
     @property
     def keys_width(self) -> int:
-        """The width of what keys and values are made of."""
+        """The width of the vectors that keys and values are projected from."""
         return self.cfg.embed
 
     def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
-        """What is added to the residual stream, and the tokens with the cache. `in_BTD` is gathered.
+        """The output that the residual stream adds, and the tokens with their updated cache. `in_BTD` is gathered.
 
-        With a cache, keys and values are written to it. A single token per row is the next one: it attends to the
-        tokens in the cache. Several tokens are the first ones: they attend to each other.
+        With a cache, keys and values are written to it. A single token per row is a decoding step: it attends to the
+        tokens in the cache. Several tokens per row are a prefill: they attend to each other.
         """
         q_BTNH = self.q_norm(shard(self.project_heads("q", in_BTD), Q))
         for turn in (*self.parts.query_turns, *self.parts.turns):
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     @nn.nowrap
     def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
-        """The keys and values to attend to, and the tokens with those that were written to the cache."""
+        """The keys and values to attend to, and the tokens with the cache that these were written to."""
         k_spec, v_spec = keys_spec("k"), keys_spec("v")
         k_BSKH, v_BSKH = shard(self.project_heads("k", in_BTD), k_spec), shard(self.project_heads("v", in_BTD), v_spec)
         k_BSKH, v_BSKH = self.k_norm(k_BSKH), self.value_norm(v_BSKH)
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
     @nn.nowrap
     def finish_keys(self, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
-        """The keys and values to attend to: those of all tokens so far, where a cache has them."""
+        """The keys and values to attend to: in a decoding step, the cache holds those of all tokens so far."""
         if tokens.cache is None:
             return k_BSKH, v_BSKH, tokens
         cache = tokens.cache.write(k_BSKH, v_BSKH, tokens.slot, tokens.place_in_cache)
@@ -112,12 +112,12 @@ class Attention(nn.Module):
 
 
 def _add_bias(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
-    """The sum. On GPUs, heads are one dimension: cuBLAS adds a bias of one dimension while it multiplies."""
+    """The sum. On GPUs, heads are flattened first: cuBLAS fuses a bias of one dimension with the matmul."""
     if platform() != "gpu" or split("q", "head_dim").num_shards > 1:
         return x_BTNH + b_NH
     return (x_BTNH.reshape(*x_BTNH.shape[:2], -1) + b_NH.reshape(-1)).reshape(x_BTNH.shape)
 
 
 def mask_padded_heads(cfg: config.ModelConfig, out_BTNH: jax.Array) -> jax.Array:
-    """The result of attention with zeros in heads of padding, which add nothing."""
+    """The result of attention with zeros in the heads that are padding, so that they add nothing."""
     return jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)

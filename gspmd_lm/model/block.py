@@ -1,4 +1,4 @@
-"""A layer: branches around a residual stream. What the branches of a family are is chosen in compose.py."""
+"""A layer: branches around a residual stream. compose.py chooses the branches of each family."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ BLOCK_INPUT = "block_input: batch seq embed"
 
 Stream = Turn[tuple[jax.Array, Tokens]]  # the residual stream and its tokens, which come in turns: see `in_turns`
 
-# What reads gathered tokens and gives a sum over devices that is not yet made.
+# Attention or a feed-forward network: it reads gathered tokens and returns a sum over devices that is not yet reduced.
 Part = Callable[[jax.Array, Tokens], tuple[Unreduced, Tokens]]
 
 
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
     site: int = 0  # the number of the dropout within a layer
 
     def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> Stream:
-        """The residual stream with the branch added. It waits until other rows have gathered their inputs, too."""
+        """The residual stream after the branch. It yields once, until the other parts of the rows have gathered too."""
         with gathered(self.before(x_BTD), BLOCK_INPUT, RESIDUAL) as in_BTD:
             others = yield in_BTD
             y, tokens = self.part(in_BTD, tokens)
@@ -48,7 +48,7 @@ class Branch(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What goes from layer to layer.
+    """The carry of the scan over layers.
 
     A loop carries the number of the layer, so that XLA knows it from the loop's own counter. On GPUs, matmuls then read
     a layer's keys and values where they lie in the cache.
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, carried: Carried, input_BTY: jax.Array | None, tokens: Tokens) -> tuple[Carried, Any]:
-        """What the layer passes on, and what its router did. input_BTY: see `altup.LayerInputs`."""
+        """The carry after the layer, and its router's output. input_BTY: see `altup.LayerInputs`."""
         layer, x_BTD, cache, kept = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
@@ -85,7 +85,7 @@ class Block(nn.Module):
 def in_parts(
     compute: Callable[[jax.Array, Tokens], Stream], x_BTD: jax.Array, tokens: Tokens
 ) -> tuple[jax.Array, Tokens]:
-    """What `compute` gives for all rows, in as many parts of the rows, side by side, as the rules say."""
+    """The result of `compute` for all rows, which are interleaved in as many parts as the rules say."""
     parts = interleave() if tokens.cache is None and x_BTD.shape[0] > 1 else 1
     if parts == 1:
         return in_turns([compute(x_BTD, tokens)])[0]

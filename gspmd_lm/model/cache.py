@@ -1,4 +1,4 @@
-"""What layers keep of the tokens so far, while text is generated, and keys that layers keep for later ones."""
+"""The cache of keys, values and states while text is generated, and the keys and values that later layers reuse."""
 
 import dataclasses
 from typing import Generic, NamedTuple, TypeVar
@@ -11,13 +11,13 @@ from gspmd_lm.sharding.annotate import like, shard
 
 CACHE = "cache: layers batch kv_seq kv_heads head_dim"
 Kept = dict[str, tuple[jax.Array, ...]]  # kind of layer -> keys and values of the last one of that kind
-Leaf = TypeVar("Leaf")  # arrays, or how they are named
+Leaf = TypeVar("Leaf")  # arrays, or their specs
 
 
 class LinearState(NamedTuple, Generic[Leaf]):
-    """What the layers with linear attention carry from token to token."""
+    """The recurrent state of the layers with linear attention."""
 
-    q_LBAKH: Leaf  # what the short convolutions read of the last tokens, in the compute dtype
+    q_LBAKH: Leaf  # the inputs of the short convolutions from the last tokens, in the compute dtype
     k_LBAKH: Leaf
     v_LBANH: Leaf
     s_LBNIH: Leaf  # float32
@@ -25,7 +25,7 @@ class LinearState(NamedTuple, Generic[Leaf]):
     def write(
         self: "LinearState[jax.Array]", new: "LinearState[jax.Array]", layer: jax.Array | int
     ) -> "LinearState[jax.Array]":
-        """The states with those of one layer, [B, ...], changed."""
+        """The states, with those of one layer replaced by `new`, [B, ...]."""
 
         def one(x: jax.Array, y: jax.Array, spec: str) -> jax.Array:
             return shard(jax.lax.dynamic_update_slice(x, y[None].astype(x.dtype), (layer, *[0] * y.ndim)), spec)
@@ -47,15 +47,16 @@ STATES = LinearState(
 
 
 class Cache(NamedTuple, Generic[Leaf]):
-    """What all layers keep of the tokens so far: keys and values, [L, B, S, K, H] in the compute dtype, whose slot s
-    holds a row's token s, and the states of linear attention.
+    """The keys and values of the tokens so far in all layers, and the states of linear attention.
 
-    Latent attention has no values here, and one key for all heads: the vector that keys and values are made from, and
-    the numbers that all heads share, [L, B, S, 1, kv_rank + rope_dim].
+    Keys and values are [L, B, S, K, H] in the compute dtype; slot s holds a row's token s.
 
-    L are the layers of either kind. `Tokens.places_in_cache_L` has the place of each layer among its kind.
+    Latent attention caches no values and one key for all heads: the latent vector that keys and values are projected
+    from, and the rotary dimensions that all heads share, [L, B, S, 1, kv_rank + rope_dim].
 
-    Layers that read what another stack made keep its keys and values as well, in a cache of their own.
+    L counts the layers of one kind. `Tokens.places_in_cache_L` holds the index of each layer among its kind.
+
+    Cross-attention caches the keys and values of the encoder output in a cache of its own, `memory`.
     """
 
     k_LBSKH: Leaf
@@ -80,7 +81,7 @@ class Cache(NamedTuple, Generic[Leaf]):
         return self._replace(k_LBSKH=k, v_LBSKH=v)
 
     def read(self: "Cache[jax.Array]", layer: jax.Array | int) -> tuple[jax.Array, ...]:
-        """Keys and values of one layer, [B, S, K, H]; of latent attention, what stands for both."""
+        """Keys and values of one layer, [B, S, K, H]; for latent attention, the latent vectors alone."""
 
         def one(x_LBSKH: jax.Array) -> jax.Array:
             x_BSKH = jax.lax.dynamic_index_in_dim(x_LBSKH, layer, keepdims=False)
@@ -90,7 +91,7 @@ class Cache(NamedTuple, Generic[Leaf]):
 
     @property
     def specs(self) -> "Cache[str]":
-        """How these arrays are named."""
+        """The specs of these arrays."""
         memory = self.memory and self.memory.specs
         return Cache(CACHE, None if self.v_LBSKH is None else CACHE, STATES if self.linear else None, memory)
 
@@ -120,8 +121,10 @@ def _empty_states(cfg: config.ModelConfig, layers: int, rows: int) -> LinearStat
 
 
 def in_cache(cfg: config.ModelConfig) -> list[int]:
-    """The place of each layer in the cache: its number among those with linear attention, or among the others. A layer
-    that shares keys has the place of the layer whose keys it has."""
+    """The index of each layer in the cache: its number among those with linear attention, or among the others.
+
+    A layer that reuses keys has the index of the layer that made them.
+    """
     kinds, makers = (
         cfg.kind_of_each_layer,
         range(cfg.layers - cfg.attention.shared_kv_layers),

@@ -1,6 +1,6 @@
-"""What a family has: the parts of its layers and of its stack, chosen once for a config. No other file asks for them.
+"""Chooses the parts of a family's layers and stack from the config. No other file asks which parts a model has.
 
-A part that makes weights is a function of the module whose weights they are.
+A part that has weights is a function of the module that holds them.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import project
 from gspmd_lm.sharding.partial_sums import Unreduced
 
-Named = Callable[[nn.Module, str], Change]  # what the module of a layer does in the branch of that name
+Named = Callable[[nn.Module, str], Change]  # makes, in the module of a layer, a step of the branch of that name
 
 
 # Layers
@@ -47,7 +47,7 @@ Named = Callable[[nn.Module, str], Change]  # what the module of a layer does in
 
 @functools.cache
 def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Module], Sequence[Any]]:
-    """A function that gives the branches of a layer to its module. keeps: later layers share its keys and values."""
+    """A function that makes the branches of a layer in its module. keeps: later layers reuse its keys and values."""
     attention, mlp, cross = attention_part(cfg, keeps), mlp_part(cfg), cross_attention(cfg)
     norm, branch = branch_norm(cfg, "norm", cfg.norm.pre), branch_of(cfg)
     laurel = functools.partial(with_laurel, cfg) if cfg.residual.laurel_rank else lambda branch: branch
@@ -91,14 +91,14 @@ def branch_norm(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
 
 
 def make_layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
-    """Learned numbers that multiply what a branch adds (BEiT)."""
+    """LayerScale: a learned vector that multiplies the output of a branch (BEiT)."""
     start = nn.initializers.constant(cfg.residual.layer_scale)
     scale_D = use(weight(module, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
     return lambda y_BTD: y_BTD * scale_D
 
 
 def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
-    """What makes the feed-forward network of a layer, or its experts."""
+    """A function that makes the feed-forward network of a layer, or its experts."""
     kind = Experts if cfg.experts else Mlp
 
     def make() -> Part:
@@ -117,7 +117,7 @@ def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
 
 
 def attention_part(cfg: config.ModelConfig, keeps: bool) -> Callable[[], Part]:
-    """What makes the attention of a layer to its tokens."""
+    """A function that makes the self-attention of a layer."""
     if cfg.attention.linear:
         return functools.partial(GatedDeltaNet, cfg, name="linear_attention")
     cfg = dataclasses.replace(cfg, encoder=None, memory_width=0)
@@ -128,7 +128,7 @@ def attention_part(cfg: config.ModelConfig, keeps: bool) -> Callable[[], Part]:
 
 
 def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
-    """What makes the attention of a layer to what another stack made, if it reads that."""
+    """A function that makes the cross-attention of a layer to encoder output; None if the layer has none."""
     if not cfg.reads:
         return []
     cfg = cfg.memory_config
@@ -142,7 +142,7 @@ def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
 
 @functools.cache
 def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
-    """What is done to queries, keys, values and the result of attention."""
+    """The steps that this config adds to attention."""
     parts: dict[str, Any] = {"norms": head_norms(cfg)}
     if cfg.attention.qkv_bias:
         parts["biased"] = "q" + "k" * cfg.attention.key_bias + "v"
@@ -166,7 +166,7 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
 
 
 def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
-    """What heads have learned of distances, or their sinks: see `kernels.attention.head_numbers`."""
+    """A function that makes the learned relative positions of heads, or their sinks: see `head_numbers`."""
     if cfg.attention.relative_vectors:
         own = cfg.attention.relative_vectors.own_projections
         return {"numbers": functools.partial(relative.own_projections, cfg) if own else relative.shared_projections}
@@ -177,7 +177,7 @@ def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
 
 
 def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
-    """What makes the norms of queries, keys and values."""
+    """Functions that make the norms of queries, keys and values."""
     plain = with_values(cfg, {"norm.kind": "rmsnorm", "norm.scale": False, "norm.bias": False})
     unbiased, axes = with_values(cfg, {"norm.bias": False}), ("heads head_dim", "kv_heads head_dim")
     kinds: dict[str, list[Callable[[], Any]]] = {
@@ -195,7 +195,7 @@ def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
 
 
 def make_gate(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What multiplies the result of attention by sigmoid(x w) (Qwen3-Next)."""
+    """A function that multiplies the result of attention by sigmoid(x w) (Qwen3-Next)."""
     gate = matrix(module, "wg", "embed heads head_dim", (cfg.embed, cfg.head_rows, cfg.head_dim), cfg)
 
     def multiply(in_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
@@ -205,13 +205,13 @@ def make_gate(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array
 
 
 def make_sinks(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Tokens], jax.Array]:
-    """The learned logit of nothing of each head (gpt-oss)."""
+    """Attention sinks: a learned logit of each head that takes part in its softmax without a key (gpt-oss)."""
     sinks_N = bias(module, "sinks", "heads", (cfg.head_rows,), cfg)
     return lambda tokens: sinks_N
 
 
 def make_out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unreduced], Unreduced]:
-    """What adds a bias to what attention adds to the residual stream."""
+    """A function that adds a bias to the output of attention."""
     bias_D = bias(module, "bo", "embed", (cfg.embed,), cfg)
     return lambda y: y + bias_D
 
@@ -220,7 +220,7 @@ def make_out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unred
 
 
 class Loop(NamedTuple):
-    """Layers that run in one loop, and those that are left behind it: see `config.Stack`."""
+    """Layers that run in one loop, and the remaining ones after it: see `config.Stack`."""
 
     stack: config.Stack
     branches: tuple[Callable[[nn.Module], Sequence[Any]], ...]  # of the layers of one turn
@@ -229,7 +229,7 @@ class Loop(NamedTuple):
 
 
 class StackParts(NamedTuple):
-    """What a stack has besides its layers. The parts with weights make them in the module they get."""
+    """A stack's parts besides its layers. Parts that have weights make them in the module that they are given."""
 
     loops: tuple[Loop, ...]
     # What is added to the tokens of all layers, of which caches are only there if text is generated.
@@ -245,7 +245,7 @@ class StackParts(NamedTuple):
 
 @functools.cache
 def stack_parts(cfg: config.ModelConfig) -> StackParts:
-    """What a stack of this config has."""
+    """The parts of a stack of this config."""
     shared: list[Callable[[nn.Module, Tokens], Tokens]] = []
     keeps = cfg.attention.shared_kv_layers > 0
     if keeps or any(layer.attention.linear for layer in cfg.each_layer):
@@ -275,11 +275,11 @@ def one_stream(x_BTD: jax.Array) -> tuple[jax.Array, Change]:
 
 
 def stream_ends(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, Change]:
-    """Several residual streams, [M, B, T, D], and what makes one of them after the last layer (AltUp)."""
+    """Several residual streams, [M, B, T, D], and the function that merges them after the last layer (AltUp)."""
     streams = Streams(cfg, name="streams")
     return streams.apart(x_BTD), streams.together
 
 
 def add_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
-    """The tokens with the place of each layer in the cache, if there is one."""
+    """The tokens with the index of each layer in the cache, if there is one."""
     return tokens._replace(places_in_cache_L=jnp.array(places)) if tokens.cache else tokens

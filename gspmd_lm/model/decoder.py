@@ -1,4 +1,4 @@
-"""The decoder: token ids in, and hidden states with the table that turns them into logits out."""
+"""The decoder: it turns token ids into hidden states, and returns them with the table that makes their logits."""
 
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ class Decoded(NamedTuple):
     """What a decoder returns."""
 
     hidden_BTD: jax.Array  # or [B, T, W], if the table has a width of its own
-    table: Weight  # hidden states times this are the logits
+    table: Weight  # the logits are the hidden states times this
     bias: Weight | None  # of the logits
     cache: Cache[jax.Array] | None
     routed: RouterOutput | None  # [L, ...] for the layers with experts
 
 
 class Decoder(Stack):
-    """A stack of blocks from tokens to the hidden states that their logits are made of."""
+    """A stack of blocks from tokens to the hidden states before the logits."""
 
     @nn.compact
     def __call__(
@@ -34,8 +34,8 @@ class Decoder(Stack):
 
         `batch` holds int32 arrays: tokens [B, T], positions [B, T], row [B] (its number in the global batch, for
         dropout), token_types [B, T] if the model has any, where texts are packed or padded segment_ids [B, T] (0 for
-        padding), and places [B, T] if tokens do not stand in their order (see kernels/context.py). Without
-        `dropout_key` nothing is dropped.
+        padding), and places [B, T], the position of each token in its row, if rows are reordered (see
+        kernels/context.py). Without `dropout_key` nothing is dropped.
         With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
         length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
         """
@@ -64,5 +64,5 @@ class Decoder(Stack):
         return Decoded(x_BTD, unembedding, unembedding_bias, cache, routed)
 
     def layer_inputs(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> jax.Array | None:
-        """What each layer reads beside the residual stream; None for nothing."""
+        """The input that each layer reads beside the residual stream; None if there is none."""
         return None

@@ -1,4 +1,4 @@
-"""What stands before and after a stack of blocks: token tables and positions, the way to logits, and classes."""
+"""The ends of a stack of blocks: token and position embeddings before it, the way to logits or classes after it."""
 
 import functools
 from collections.abc import Callable
@@ -22,12 +22,12 @@ TRANSFORMED_FOR_TABLE = "transformed: batch seq embedding_width"
 SCORES = "class_scores: batch seq classes"
 
 Batch = dict[str, jax.Array]
-# What is done to embedded tokens, [B, T, W]. Its weights are those of the module.
+# A step on embedded tokens, [B, T, W]. The module holds its weights.
 Step = Callable[[nn.Module, jax.Array, Batch], jax.Array]
 
 
 def table_specs(cfg: config.ModelConfig) -> tuple[str, str]:
-    """How the activation of the token table's width is named: where it is reduced to, and gathered for a matmul."""
+    """The specs of embeddings of the token table's width: as they are reduced, and as a matmul gathers them."""
     return {"embed": (RESIDUAL, BLOCK_INPUT), "embedding_width": (EMBEDDED, EMBEDDED)}[table_axis(cfg)[1]]
 
 
@@ -41,10 +41,10 @@ def embed_tokens(
     module: nn.Module, cfg: config.ModelConfig, batch: Batch, dropout_key: jax.Array | None,
     embedding: Weight | None = None, first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
-    """What the first block of a text model reads, [B, T, D], the token table, and a dropout key for each token.
+    """The input of a text model's first block, [B, T, D], the token table, and a dropout key for each token.
 
-    The parameters are those of `module`, but for a token table that is given. `batch` is that of `decoder.Decoder`.
-    first: what is done to embedded tokens before positions are added.
+    `module` holds the parameters, except a token table that is passed in. `batch` is that of `decoder.Decoder`.
+    first: a function that is applied to embedded tokens before positions are added.
     """
     (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)
     if embedding is None:
@@ -64,12 +64,12 @@ def embed_tokens(
 
 @functools.cache
 def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], list[Step]]:
-    """What is done to rows of the token table, then to tokens, and at last to what the first block reads."""
+    """The steps of embedding in their order: on rows of the token table, on tokens, and on the first block's input."""
     dtype = jnp.dtype(cfg.compute_dtype)
     from_table: list[Step] = []
     additions: list[Step] = []
     last: list[Step] = []
-    wide, along = table_axis(cfg)  # of what positions and types are added to
+    wide, along = table_axis(cfg)  # of the embeddings that positions and types are added to
     if cfg.embedding.width and cfg.embedding.input == "tokens":
         from_table.append(lambda module, x_BTW, batch: _widen(module, cfg, x_BTW))
         wide, along = cfg.embed, "embed"
@@ -105,7 +105,7 @@ def embedding_steps(cfg: config.ModelConfig) -> tuple[list[Step], list[Step], li
 
 
 def _widen(module: nn.Module, cfg: config.ModelConfig, x_BTW: jax.Array, bias_D: jax.Array | None = None) -> jax.Array:
-    """Rows of the token table's width as the residual stream, [B, T, D]."""
+    """Embeddings of the token table's width, projected to the residual stream, [B, T, D]."""
     inward = matrix(module, "embedding_in", "embedding_width embed", (cfg.embedding.width, cfg.embed), cfg)
     with gathered(x_BTW, EMBEDDED, EMBEDDED) as in_BTW:
         x_BTD = project(in_BTW, inward)
@@ -136,14 +136,14 @@ def before_logits(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) 
 
 @functools.cache
 def head(cfg: config.ModelConfig) -> Callable[[nn.Module, config.ModelConfig, jax.Array], jax.Array]:
-    """What makes of the output of the last block what the token table multiplies."""
+    """A function from the output of the last block to the hidden states that the token table multiplies."""
     if cfg.logits.transform:
         return _transform_hidden
     return _narrow if cfg.embedding.width else lambda module, cfg, x_BTD: x_BTD
 
 
 def _transform_hidden(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """A matrix, the activation and a norm (BERT)."""
+    """The head of a masked language model: a matrix, the activation and a norm (BERT)."""
     (width, axis), (reduced_spec, _) = table_axis(cfg), table_specs(cfg)
     spec = TRANSFORMED_FOR_TABLE if cfg.embedding.width else TRANSFORMED
     y_BTD = hidden_layer(cfg)(_dense(module, cfg, x_BTD, "head_transform", width, spec))
@@ -151,7 +151,7 @@ def _transform_hidden(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Arr
 
 
 def _narrow(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The residual stream as rows of the token table's width (OPT-350m)."""
+    """The residual stream, projected to the token table's width (OPT-350m)."""
     (width, axis), (reduced_spec, gathered_spec) = table_axis(cfg), table_specs(cfg)
     outward = matrix(module, "embedding_out", f"embed {axis}", (cfg.embed, width), cfg)
     with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:
@@ -159,8 +159,9 @@ def _narrow(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax
 
 
 def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The scores of the classes of each text, [B, classes], float32, from the output of the last block (BERT). Of each
-    token, [B, T, classes], if tokens have classes.
+    """The scores of each text's classes, [B, classes], float32, from the output of the last block (BERT).
+
+    If tokens have classes, the scores are those of each token, [B, T, classes].
     """
     assert cfg.classes
     of_text = cfg.classes.of == "text"
@@ -173,7 +174,7 @@ def class_scores(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -
 def score_classes(
     module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, gathered_spec: str, reduced_spec: str
 ) -> jax.Array:
-    """The scores that the matrix `name` gives rows of texts or images, [B, T, classes], float32."""
+    """The scores of tokens of texts or images by the matrix `name`, [B, T, classes], float32."""
     axis = gathered_spec.rpartition(" ")[2]
     classifier = matrix(module, name, f"{axis} classes", (cfg.embed, cfg.num_classes), cfg)
     with gathered(x_BTD, gathered_spec, reduced_spec) as in_BTD:
@@ -182,7 +183,7 @@ def score_classes(
 
 
 def _dense(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array, name: str, width: int, spec: str) -> jax.Array:
-    """`x_BTD` times a matrix to `width`, and a bias, placed as `spec` says."""
+    """A dense layer: `x_BTD` times a matrix to `width`, plus a bias, sharded as `spec` says."""
     axis = spec.rpartition(" ")[2]
     w = matrix(module, name, f"embed {axis}", (cfg.embed, width), cfg)
     with gathered(x_BTD, BLOCK_INPUT, RESIDUAL) as in_BTD:

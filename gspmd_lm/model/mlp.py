@@ -36,7 +36,7 @@ class Mlp(nn.Module):
         self.weights = {name: with_adapter(self, w, cfg) for name, w in weights.items()}
 
     def __call__(self, in_BTD: jax.Array) -> tuple[Unreduced, None]:
-        """What is added to the residual stream. An MLP has no router. `in_BTD` is gathered."""
+        """The output that the residual stream adds, and None, as an MLP has no router. `in_BTD` is gathered."""
         inward = [(name, project(in_BTD, self.weights[name])) for name in INWARD[self.cfg.feed_forward.kind]]
         in_BTF = [shard(y + self.biases[name] if name in self.biases else y, HIDDEN) for name, y in inward]
         hidden_BTF = shard(recomputed(hidden_layer(self.cfg))(*in_BTF), HIDDEN)
@@ -49,7 +49,7 @@ INWARD = {"gated": ("gate", "up"), "plain": ("up",)}  # the matrices from the re
 
 @functools.cache
 def hidden_layer(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
-    """A function that gives the hidden layer of an MLP from x w_gate and x w_up, or from x w_up alone."""
+    """A function that computes the hidden layer of an MLP from x w_gate and x w_up, or from x w_up alone."""
     limit, offset, share, slope = (
         cfg.feed_forward.limit,
         cfg.feed_forward.up_offset,
@@ -79,10 +79,10 @@ def apply_changes(x: jax.Array, changes: list[Change]) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x times the share of a normal distribution below x, computed in float32 and rounded once.
+    """x times the normal distribution's cumulative probability at x, computed in float32 and rounded once.
 
-    Below -3, where that share is small, it is exact to 1e-6 and not to a share of itself. `jax.nn.gelu` is, with twice
-    the arithmetic.
+    Below -3, where that probability is small, its absolute error is below 1e-6, while its relative error is not
+    bounded. `jax.nn.gelu` bounds that as well, with twice the arithmetic.
     """
 
     @recomputed
@@ -104,7 +104,7 @@ ACTIVATIONS: dict[str, Change] = {
 
 
 def _sparse(x_BTF: jax.Array, share: float) -> jax.Array:
-    """What of `x_BTF` is above the quantile `share` of a normal distribution with a token's mean and deviation."""
+    """relu(x - c), where c is the quantile `share` of a normal distribution with the token's mean and deviation."""
     exact_BTF = x_BTF.astype(jnp.float32)
     spread_BT1 = root(jnp.var(exact_BTF, axis=-1, keepdims=True))
     least_BT1 = exact_BTF.mean(-1, keepdims=True) + jax.scipy.special.ndtri(share) * spread_BT1

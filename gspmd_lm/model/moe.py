@@ -23,7 +23,7 @@ ROUTING = "routing: batch seq scores"
 
 
 class RouterOutput(NamedTuple):
-    """What the router of a layer did; with a first dimension, those of several layers."""
+    """The output of a layer's router; with another first dimension, that of several layers."""
 
     load_C: jax.Array  # float32: how many tokens of the batch each expert was chosen for
     penalty_B: jax.Array  # float32: what the router adds to the mean loss of a token of each row
@@ -61,7 +61,7 @@ class Experts(nn.Module):
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, RouterOutput]:
-        """What the experts add to the residual stream, and the output of the router. `x_BTD` is gathered."""
+        """The output of the experts, which the residual stream adds, and of the router. `x_BTD` is gathered."""
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
             logits_BTC = shard(project(x_BTD, self.router), ROUTING)

@@ -52,8 +52,8 @@ def mixture_of_experts(
     capacity: int = 0,
     weighted_input: bool = False,
 ) -> tuple[Unreduced, jax.Array]:
-    """The weighted sum of what each token's experts compute, [B, T, D], and for each row of the batch, [B], how many
-    rounds its tokens travelled in: 1 where they stay.
+    """The weighted sum of the outputs of each token's experts, [B, T, D], and the number of rounds of all-to-alls for
+    each row of the batch, [B]: 1 where tokens stay on their device.
 
     x_BTD is gathered. chosen_BTk: int32; an expert that does not exist, such as E, computes nothing. matrices: those of
     [E, D, F], from whose products `activated` makes the hidden layer, and the last one, [E, F, D]. capacity: how many
@@ -215,7 +215,7 @@ def _forward(layout: _MoeLayout, x_zBTD, weights_BTk, chosen_BTk, *arrays: jax.A
 
 
 def _products(layout: _MoeLayout, weights: Any, rows_MD: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, Any, Any]:
-    """What experts compute of their rows, [M, D]; what goes into their hidden layers; and what lies between the two
+    """The outputs of experts for their rows, [M, D]; the inputs of their hidden layers; and the values between the two
     matrices of each adapter."""
     (*inward, down), (*b_in, b_down) = weights
     in_MF, low_MR = [], []
@@ -334,7 +334,7 @@ def _first(layout: _MoeLayout) -> jax.Array | float:
 
 
 def _product(layout: _MoeLayout, matrix: Adapted, rows_MD: jax.Array, sizes_E: jax.Array) -> list[jax.Array]:
-    """The product of each row with its expert's matrix; with an adapter, also what lies between its two matrices."""
+    """The product of each row with its expert's matrix; with an adapter, also the values between its two matrices."""
     w, rows = matrix.weight, rows_MD
     with scope("of", w.path):
         if w.matmul_dtype:

@@ -1,7 +1,7 @@
 """Which rows experts compute, on which devices, and in which rounds. A row is a token for one of its experts.
 
 Nobody knows before a step how many tokens choose the experts of one device, and none is dropped. So where tokens
-travel, a device has a buffer for some multiple of the mean number of rows. What is more arrives in further rounds, of
+travel, a device has a buffer for some multiple of the mean number of rows. Rows beyond it arrive in further rounds, of
 which there are as many as the fullest device needs.
 """
 
@@ -89,7 +89,7 @@ class Routing:
         return y_ND.at[self.place_N].get(mode="fill", fill_value=0)
 
     def round(self, number: jax.Array | int) -> Round:
-        """The round of that number, from 0: the rows whose places at their receivers are in its part of them."""
+        """The round of that number, from 0: the rows whose indices at their receivers are in its part of them."""
         shape = len(self.order_N), self.rows
         if self.sent is None or self.received is None:
             return Round(shape, self.sizes_E)
@@ -156,7 +156,7 @@ def route(chosen_BTk: jax.Array, experts: int, over: Split, all_to_all: bool, ca
     targets_sE = first_E + before_sE
 
     def mine(x_sE: jax.Array) -> jax.Array:
-        """What concerns the experts of this device, by sender."""
+        """The part of a table that concerns the experts of this device, by sender."""
         return jax.lax.dynamic_slice_in_dim(x_sE, device * experts, experts, 1).reshape(-1)
 
     rows, most = (buffer_rows(B, T, k, experts, over.num_shards, capacity, one) for one in (buffer, 0.0))

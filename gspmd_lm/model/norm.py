@@ -17,7 +17,7 @@ Change = Callable[[jax.Array], jax.Array]
 
 
 def same(x: jax.Array) -> jax.Array:
-    """`x` itself: what stands where a model has no norm, no bias and no scale."""
+    """`x` itself: the identity, where a model has no norm, no bias or no scale."""
     return x
 
 
@@ -26,12 +26,12 @@ class Learned(NamedTuple):
 
     name: str
     start: float
-    read: Change  # what is added to the stored values
+    read: Change  # the values in use from the stored ones, such as 1 + x
     apply: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class NormParts(NamedTuple):
-    """What a norm consists of."""
+    """The parts of a norm."""
 
     cfg: config.ModelConfig  # with weights that are used in float32
     center: Change
@@ -74,7 +74,7 @@ class Norm(nn.Module):
 
     @nn.nowrap
     def mask_padding(self, x: jax.Array) -> jax.Array:
-        """`x` without what does not count."""
+        """`x` without its padding, which does not count."""
         return x
 
     @nn.nowrap
@@ -84,20 +84,20 @@ class Norm(nn.Module):
 
 
 class JointNorm(Norm):
-    """A norm over all heads together, [..., N, H], without those of padding, which stand behind the others."""
+    """A norm over all heads together, [..., N, H]. The last heads may be padding, which does not count."""
 
-    heads: int = 0  # how many heads are no padding
+    heads: int = 0  # the number of heads that are not padding
 
     @nn.nowrap
     def mask_padding(self, x: jax.Array) -> jax.Array:
-        """`x` with zeros in heads of padding."""
+        """`x` with zeros in the heads that are padding."""
         if x.shape[-2] == self.heads:
             return x
         return jnp.where((jnp.arange(x.shape[-2]) < self.heads)[:, None], x, 0)
 
     @nn.nowrap
     def mean(self, squares: jax.Array) -> jax.Array:
-        """The mean over the heads that are no padding."""
+        """The mean over the heads that are not padding."""
         return squares.shape[-2] / self.heads * squares.mean((-2, -1), keepdims=True)
 
 

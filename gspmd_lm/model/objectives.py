@@ -1,6 +1,6 @@
-"""What is predicted, `config.objective`: what a step adds up and divides by, and what is logged of it.
+"""The training objectives, `config.objective`: their sums over a batch, their count and their metrics.
 
-The objectives that one family alone has are in its file.
+An objective that only one family has is in the family's file.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Shape(NamedTuple):
     """The sizes of a batch."""
 
     batch: int = 1
-    seq: int = 1  # tokens, or rows of an image that is read alone
+    seq: int = 1  # tokens, or rows of an image that has no text
     source_seq: int = 1  # tokens or rows that an encoder reads
-    image_rows: int = 1  # rows of an image that stands beside a text
-    segments: bool = False  # whether texts are kept apart
+    image_rows: int = 1  # rows of an image that belongs to a text
+    segments: bool = False  # whether a row has several texts, each a segment
 
     @classmethod
     def for_training(cls, config: Config) -> "Shape":
@@ -48,32 +48,32 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The functions of a task that depend on what is predicted. `module` is that of a family, with its `cfg`."""
+    """The functions of a task that depend on its target. `module` is that of a family, with its `cfg`."""
 
-    inputs: Callable[[Shape], dict[str, Input]]  # the arrays of a batch beside those that the module reads
-    sums: Callable[[Any, Any, Batch, jax.Array | None], Any]  # float32 scalars over the batch, one is the loss
-    count: Callable[[Batch], jax.Array]  # what the sums are divided by
-    evaluate: Callable[[Any, Any, Batch], dict[str, jax.Array]]  # what evaluation adds up over batches
-    means: Callable[[Any, jax.Array], dict[str, jax.Array]]  # what a step logs of its sums and its count
-    scores: Callable[[Mapping[str, Any]], dict[str, float]]  # what evaluation logs of what it has added up
+    inputs: Callable[[Shape], dict[str, Input]]  # the arrays of a batch besides those that the module reads
+    sums: Callable[[Any, Any, Batch, jax.Array | None], Any]  # float32 scalars over the batch, of which one is the loss
+    count: Callable[[Batch], jax.Array]  # the number that the sums are divided by
+    evaluate: Callable[[Any, Any, Batch], dict[str, jax.Array]]  # the sums that evaluation adds up over batches
+    means: Callable[[Any, jax.Array], dict[str, jax.Array]]  # the metrics that a step logs, from its sums and its count
+    scores: Callable[[Mapping[str, Any]], dict[str, float]]  # the metrics that evaluation logs, from its added sums
 
 
 def output(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Any:
-    """What a module returns for plain (unboxed) parameters."""
+    """The output of a module for plain (unboxed) parameters."""
     return module.apply({"params": params}, dict(batch), key)
 
 
 def target_inputs(shape: Shape) -> dict[str, Input]:
-    """targets [B, T]: the token to predict at a place, or whether another token stands there; -1 for none."""
+    """targets [B, T]: the token to predict at a position, or whether its token was replaced; -1 for no target."""
     return {"targets": Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)}
 
 
 def label_inputs(shape: Shape, dtype: str = "int32") -> dict[str, Input]:
-    """labels [B]: the class of the row, or a bit for each of its classes, -1 for none; or a number."""
+    """labels [B]: the class of the row, or a bit for each of its classes, -1 for no label; in regression, a number."""
     return {"labels": Input((shape.batch,), dtype, ROW_SPEC)}
 
 
-# Tokens: the next ones, or those that were hidden
+# Tokens: next-token or masked-token prediction
 
 
 def _sums_of_tokens(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
@@ -153,7 +153,7 @@ def _totals_of_classes(module: Any, params: Any, batch: Batch) -> dict[str, jax.
 
 
 def class_sums(logits_BC: jax.Array, labels_B: jax.Array) -> dict[str, jax.Array]:
-    """How often each class was right, predicted and true, float32 [C]. Rows with the label -1 are not counted."""
+    """How often each class was predicted rightly, predicted, and true, float32 [C]. Rows labelled -1 do not count."""
     classes_C = jnp.arange(logits_BC.shape[1])
     true_BC = labels_B[:, None] == classes_C
     predicted_BC = (logits_BC.argmax(1)[:, None] == classes_C) & (labels_B >= 0)[:, None]
@@ -205,19 +205,19 @@ def _totals_of_several(module: Any, params: Any, batch: Batch, key: Any = None) 
 
 
 def _scores_of_several(totals: Mapping[str, float]) -> dict[str, float]:
-    """The means of loss and accuracy over texts and classes, and the F1 of all classes of all texts together."""
+    """Mean loss and accuracy over texts and classes, and the micro-averaged F1."""
     loss, correct, count = totals["loss"], totals["correct"], max(totals["labels"], 1)
     scores = {"eval_loss": loss / count, "eval_accuracy": correct / count}
     return scores | {"eval_f1": 2 * totals["right"] / max(totals["either"], 1), "eval_labels": totals["labels"]}
 
 
-# Numbers that are said of texts
+# Regression: one number for each text
 
 
 class NumberSums(NamedTuple):
     """The sum over the rows that hold a text."""
 
-    loss: jax.Array  # the squared difference of the label, float32 [B], from the only score of a text
+    loss: jax.Array  # the squared error: the label, float32 [B], against the only score of a text
 
 
 def _sums_of_numbers(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> NumberSums:
@@ -238,7 +238,7 @@ def _totals_of_numbers(module: Any, params: Any, batch: Batch) -> dict[str, jax.
 
 
 def number_sums(predicted_B: jax.Array, labels_B: jax.Array, counted_B: jax.Array) -> dict[str, jax.Array]:
-    """The sums that a correlation is made of, float32, over the rows of which `counted_B` is true."""
+    """The sums for Pearson's correlation, float32, over the rows for which `counted_B` is true."""
     x_B, y_B = (jnp.where(counted_B, values_B, 0).astype(jnp.float32) for values_B in (predicted_B, labels_B))
     products = {"x": x_B, "y": y_B, "xx": x_B * x_B, "yy": y_B * y_B, "xy": x_B * y_B}
     return {name: product_B.sum() for name, product_B in products.items()} | {

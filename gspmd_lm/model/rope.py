@@ -26,9 +26,9 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, cfg: config.ModelConfig, le
 
 
 def rope_frequencies(cfg: config.ModelConfig, length: int | jax.Array) -> jax.Array:
-    """The angle from one position to the next, in radians, for each pair of dimensions, in rows of a length.
+    """The angle by which each pair of dimensions turns from one position to the next, in radians, [H / 2].
 
-    [H / 2]; or [B, H / 2], where each row has a length, [B, 1], of its own and the frequencies depend on it.
+    It is [B, H / 2] where the frequencies depend on the length of a row and `length` is that of each row, [B, 1].
     """
     half, theta, scaling = (
         (cfg.attention.rope.dim or cfg.head_dim) // 2,
@@ -73,7 +73,7 @@ def rotate(cfg: config.ModelConfig, x_BTNH: jax.Array, tokens: Tokens) -> jax.Ar
 
 
 def scale_by_position(tuned: config.AttentionTemperature, q_BTNH: jax.Array, tokens: Tokens) -> jax.Array:
-    """Queries that grow with their position (Llama 4)."""
+    """Queries multiplied by a factor that grows with their position (Llama 4)."""
     steps_BT = (tokens.positions_BT + tuned.offset) // tuned.every
     factor_BT = 1 + tuned.scale * jnp.log1p(steps_BT.astype(jnp.float32))
     return q_BTNH * factor_BT[:, :, None, None].astype(q_BTNH.dtype)

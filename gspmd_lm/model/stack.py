@@ -1,4 +1,4 @@
-"""A stack of blocks: an array of the model's width in, and the same out. It reads as if there were one device."""
+"""A stack of blocks from the residual stream to the residual stream. The code reads as if there were one device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ class Pattern(nn.Module):
 class Stack(nn.Module):
     """The blocks of a model under one scan, so that the program does not grow with depth, and the norm after them.
 
-    A module that is a stack has something before and after it: see `decoder.Decoder`.
+    A model derives from it and adds the embedding before it and the head after it: see `decoder.Decoder`.
     """
 
     cfg: config.ModelConfig
@@ -52,10 +52,10 @@ class Stack(nn.Module):
         cache: Cache[jax.Array] | None = None,
         inputs: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache[jax.Array] | None, RouterOutput | None]:
-        """The output of the last block, normed, the cache, and what the routers did, [L, ...] for layers with experts.
+        """The normed output of the last block, the cache, and the routers' outputs, [L, ...] for layers with experts.
 
-        `batch`: see `decoder.Decoder`. Blocks that read another stack find in it memory [B, S, M], what that stack
-        made, and memory_segment_ids [B, S]. keys_BT: a dropout key for each token. inputs: see `altup.LayerInputs`.
+        `batch`: see `decoder.Decoder`. For cross-attention it also holds the encoder output, memory [B, S, M], and
+        memory_segment_ids [B, S]. keys_BT: a dropout key for each token. inputs: see `altup.LayerInputs`.
         """
         parts, tokens = stack_parts(self.cfg), Tokens.from_batch(batch, keys_BT)._replace(cache=cache)
         for add in parts.shared:
@@ -78,8 +78,7 @@ class Stack(nn.Module):
     def _layers(
         self, loop: Loop, carried: Carried, inputs_LBTY: jax.Array | None, tokens: Tokens
     ) -> tuple[Carried, list[RouterOutput]]:
-        """What the layers of a loop, and those that are left behind it, carry on, and the outputs of their routers,
-        [layers, ...] each."""
+        """The carry after a loop and the layers behind it, and the outputs of their routers, [layers, ...] each."""
         stack, inputs = loop.stack, [None] * self.cfg.layers if inputs_LBTY is None else inputs_LBTY
         parts = pipeline.parts(stack.name)
         if parts > 1:
@@ -105,7 +104,7 @@ class Stack(nn.Module):
     def _in_stages(
         self, loop: Loop, parts: int, x_BTD: jax.Array, tokens: Tokens
     ) -> tuple[jax.Array, RouterOutput | None]:
-        """The loop over a stack that is cut in `parts` parts, which the stages of a pipeline compute."""
+        """The loop over a stack that is cut into `parts` parts, which the stages of a pipeline compute."""
         stack, layers = loop.stack, loop.stack.scanned_layers // parts
         weights = self.variables["params"][stack.name]
 
@@ -135,7 +134,7 @@ class Layers(nn.Module):
 def _scan_layers(
     loop: Loop, layers: int, carried: Carried, inputs_LBTY: jax.Array | None, tokens: Tokens
 ) -> tuple[Carried, RouterOutput | None]:
-    """What `layers` layers of a loop carry on, and the output of their routers, [layers, ...]."""
+    """The carry after `layers` layers of a loop, and the outputs of their routers, [layers, ...]."""
     name, branches, length, shared = loop.stack.name, loop.branches, len(loop.branches), loop.shared_weights
     turns = layers // length
     unrolled = unroll(turns)

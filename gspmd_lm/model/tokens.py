@@ -1,4 +1,4 @@
-"""What a layer knows of its tokens besides the residual stream."""
+"""The facts about tokens that layers read besides the residual stream: positions, segments, cache, encoder output."""
 
 from typing import Any, NamedTuple
 
@@ -19,24 +19,24 @@ IN_BATCH = {
 
 
 class Tokens(NamedTuple):
-    """The tokens that a layer reads, and what it leaves behind of them. What a model does not have is None."""
+    """The tokens that a layer reads, and the cache and router output that it returns. Fields a model lacks are None."""
 
-    positions_BT: Any = None  # int32, the number of each token in its document; windows of images have none
+    positions_BT: Any = None  # int32, the position of each token in its document; None in windows of images
     segments_BT: jax.Array | None = None  # int32, equal within a document, 0 for padding
-    places_BT: jax.Array | None = None  # int32, where in its row each token stands, if rows are in zigzag
+    places_BT: jax.Array | None = None  # int32, the position of each token in its row, if rows are in zigzag order
     keys_BT: jax.Array | None = None  # a dropout key for each token
     # While text is generated: where the T tokens begin, the first slot of each row's text, and how many tokens each row
     # will have.
     slot: Any = None
     start_B: Any = None
     length_B: jax.Array | None = None
-    # What an encoder or another stack made, and the segment of each of its rows: see parts/memory.py.
+    # The encoder output that cross-attention reads, and the segment of each of its tokens: see parts/memory.py.
     memory_BSM: Any = None
     memory_segments_BS: jax.Array | None = None
-    biases_RN: jax.Array | None = None  # of distances, which all layers share: see parts/relative.py
+    biases_RN: jax.Array | None = None  # relative position biases that all layers share: see parts/relative.py
     vectors_RD: Any = None
     shared: Kept | None = None  # keys and values of earlier layers: see parts/shared_keys.py
-    places_in_cache_L: jax.Array | None = None  # of each layer, if not its number
+    places_in_cache_L: jax.Array | None = None  # the index of each layer in the cache, if it is not its number
     # Of one layer:
     layer: Any = None  # its number, counted from 0
     input_BTY: jax.Array | None = None  # see `altup.LayerInputs`
@@ -46,13 +46,13 @@ class Tokens(NamedTuple):
 
     @classmethod
     def from_batch(cls, batch: dict[str, jax.Array], keys_BT: jax.Array | None = None) -> "Tokens":
-        """The tokens of a batch: see `transformer.Decoder`. keys_BT: a dropout key for each token."""
+        """The tokens of a batch: see `decoder.Decoder`. keys_BT: a dropout key for each token."""
         found: dict[str, Any] = {field: batch.get(name) for field, name in IN_BATCH.items()}
         return cls(keys_BT=keys_BT, **found)
 
     @property
     def rows(self) -> "Tokens":
-        """What each row of the batch has of its own, without what is made of it on the way."""
+        """The fields that have a row for each row of the batch, so that they can be split along with it."""
         return Tokens(self.positions_BT, self.segments_BT, self.places_BT, self.keys_BT)
 
     def lengths(self, tokens: int) -> int | jax.Array:
@@ -61,11 +61,11 @@ class Tokens(NamedTuple):
 
     @property
     def place_in_cache(self) -> Any:
-        """The place of this layer in the cache, among those of its kind."""
+        """The index of this layer in the cache, among those of its kind."""
         return self.layer if self.places_in_cache_L is None else self.places_in_cache_L[self.layer]
 
     def for_layer(self, layer: Any, cache: Cache[jax.Array] | None, kept: Kept | None, input_BTY: Any) -> "Tokens":
-        """The tokens as one layer knows them, with dropout keys of its own."""
+        """The tokens as one layer reads them, with its own dropout keys."""
         keys_BT = self.keys_BT
         if keys_BT is not None:
             keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(keys_BT, layer + 1)

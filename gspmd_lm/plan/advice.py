@@ -1,4 +1,4 @@
-"""What would help: of hardware and batch for the best layout of a plan, and what would fit where a layout does not."""
+"""Advice for a plan: changes of hardware and batch that would help its best layout, and remedies where nothing fits."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def changes(config: Config | Task, plan: Plan) -> list[Change]:
-    """What would help the best layout of a plan, the most first; estimated, not compiled."""
+    """The changes that would help the best layout of a plan, the most effective first; estimated, not compiled."""
     best, chip = plan.best, plan.target.chip
     assert best and chip
     traces = TraceCache(config)
@@ -84,7 +84,7 @@ class Larger(NamedTuple):
 
 
 def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_s: float = math.inf) -> Larger | None:
-    """Where a plan fits on more chips of its kind; None if it fits on none of those that were tried.
+    """The first larger target of the same chip on which the plan fits; None if it fits on none that was tried.
 
     until_s: what `time.monotonic` says when nothing new is estimated or compiled any more.
     """
@@ -105,7 +105,7 @@ def larger(config: Config | Task, plan: Plan, say: Callable[[str], None], until_
 
 
 def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
-    """What in a config would save memory under the layout that comes nearest: a setting, and the bytes per device.
+    """Settings of a config that would save memory under the layout that comes nearest, and the bytes per device.
 
     The greatest saving comes first. A plan changes none of these by itself, because they change what is computed.
     """

@@ -1,4 +1,4 @@
-"""What any model sends in a train step, as `plan` estimates it: of a model with several stacks, or of one's own."""
+"""The estimated transfers of a train step of any model: one with several stacks, or one of the user's own."""
 
 import collections
 import math

@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def entries(self) -> int:
-        """How many entries its rules file has: the fewer, the simpler."""
+        """The number of entries in its rules file: the fewer, the simpler."""
         return sum(len(value) if isinstance(value, Mapping) else 1 for value in self.raw.values())
 
     @functools.cached_property
@@ -115,7 +115,7 @@ def rules_file(plan: Plan, candidate: Candidate, command: str) -> str:
 
 
 def expectation(plan: Plan, candidate: Candidate) -> str:
-    """What is expected of a candidate: of its program where it was compiled, else by its estimate."""
+    """The expected time and memory of a candidate: from its compiled program if there is one, else its estimate."""
     peak = human_bytes(candidate.peak_bytes)
     if plan.target.chip is None:
         sent = human_bytes(candidate.estimate.sent_bytes)

@@ -43,7 +43,7 @@ SMALL_KERNELS = {"tpu": 0, "gpu": 44}
 
 @dataclasses.dataclass(frozen=True)
 class WorkingSet:
-    """How many copies of arrays a compiled program holds while it computes, besides its state and saved activations."""
+    """The copies of arrays that a compiled program holds while it computes, besides state and saved activations."""
 
     matmul_inputs: float  # of the matmuls of a layer
     matmul_outputs: float
@@ -89,7 +89,7 @@ class RematEstimate(NamedTuple):
 
 @dataclasses.dataclass
 class _PartCosts:
-    """What all remat policies of one layout have in common in one part of the step."""
+    """The costs of one part of the step that all remat policies of a layout share."""
 
     part: Part
     op_graph: OpGraph
@@ -104,7 +104,7 @@ class _PartCosts:
         return sum(self.shards.held_bytes(size, nodes) for size, nodes in arrays)
 
     def travelling_bytes(self) -> float:
-        """What a layer whose rows travel to their experts holds at once besides buffers, in bytes of a device.
+        """The bytes per device that a layer whose rows travel to their experts holds at once, besides its buffers.
 
         It is the rows before they are sent, and results back home; the gradients of the experts' matrices of the first
         round, of another one, and their sum; and matrices that are gathered, with those of which the gather has begun.
@@ -133,7 +133,7 @@ class _PartCosts:
 
 @dataclasses.dataclass
 class _LayoutCosts:
-    """What all remat policies of one layout have in common."""
+    """The costs that all remat policies of a layout share."""
 
     parts: list[_PartCosts]
     update_s: float
@@ -271,7 +271,7 @@ class Estimator:
             [loop for _, loop in loops], sizes, remaining_s, passes_s, computes_again
         )
 
-    # What all remat policies share
+    # Costs that all remat policies share
 
     def _layout(self, rules: Rules) -> _LayoutCosts:
         rows = tuple((row.key, row.mesh_axes) for row in rules.rows)

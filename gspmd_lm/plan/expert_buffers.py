@@ -1,4 +1,4 @@
-"""How much larger than the rows of a device the buffers are where rows arrive at their experts."""
+"""The size of the buffers in which rows arrive at their experts, relative to the rows of a device."""
 
 from gspmd_lm.config import ModelConfig
 from gspmd_lm.foresight.graph import GROUPED, DataflowGraph, Node, breadth_first

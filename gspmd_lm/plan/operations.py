@@ -1,4 +1,4 @@
-"""What a step does, from its traced forward pass: matmuls, attention kernels and the rest, and what each touches.
+"""The operations of a step, from its traced forward pass: matmuls, attention kernels and others, and their arrays.
 
 An estimate needs to know of an operation how many FLOPs it does, which arrays it reads and writes, and which mesh axes
 share it out. The trace knows all but the last, which follows from how the nearest arrays with a name are sharded. A
@@ -76,7 +76,7 @@ AnyOp = Op | AttentionOp | MoveOp
 
 
 class Offloaded(NamedTuple):
-    """What the iterations of a loop copy to the host."""
+    """The arrays that the iterations of a loop copy to the host."""
 
     arrays: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers; in the order in which an iteration makes them
     made_later: tuple[frozenset[AnyOp], ...]  # of each array: the ops that its iteration has left
@@ -85,7 +85,7 @@ class Offloaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavedActivations:
-    """What a remat policy saves of a microbatch for the backward pass, and which ops are recomputed."""
+    """A microbatch's activations that a remat policy saves for the backward pass, and the recomputed operations."""
 
     on_device: tuple[tuple[float, NamedNodes], ...]  # bytes, of all layers
     on_host: tuple["Offloaded", ...]  # of each loop
@@ -241,7 +241,7 @@ class OpGraph:
 
     @functools.cached_property
     def _computed_nodes(self) -> frozenset[Node]:
-        """What depends on a weight, trained or not."""
+        """The operations that depend on a weight, trained or not."""
         return self.graph.made_of(self.graph.weights)
 
     def _saved_activations(self, remat: Remat) -> SavedActivations:
@@ -338,7 +338,7 @@ class OpGraph:
         return list(sources.values())
 
     def _saved_times(self, node: Node) -> int:
-        """How often a value is saved: once in each iteration of its loop. What a loop carries is saved in each, too."""
+        """How often a value is saved: once in each iteration of its loop. So is each value that a loop carries."""
         uses = node.users if node.primitive == "carry" else ()
         return max([node.trip_count, *(user.trip_count for user in uses)])
 

@@ -1,4 +1,4 @@
-"""What a plan says of its layouts, as figures and sentences that the terminal, the page and the JSON share."""
+"""The figures and sentences about a plan's layouts that the terminal, the page and the JSON share."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the best layout, on all devices; 0 where nothing fits or no time is known."""
+        """The tokens per second of the best layout, on all devices; 0 where nothing fits or no time is known."""
         best = self.plan.best
         return _speed(self.plan, best) if best and self.plan.target.chip else 0.0
 
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def chips_in_time(self) -> int | None:
-        """How many chips would do the tokens in `days` if each stayed as fast; None where these are enough."""
+        """The number of chips that would process the tokens in `days` at the same speed each; None if these suffice."""
         late = self.in_time is False and self.tokens_per_s
         return math.ceil(self.chips * self.days_needed / self.days) if late else None
 
@@ -139,7 +139,7 @@ class Outcome:
         return f"{costs[0]}, against {costs[1]}: it pays only where nothing else fits"
 
     def waits(self) -> str:
-        """What the best layout waits for."""
+        """The transfers that the best layout waits for."""
         best = self.plan.best
         assert best
         waits = [(seconds, name) for name, seconds in parts_s(_known_parts(best)).items() if name.startswith("waiting")]
@@ -176,12 +176,12 @@ def front(lines: Sequence[Line]) -> list[Line]:
 
 
 def hourly_usd(chip: str, usd_of: Mapping[str, float]) -> float | None:
-    """What a chip costs for an hour: as the user says, else the lowest public price, else None."""
+    """The price of a chip for an hour: the user's, else the lowest public one, else None."""
     return usd_of.get(chip, CHIPS[chip].usd_per_hour)
 
 
 def to_json(outcomes: Sequence[Outcome]) -> dict[str, Any] | list[dict[str, Any]]:
-    """What --json writes: an object for one plan, a list for several. docs/plan.md documents the keys."""
+    """The output of --json: an object for one plan, a list for several. docs/plan.md documents the keys."""
     objects = [_object(outcome) for outcome in outcomes]
     return objects[0] if len(objects) == 1 else objects
 

@@ -42,7 +42,7 @@ RankBy = Literal["time", "bytes"]
 
 
 def ranking(target: Target) -> RankBy:
-    """What layouts of a target can be ranked by: simulated devices have no times."""
+    """The criteria by which layouts of a target can be ranked: simulated devices have no times."""
     return "time" if target.chip else "bytes"
 
 
@@ -209,7 +209,7 @@ class _Search:
         return False
 
     def _try_least(self) -> None:
-        """Where nothing fits, compiles what needs least by estimate, each of another family, until one fits.
+        """Where nothing fits, compiles the layouts with the least estimated memory, one of each family, until one fits.
 
         A TPU's compiler that is short of memory makes do with less than it would take.
         """
@@ -249,7 +249,7 @@ class _Search:
         return seconds
 
     def _next(self, count: int) -> list[Candidate]:
-        """What to compile next, best promise first, each of another family; nothing if no promise is worth it."""
+        """The layouts to compile next, the most promising first, one of each family; none if none is worth it."""
         if not self.untried:
             self.stopped = "every layout that may fit was compiled"
             return []
@@ -388,7 +388,7 @@ def _log_correction(one: Candidate, compiled: Sequence[Candidate], ratios: Seque
 
 
 def _distance(one: Candidate, other: Candidate) -> int:
-    """In how many features two layouts differ."""
+    """The number of features in which two layouts differ."""
     return sum(map(operator.ne, one.features, other.features))
 
 

@@ -231,7 +231,7 @@ class Space:
 
     @property
     def _outer(self) -> int:
-        """How many slices, or hosts of GPUs, there are."""
+        """The number of slices, or of GPU hosts."""
         return self.target.topology[0] if self.target.platform == "gpu" else self.target.slices
 
     def _across(self, mesh: Mapping[str, int]) -> list[dict[str, int]]:

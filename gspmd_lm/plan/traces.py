@@ -104,7 +104,7 @@ class Part:
 
     @property
     def turns(self) -> int:
-        """How many turns the stages of a pipeline have in a step."""
+        """The number of turns that the stages of a pipeline have in a step."""
         return self.step_rules.microbatches * self.step_rules.turns[1]
 
     @functools.cached_property
@@ -172,7 +172,7 @@ def parts(rules: Rules, traces: TraceCache) -> list[Part]:
 
 
 class Shards:
-    """How many shards arrays have under filled rules, and the bytes that a device has of them.
+    """The number of shards of each array under filled rules, and the bytes that a device has of it.
 
     model: None for one without experts.
     """

@@ -44,7 +44,7 @@ def mesh_axes_except(sharding: Sharding, *axes: str) -> set[str]:
 
 
 class EstimatedTransfer(NamedTuple):
-    """What one device sends over some mesh axes, one or more times in a step."""
+    """A transfer of one device over some mesh axes, one or more times in a step."""
 
     kind: str  # weights, gradients, activations, or keys that go round beside attention
     axes: str  # mesh axes: fsdp, or fsdp+tensor
@@ -71,7 +71,7 @@ class Parameter:
 
 
 class Transfers(abc.ABC):
-    """What one device sends in a step: `all` transfers. forward_alone: those of a second forward pass of a part."""
+    """The transfers of one device in a step: `all`. forward_alone: those of a second forward pass of a part."""
 
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph

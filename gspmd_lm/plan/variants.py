@@ -1,4 +1,4 @@
-"""What a mesh and its tables are tried with: pipelines of stages, and remat policies.
+"""The variants of a mesh and its tables that a plan tries: pipelines of stages, and remat policies.
 
 Pipelines differ in microbatches, repeats, when weights are gathered, and what stages keep. More microbatches and
 repeats make the bubble shorter, and smaller products, more exchanges and more gathers make the turns slower. Weights

@@ -31,8 +31,8 @@ NOT_IN_A_RING: Asked = {
         for key in ("attention.relative_positions", "encoder", "vision")
     },
 }
-# By what a layer is given, or passes on, more than one residual stream of its rows. docs/rules_reference.md has the
-# same list for pipelines and for interleave.
+# Settings under which layers exchange more than one residual stream, which pipelines and interleaving do not support.
+# docs/rules_reference.md has the same list.
 BEYOND_ONE_STREAM: Asked = {
     "residual.streams": lambda model: model.residual.streams > 1,
     "residual.layer_embed": lambda model: model.residual.layer_embed > 0,

@@ -19,7 +19,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.sharding.names import Vocabulary, check_name
 from gspmd_lm.sharding.op_names import scope
 
-CONSTRAINT = "constraint"  # how the name of an array begins that a model places without naming it
+CONSTRAINT = "constraint"  # the prefix of the names of arrays that a model places without naming them
 REPLICAS = "replicas"  # the vmapped axis of replicas of the weights
 
 
@@ -62,7 +62,7 @@ class Adapted:
 
 
 class Split(NamedTuple):
-    """How an axis is split. A model compares splits and counts shards; it never reads the mesh axes."""
+    """The split of an axis. A model compares splits and counts shards; it never reads the mesh axes."""
 
     over: tuple[str, ...] = ()  # mesh axes
     num_shards: int = 1
@@ -94,7 +94,7 @@ class Spec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What rules decide besides where arrays live, and the platform and devices for which they do.
+    """The choices of the rules besides the placement of arrays, and the platform and devices that they are for.
 
     The defaults are those of a single device without rules.
     """
@@ -129,7 +129,7 @@ class Placement:
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has."""
+        """The number of devices of the mesh."""
         return 1
 
     @property
@@ -152,11 +152,11 @@ class Placement:
         return x
 
     def split(self, array: str, axis: str) -> Split:
-        """How an axis of an array in use is split, for code that makes a copy or a partial sum for each shard."""
+        """The split of an axis of an array in use, for code that makes a copy or a partial sum for each shard."""
         return Split()
 
     def num_shards(self, array: str, axis: str) -> int:
-        """Into how many shards the rules split an axis of an activation, for a loop that takes a part of each."""
+        """The number of shards of an axis of an activation, for a loop that takes a part of each."""
         return 1
 
     def over(self, mesh_axes: tuple[str, ...]) -> Split:
@@ -232,11 +232,11 @@ def parse(text: str, rank: int) -> Spec:
     return Spec(array, axes)
 
 
-# What a model asks about
+# Questions that a model asks about the placement
 
 
 def split(array: str, axis: str) -> Split:
-    """How the rules split an axis of an array; in one piece on a single device."""
+    """The split of an axis of an array under the rules; on a single device it is one piece."""
     return placement().split(array, axis)
 
 
@@ -251,20 +251,20 @@ def remat() -> Callable[..., Any] | None:
 
 
 def interleave() -> int:
-    """In how many parts, side by side, a layer computes the rows."""
+    """The number of parts of the rows that a layer interleaves."""
     return placement().setting("interleave")
 
 
 def unroll(turns: int) -> int:
-    """How many turns of a loop over layers, which has `turns`, the program writes out one after the other."""
+    """The number of turns that the program unrolls of a loop over layers, which has `turns`."""
     short, some = placement().setting("unroll")
     return turns if turns <= short else min(some, turns)
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of which the backward pass keeps only the inputs, unless the whole block is computed again.
+    """`function`, recomputed in the backward pass from its inputs alone, unless the whole block is recomputed.
 
-    Elementwise steps are computed again faster than their results are read back from memory.
+    Elementwise steps are recomputed faster than their results are read back from memory.
     """
     return function if remat() else jax.checkpoint(function, prevent_cse=False)
 
@@ -285,12 +285,12 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """What jax calls the devices that a program is traced for, such as TPU v6 lite."""
+    """Jax's name for the devices that a program is traced for, such as TPU v6 lite."""
     return placement().setting("device_kind")
 
 
 def context() -> str:
-    """How the keys of a split sequence reach its queries: gather, ring or ulysses."""
+    """The form of context parallelism, in which keys of a split sequence reach its queries: gather, ring or ulysses."""
     return placement().setting("context")
 
 

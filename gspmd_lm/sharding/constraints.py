@@ -1,4 +1,4 @@
-"""Constraints of models of others: logical axes of flax and PartitionSpecs of jax, which the rules file places."""
+"""Sharding constraints in users' own models: flax's logical axes and jax's PartitionSpecs, which the rules map."""
 
 import contextlib
 import functools

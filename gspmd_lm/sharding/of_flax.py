@@ -1,4 +1,4 @@
-"""Parameters as flax hands them to models that know nothing of this package: each is placed for use when it is read."""
+"""Parameters of flax models that were written without this package: each is placed for use when it is read."""
 
 import contextlib
 import functools
@@ -65,7 +65,7 @@ def reading() -> Iterator[None]:
 
 
 def box_params(drawn: Any) -> Any:
-    """What a model's `init` gives, as nested dicts: arrays in boxes that know their logical axes.
+    """The output of a model's `init` as nested dicts of arrays, in boxes that know their logical axes.
 
     A linen module has such dicts: its parameters, or its collections, of which one is `params`. The state of an NNX
     module becomes one of both. An array that the model names no axes of is in no box. Raises InputError for the keys of
@@ -83,7 +83,7 @@ def variables(made: Any) -> Any:
 
 
 def is_module(made: Any) -> bool:
-    """Whether `init` gives a module of NNX, which functions of the model are then called with."""
+    """Whether `init` returns an NNX module, which is then an argument of the model's functions."""
     return _nnx() is not None and isinstance(made, _nnx().Module)
 
 
@@ -271,7 +271,7 @@ _CASTING = "Dense", "DenseGeneral", "Linear", "LinearGeneral", "Embed", "Conv", 
 
 
 def _intercept_method(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-    """What a method of a module of linen gives. One that a subclass of a layer has written itself is none of flax's."""
+    """The output of a linen module's method. A method that a subclass of a layer overrides is not flax's own."""
     module, method = type(context.module), context.orig_method
     kind = next((one for one in module.__mro__ if one in _layers_of_linen()), None)
     inherited = _is_of_flax(getattr(method, "func", method)) and (module is kind or not _is_of_flax(module))
@@ -305,7 +305,7 @@ def _intercept_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_layer(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a method of a layer of flax gives. The layer casts its parameters to its dtype before all else."""
+    """The output of a method of a flax layer. The layer casts its parameters to its dtype first."""
     token = _dtype.set(module.dtype if _is_of_flax(getattr(module, "promote_dtype", nn.Dense)) else None)
     try:
         return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the names of operations say: where in the model an operation stands, and what it moves.
+"""The names of operations: each tells where in the model its operation stands, and which array it moves.
 
 A step is traced with these names (`scope`, `einsum_equation`), compilers keep them, and `foresight` reads them from the
 compiled program (`parse`).

@@ -1,4 +1,4 @@
-"""Sums over devices that are not yet made: each device adds up its partial sums before one reduction pays for all.
+"""Deferred sums over devices: each device adds up its partial sums first, and one reduction serves all of them.
 
 docs/reductions.md explains them with a picture. `einsums.cut_einsum` makes the partial sums.
 """
@@ -179,7 +179,7 @@ gradient_slot.defvjp(lambda *args: (gradient_slot(*args), jnp.zeros((), args[-1]
 
 
 class TokenSharding(NamedTuple):
-    """How the tokens are split that weights are multiplied with."""
+    """The sharding of the tokens that weights are multiplied with."""
 
     batch: Split
     seq: Split
@@ -205,7 +205,7 @@ class TokenSharding(NamedTuple):
 
 
 def token_sharding(x: jax.Array, letters: str, without: tuple[str, ...] = ()) -> TokenSharding:
-    """How the tokens of `x` are split. An axis that a mesh axis of `without` splits counts as not split."""
+    """The sharding of the tokens of `x`. An axis that a mesh axis of `without` splits counts as not split."""
     batch, seq = (split(TOKENS, axis) for axis in ("batch", "seq"))
     if "T" not in letters or x.shape[letters.index("T")] == 1:  # a single token is never split
         seq = Split()

@@ -1,4 +1,4 @@
-"""What devices send to each other: shards of sums, an array to another device, layers of a pipeline, slices of rows."""
+"""Transfers between devices: shards of sums, an array to another device, layers of a pipeline, slices of rows."""
 
 import dataclasses
 import functools

@@ -33,7 +33,7 @@ from gspmd_lm.sharding.replicas import Replicas, replicas_of
 
 RESIDUAL = Spec("residual", ("batch", "seq", "embed"))
 TOKENS = Spec("tokens", ("batch", "seq"))
-BUBBLES: float | None = None  # what a stage gives in a turn in which it has no row of the batch; a test sets it
+BUBBLES: float | None = None  # the output of a stage in a turn without a row of the batch; a test sets it
 
 # (weights, [layers, ...]; the number of the part; x_BTD; a tree of [B, T]) -> x_BTD, and of its layers a tree of
 # [layers, ...] that is added up over the rows, and one of [layers, B].
@@ -41,7 +41,7 @@ Part = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
 
 def parts(stack: str) -> int:
-    """Into how many parts a pipeline cuts the stack of layers of that name; 1 where it does not."""
+    """The number of parts into which a pipeline cuts the stack of layers of that name; 1 without a pipeline."""
     place, one = placement(), _one_stage.get()
     if place.vocabulary.stages != stack:
         return 1
@@ -175,7 +175,7 @@ def _run(part: Part, stages: Stages, weights: Any, x_SJBTD: jax.Array, of_rows: 
 
 @jax.custom_vjp
 def _where(chosen_S: jax.Array, x_SBTD: jax.Array, y_SBTD: jax.Array) -> jax.Array:
-    """Of the chosen stages `x_SBTD`, else `y_SBTD`. Autodiff would keep the choice of each number, in every turn."""
+    """`x_SBTD` for the chosen stages, else `y_SBTD`. Autodiff would keep the mask of every number in every turn."""
     return jnp.where(chosen_S[:, None, None, None], x_SBTD, y_SBTD)
 
 

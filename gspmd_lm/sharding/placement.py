@@ -64,7 +64,7 @@ class MeshPlacement(Placement):
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What the rules choose for this mesh."""
+        """The choices of the rules for this mesh."""
         platform, remat, chosen = self.platform, policy(self.rules, self.mapped), self.rules.unroll
         alone = platform == "cpu" and self.mesh.size == 1 and remat is None
         short = UNROLLED_TURNS if alone and chosen is None else sys.maxsize if chosen == "all" else 0

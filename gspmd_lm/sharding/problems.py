@@ -1,4 +1,4 @@
-"""What can be wrong with a rules file: one problem, and the message of all of them, in which one cause is told once."""
+"""Problems of a rules file, and the message that joins them: it tells each cause once."""
 
 import collections
 import dataclasses
@@ -89,7 +89,7 @@ def check(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _find_causes(clashes: Sequence[Clash]) -> dict[Clash, Hashable]:
-    """What each clash is blamed on: the key of a row that clashes with most others, or the two rows of a single clash.
+    """The cause of each clash: the key of a row that clashes with most others, or the two rows of a single clash.
 
     A row with a key is blamed if it clashes with at least two others.
     """

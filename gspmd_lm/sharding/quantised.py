@@ -24,7 +24,7 @@ from gspmd_lm.sharding.op_names import scope
 
 # What model.matmul_dtype and model.weight_dtype name -> dtype of operands of the forward pass, and of weights at rest.
 EIGHT_BITS: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-SCALED = "scaled"  # what remat policies know a product by, once it is scaled
+SCALED = "scaled"  # the name of a scaled product in remat policies
 _BACKWARD = {jnp.dtype(jnp.int8): jnp.int8, jnp.dtype(jnp.float8_e4m3fn): jnp.float8_e5m2}
 _POWER_OF_TWO, _FOUR_BITS, _ALL = 0x7F80_0000, 0x7FF0_0000, 0x7FFF_FFFF  # what is kept of a scale's inverse
 _SMALLEST = 1e-30  # values are zero where none is larger: the scale and its inverse must be finite

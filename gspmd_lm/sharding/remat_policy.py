@@ -1,4 +1,4 @@
-"""What the rules keep of a block for the backward pass, as a policy of `jax.checkpoint`."""
+"""The remat policy: the values of a block that are kept for the backward pass, as a policy of `jax.checkpoint`."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax
 from gspmd_lm.sharding.quantised import SCALED
 from gspmd_lm.sharding.rules import Rules
 
-KEPT_WITH_DOTS = "residual", SCALED  # the names of what `remat: dots` keeps besides
+KEPT_WITH_DOTS = "residual", SCALED  # the names that `remat: dots` keeps besides matmuls
 
 
 def kept_dots(primitive: Any, *operands: Any, mapped: int = 0, **params: Any) -> bool:
@@ -22,7 +22,7 @@ def kept_dots(primitive: Any, *operands: Any, mapped: int = 0, **params: Any) ->
 
 
 def policy(rules: Rules, mapped: int = 0) -> Callable[..., Any] | None:
-    """What the rules keep of a block, as a policy of `jax.checkpoint`; None where they keep all that is needed.
+    """The rules' remat policy for a block, as a policy of `jax.checkpoint`; None if nothing is recomputed.
 
     mapped: see `MeshPlacement`.
     """

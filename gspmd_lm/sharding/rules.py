@@ -18,7 +18,7 @@ from gspmd_lm.units import plural
 
 MESH_AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 TABLES = ("rules", "weights", "optimizer")  # each refines the one before it
-CONTEXTS = ("gather", "ring", "ulysses")  # how the keys of a split sequence reach its queries
+CONTEXTS = ("gather", "ring", "ulysses")  # the forms of context parallelism
 GATHERS = ("turn", "step")  # in which of them stages of a pipeline gather their weights, and sum their gradients, once
 KEEPS = ("layers", "stage")  # of which stages keep what the backward pass needs: by `remat`, or the input alone
 SCHEDULES = ("gpipe", "1f1b")  # of a pipeline: microbatches go back after all of them, or as soon as each can
@@ -118,7 +118,7 @@ class Rules:
 
     @property
     def label(self) -> str:
-        """What names the rules: tp8 of a file that `--rules=tp8` finds, else the path."""
+        """The name of the rules: tp8 for a file that `--rules=tp8` finds, else the path."""
         return short_name(self.path, "rules")
 
     def place(self, key: str, value: Any) -> str:
@@ -127,7 +127,7 @@ class Rules:
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has; -1 while one of its sizes is -1."""
+        """The number of devices of the mesh; -1 while one of its sizes is -1."""
         return -1 if -1 in self.mesh.values() else math.prod(self.mesh.values())
 
     @property

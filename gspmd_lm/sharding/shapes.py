@@ -1,4 +1,4 @@
-"""What a model's arrays are: paths, logical axes, shapes and activations, and which rules do not fit them."""
+"""The arrays of a model: paths, logical axes, shapes and activations, and the rules that do not fit them."""
 
 import dataclasses
 import itertools
@@ -42,9 +42,9 @@ class Arrays:
         return _count(self.trained)
 
     def active_count(self, model: ModelConfig) -> int:
-        """How many parameters compute one token: of routed experts, the chosen ones.
+        """The number of active parameters for one token: of routed experts, only the chosen ones count.
 
-        What all layers share computes it once in each layer.
+        Parameters that all layers share count once for each layer.
         """
         share = model.moe.per_token / model.num_experts if model.experts else 1.0
 
@@ -125,7 +125,7 @@ def pairs(named: Any, abstract: Any) -> list[tuple[Named, Any]]:
 def place_array(
     rules: Rules, table: str, leaf: Named, like: Any, itemsize: int = 0
 ) -> tuple[tuple[tuple[str, ...], ...], float]:
-    """How `table` splits an array, and the bytes of it on each device; in its dtype if `itemsize` is 0."""
+    """The split of an array under `table`, and its bytes on each device; in its own dtype if `itemsize` is 0."""
     spec = rules.resolve(table, leaf.path, leaf.axes, like.shape)[0]
     shards = rules.num_shards(itertools.chain(*spec))
     return spec, math.prod(like.shape) * (itemsize or like.dtype.itemsize) / shards

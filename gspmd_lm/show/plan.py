@@ -154,12 +154,12 @@ def _notes(outcome: Outcome) -> list[Note]:
 
 
 def helps(changes: Sequence[Change]) -> list[Note]:
-    """What would help the best layout of a plan, the most first."""
+    """The changes that would help the best layout of a plan, the most effective first."""
     return [("would help", "; ".join(f"{change.what}: {change.gain:+.0%} tokens/s" for change in changes[:4]))]
 
 
 def answer(outcome: Outcome) -> str:
-    """How long the tokens take that were asked for, and what they cost; '' if none were."""
+    """Time and cost for the requested number of tokens; '' if --tokens was not given."""
     if not outcome.tokens or not outcome.tokens_per_s:
         return ""
     price = (
@@ -222,7 +222,7 @@ def _nothing_fits(outcome: Outcome, advice: Sequence[Note]) -> Section:
 
 
 def fixes(larger: Larger | None, savings: Sequence[tuple[str, int]], late: bool = False) -> list[Note]:
-    """What to do where nothing fits: a larger target, or a setting that saves memory.
+    """Remedies where nothing fits: a larger target, or a setting that saves memory.
 
     late: whether there was no time to try all larger targets.
     """

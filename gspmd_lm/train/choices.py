@@ -1,4 +1,4 @@
-"""What rules leave open is chosen here: the attention kernel, and when the stages of a pipeline gather their weights.
+"""Choices that rules leave open: the attention kernel, and when the stages of a pipeline gather their weights.
 
 Stages gather once in a step where there is memory for it, else in each turn. The choice depends on the config, the
 rules and the kind of device alone, so that it is the same in a run, in `explain` and in `plan`.

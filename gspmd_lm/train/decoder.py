@@ -30,7 +30,7 @@ def task(config: Config | Task) -> Task:
     return config if isinstance(config, Task) else _task(config)
 
 
-@functools.lru_cache(maxsize=8)  # what is worked out of a task is worked out once, however often its config is given
+@functools.lru_cache(maxsize=8)  # one task for each config: whatever is cached for the task is computed once
 def _task(config: Config) -> Task:
     model, data, chosen = config.model, config.data, family(config.model)
     module, objective = chosen.module(model), chosen.objective(config)

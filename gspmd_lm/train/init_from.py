@@ -19,7 +19,7 @@ from gspmd_lm.train import decoder, state
 from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
 
-# Of an encoder, before what it predicts.
+# The head of an encoder, which is specific to its objective.
 _HEAD = ("classes", "logits.transform", "logits.bias", "embedding.tied")
 
 

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def settings(self) -> Train:
-        """How long the run trains, and how often it logs, evaluates and saves."""
+        """The settings of the run: how long it trains, and how often it logs, evaluates and saves."""
         assert self.step.task.train is not None, "the session has checked it"
         return self.step.task.train
 

@@ -26,7 +26,7 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 
 def sides(axes: tuple[str, ...]) -> int:
-    """How many of a matrix's axes, those of STACKED aside, are its left side; the others are its right side."""
+    """The number of axes, without those of STACKED, on the left side of a matrix; the others are on its right side."""
     return 1 if axes[0] in NARROW else len(axes) - 1
 
 

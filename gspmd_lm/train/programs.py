@@ -13,12 +13,12 @@ from gspmd_lm.train.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class PreRunReport:
-    """What is known about a compiled train step before it runs."""
+    """Predictions for a compiled train step before it runs."""
 
-    lines: str  # what is said of it
+    lines: str  # the text of the report
     step_time_s: float | None  # predicted; None on a platform that is not predicted
     peak_bytes: int  # per device
-    flops: float  # of the model in a step, on all devices, recomputation not counted
+    flops: float  # the model's FLOPs in a step, on all devices, without recomputation
     peak_flops_per_s: float | None  # of a device in bfloat16; None where it is not known
 
 

@@ -1,4 +1,4 @@
-"""What a run measures and shows: values and a line at each log, a bar on terminals, and traces of steps."""
+"""The progress of a run: values and a line at each log, a bar on terminals, and traces of steps."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapse
 
 from gspmd_lm.units import human_clock, human_short
 
-SHORT = {"tokens": "tok", "rows": "rows"}  # what speeds count -> the same in few letters
+SHORT = {"tokens": "tok", "rows": "rows"}  # the unit of a speed -> its abbreviation
 HEADED = 20  # a heading stands above every so many lines
 # Heading, width, and how a value is shown. A line has 80 columns at most: docs/monitoring.md explains the columns.
 _COLUMNS: tuple[tuple[str, int, str, Callable[[float], str]], ...] = (
@@ -211,14 +211,14 @@ def line(step: int, stop: int, values: Mapping[str, float], mfu: bool, unit: str
 
 
 def scores(values: Mapping[str, float]) -> str:
-    """What an evaluation found: 'loss 2.3456, perplexity 10.44, accuracy 0.532'."""
+    """The scores of an evaluation in words: 'loss 2.3456, perplexity 10.44, accuracy 0.532'."""
     digits = {"loss": 4, "perplexity": 2}
     names = {name.removeprefix("eval_"): value for name, value in values.items() if name not in COUNTS}
     return ", ".join(f"{name} {value:.{digits.get(name, 3)}f}" for name, value in names.items())
 
 
 def describe_scored(values: Mapping[str, float]) -> str:
-    """How much an evaluation has scored: '1,024 tokens were scored'."""
+    """The size of an evaluation in words: '1,024 tokens were scored'."""
     name = next(name for name in COUNTS if name in values)
     return f"{values[name]:,.0f} {name.removeprefix('eval_')} were scored"
 

@@ -1,4 +1,4 @@
-"""When a run is saved, and what ends it early."""
+"""The rules by which a run is saved, and by which it ends early."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and the shape, name and placement of every array in it."""
+"""The state that a run carries from step to step, and the shape, name and placement of each of its arrays."""
 
 import dataclasses
 import re
@@ -189,19 +189,19 @@ def _sizes(leaf: Named, like: Any) -> str:
 
 
 def describe_run(config: Config | Task) -> dict[str, Any]:
-    """What a run computes, as plain values for its workdir; of a model of one's own, its name and the settings."""
+    """A description of a run for its workdir, as plain values; for a user's own model, its name and the settings."""
     if isinstance(config, Config):
         return configs.to_dict(config)
     return {"task": config.name} | ({"train": configs.to_dict(config.train)} if config.train else {})
 
 
 def attention_pass(config: Config) -> Pass:
-    """What a train step asks of attention."""
+    """The requirements of a train step on attention."""
     return Pass(config.data.seq, segments=config.data.packing == "documents")
 
 
 def task_problems(task: Task, rules: Rules, platform: str) -> list[Problem]:
-    """What of a task does not fit rules, besides its arrays: attention, experts, and how these are balanced; state."""
+    """Problems of a task with rules, besides those of its arrays: attention, experts and their balancing, state."""
     config = task.config
     if config is None:
         return _state_problems(task, rules)

@@ -1,4 +1,4 @@
-"""Stacks that see all of a text, or read another stack: the loss is the same under every layout."""
+"""Stacks that see all of a text, or attend to encoder output: the loss is the same under every layout."""
 
 import dataclasses
 

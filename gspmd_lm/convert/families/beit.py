@@ -15,7 +15,7 @@ _NO_POSITIONS = "has two kinds of biases by distance, which is not supported"
 
 @dataclasses.dataclass(frozen=True)
 class BeitPositions:
-    """BEiT's positions: a table of rows, biases by distance of each layer or of all layers, or none."""
+    """BEiT's positions: a position table, relative position biases of each layer or of all layers, or none."""
 
     def read(self, reader: ConfigReader, values: Values) -> None:
         learned = reader.flag(["use_absolute_position_embeddings"], False)

@@ -18,7 +18,7 @@ _QUERIES = "qformer_config"
 
 @dataclasses.dataclass(frozen=True)
 class ReadImages:
-    """BLIP-2's stacks before its decoder: the one that sees an image, and the one whose learned rows read that."""
+    """BLIP-2's stacks before its decoder: the image encoder, and the one whose query tokens attend to its output."""
 
     start_token: int  # of a config.json that says none
     seen: tuple[FieldCodec, ...] = (

@@ -1,4 +1,4 @@
-"""DeBERTa, its first version and later ones: scores of attention that depend on distances."""
+"""DeBERTa, its first version and later ones: disentangled attention, with relative position vectors."""
 
 import dataclasses
 from typing import Any, get_args
@@ -31,7 +31,7 @@ _LATER_TERMS = ("share_att_key", "norm_rel_ebd")  # which the first DeBERTa does
 
 @dataclasses.dataclass(frozen=True)
 class Disentangled:
-    """DeBERTa's terms of scores by distance: both, with the projections of tokens, and normed.
+    """DeBERTa's terms of scores with relative positions: both, with the projections of tokens, and normed.
 
     own: those of the first DeBERTa, with projections of their own and no norm.
     """

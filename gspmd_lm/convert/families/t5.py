@@ -50,7 +50,7 @@ class EncoderPart:
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """T5's biases of attention by ranges of distances. shared: whether all layers have the same."""
+    """T5's relative position biases. shared: whether all layers have the same."""
 
     shared: bool = True
 
@@ -139,7 +139,7 @@ def _t5_attention(prefix: str, number: int, name: str, ours: str) -> tuple[Tenso
 
 
 def _t5_stack(prefix: str, ours: str, mlp: int, distances: str) -> tuple[Tensor, ...]:
-    """The tensors of a stack whose MLP is the part of a block with that number. distances: the layer that has them."""
+    """The tensors of a stack whose MLP is part number `mlp` of a block. distances: the layer that has the biases."""
     layer = f"{prefix}.block.{{}}.layer.{mlp}"
     feed = f"{layer}.DenseReluDense"
     return (

@@ -21,7 +21,7 @@ SUM, SCATTERED_SUM, GATHER, OTHER = "sum", "scattered sum", "gather", "other"  #
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What one source of traffic moves in one step: instructions that agree in everything but size, added up."""
+    """The traffic of one source in one step: instructions that agree in everything but size, added up."""
 
     kind: str  # all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute, windowed all-gather, ...
     mesh_axes: tuple[str, ...]
@@ -101,7 +101,7 @@ class _Candidate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """What a moved tensor is, as the op_name metadata of the program says."""
+    """The identity of a moved tensor, from the op_name metadata of the program."""
 
     name: OpName
     instructions: Sequence[Instruction]  # those that may have its source line, the best first

@@ -1,4 +1,4 @@
-"""Where a value of a compiled program comes from.
+"""The origin of a value of a compiled program: definitions and uses, across computations.
 
 Compilers merge, split and move collectives, and then one name stands for several tensors. So each tensor is followed
 back to the computation or the parameter that it comes from, through copies, fusions, loops and other collectives.

@@ -198,7 +198,7 @@ class Instruction:
 
     @property
     def chain_id(self) -> str:
-        """What the parts of such a collective have in common."""
+        """The id that the parts of such a collective share."""
         return self.frontend.get("chain_id", self.name)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Where a value of a compiled program comes from, and what follows from it: the trip count of a loop."""
+"""The definition of a value of a compiled program, and what follows from it: the trip count of a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
 def defined_by(value: Value) -> Value | None:
-    """Where a value stood one step before: it was copied or cast, put into a tuple, or handed to a computation.
+    """The value that this one was copied, cast or passed from, one step before.
 
     None if the value is computed here, or a loop carries it.
     """

@@ -1,4 +1,4 @@
-"""What one run of an instruction computes and moves: FLOPs of matmuls, bytes in each memory, exchanges of devices.
+"""The work of one run of an instruction: FLOPs of matmuls, bytes in each memory, exchanges between devices.
 
 Matmuls are dots, convolutions and calls of libraries. Parts of an array that a slice leaves out do not count as moved.
 Each collective is found once, in any form.
@@ -214,7 +214,7 @@ class CollectiveOp:
 
     @property
     def sent_bytes(self) -> int:
-        """What one device sends."""
+        """The bytes that one device sends."""
         if self.kind == "collective-permute" and all(source == target for source, target, *_ in self.groups):
             return 0
         return math.ceil(network.sent_bytes(self.kind, self.size_bytes, self.group_size))

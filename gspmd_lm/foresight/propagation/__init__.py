@@ -1,7 +1,7 @@
-"""What one device sends and computes in a step, read from the traced program of the whole step: `read_step`.
+"""The transfers and FLOPs of one device in a step, read from the traced program of the whole step: `read_step`.
 
 A jaxpr of a step has all of it: the forward and the backward pass, what is computed again, and the update. Its
-arguments have shardings, and it says at some places how an array is sharded. The reader follows the shardings from the
+arguments have shardings, and it has sharding constraints. The reader follows the shardings from the
 arguments to the results, one operation after the other, and knows nothing but primitives of jax: no model, and no rules
 file.
 
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = elementwise.RULES | indexing.RULES | matmuls.RULES | co
 
 
 def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mapping[str, int] | None = None) -> Reading:
-    """What one device sends and computes when a traced program runs.
+    """The transfers and FLOPs of one device when a traced program runs.
 
     program: a closed jaxpr. That of a call of a jitted function says itself how the results are sharded.
     arguments, results: trees of arrays or ShapeDtypeStructs, each with a NamedSharding or None. An argument without one
@@ -98,6 +98,6 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
 
 
 def read_train(step: "Step", traced: Any = None) -> Reading:
-    """What one device sends and computes in a train step; `traced` is its program, if it is traced already."""
+    """The transfers and FLOPs of one device in a train step; `traced` is its program, if it is traced already."""
     traced = traced or step.trace_train()
     return read_step(traced.jaxpr, (step.abstract_state, step.abstract_batch), traced.out_info)

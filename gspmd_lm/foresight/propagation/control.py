@@ -194,7 +194,7 @@ def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def least_of(records: Sequence[Record]) -> Record:
-    """Of several branches, what the one sends that sends least, and what the one computes that computes most."""
+    """The transfers of the branch that sends least, and the FLOPs of the branch that computes most."""
     least = min(records, key=lambda record: record.sent_bytes)
     dearest = max(records, key=lambda record: sum(record.flops.values()))
     return dataclasses.replace(least, flops=dearest.flops)

@@ -11,7 +11,7 @@ from gspmd_lm.foresight.propagation.wanted import ADDITIVE
 
 
 def elementwise(reader: Reader, operation: Operation) -> ArraySharding | list[ArraySharding]:
-    """The operand that is split most leads, and the others follow it."""
+    """The rule for elementwise primitives: all operands take the sharding of the one with the most shards."""
     shape = operation.output.shape
     arrays = [number for number, aval in enumerate(operation.inputs) if getattr(aval, "ndim", 0)]
     if any(not _broadcasts(operation.inputs[number].shape, shape) for number in arrays):

@@ -236,7 +236,7 @@ def _add_permute(
 
 
 def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
-    """Rows at a place that is computed: who has them adds them to the zeros of the others."""
+    """The rule for `dynamic_slice` at a computed index: devices that have the rows add them to the others' zeros."""
     operand = operation.operands[0]
     shapes = zip(operand.dims, operation.inputs[0].shape, operation.output.shape, strict=True)
     dims = tuple(names if before == after else () for names, before, after in shapes)
@@ -245,7 +245,7 @@ def dynamic_slice(_: Reader, operation: Operation) -> ArraySharding:
 
 
 def dynamic_update_slice(reader: Reader, operation: Operation) -> ArraySharding:
-    """Rows are written at a place that is computed: into zeros, they keep their sharding."""
+    """The rule for `dynamic_update_slice` at a computed index: rows that are written into zeros keep their sharding."""
     array, update = operation.operands[:2]
     shapes = list(zip(operation.inputs[1].shape, operation.output.shape, strict=True))
     if array.is_constant:
@@ -267,10 +267,10 @@ def windows(reader: Reader, operation: Operation) -> ArraySharding:
 
 
 def concatenate(reader: Reader, operation: Operation) -> ArraySharding:
-    """Arrays one behind the other, split as the one is that is split most.
+    """The rule for `concatenate`: the result takes the sharding of the operand with the most shards.
 
-    Along the dimension in which they are joined, the result stays split too, unless it is wanted otherwise: rows move
-    to where they lie afterwards.
+    The concatenated dimension stays sharded too, unless another sharding is wanted: rows then move to the devices that
+    hold them in the result.
     """
     joined, wanted, size = operation.params["dimension"], operation.wanted_dims, operation.output.shape
     names = _lead(reader, operation).dims[joined]

@@ -68,7 +68,7 @@ class PerDevice:
     share: float = 1.0  # of what the program does, that one device does; less where the compiler shares it out further
 
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
-        """What is known of the results of a jaxpr, from what is known of its arguments."""
+        """The known facts about the results of a jaxpr, from those about its arguments."""
         known = {
             var: dataclasses.replace(
                 replicated_sharding(rank_of(var.aval)), loop_depth=one.loop_depth, identity=one.identity

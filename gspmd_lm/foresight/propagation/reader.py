@@ -82,7 +82,7 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """Where in the model the operation stands."""
+        """The path in the model of the operation."""
         return self.name.path or self.primitive
 
     @property
@@ -257,7 +257,7 @@ class Reader:
         )
 
     def destination(self, source: ArraySharding, wanted: Dims | None) -> Dims:
-        """Where a partial sum is best added up: scattered as it is wanted next, where that is possible."""
+        """The best sharding for the reduction of a partial sum: scattered as it is wanted next, where possible."""
         if not wanted or not source.unreduced:
             return source.dims
         dims = []
@@ -335,7 +335,7 @@ class Reader:
             self.record.values.add(operation.phase, operands, made, is_repeatable)
 
     def value(self, operation: Operation) -> Any:
-        """What operations have in common that compute the same from the same arrays; None where that is not known."""
+        """A key that is equal for operations that compute the same from the same arrays; None if that is not known."""
         operands = tuple(one.identity for one in operation.operands)
         if None in operands:
             return None

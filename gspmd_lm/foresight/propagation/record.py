@@ -1,4 +1,4 @@
-"""What is noted while a step is read, and what the result says of it."""
+"""The notes that the reader takes of a step, and the result of reading."""
 
 import collections
 import dataclasses
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayTransfers:
-    """What one device sends of one array, or for several together, in one phase of a step."""
+    """The transfers of one device for one array, or for several together, in one phase of a step."""
 
     array: str  # where in the model, as `Collective.op` has it: layers.attention.wq+wk+wv, residual, loss
     phase: str
@@ -140,7 +140,7 @@ class SavedValues:
 
 @dataclasses.dataclass
 class Record:
-    """What the reader has noted so far."""
+    """The notes of the reader so far."""
 
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=dict)  # of one device, by phase
@@ -166,7 +166,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one device sends and computes in a step, as its traced program says.
+    """The transfers and FLOPs of one device in a step, from its traced program.
 
     `unknown` names what the reader has no rule for, and how often the program has it. The operands of such a primitive
     are counted as gathered, the body of a `while` as run once.

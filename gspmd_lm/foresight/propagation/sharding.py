@@ -1,4 +1,4 @@
-"""How an array of a traced step is sharded, and what collectives bring it to another sharding."""
+"""The sharding of an array of a traced step, and the collectives that bring it to another sharding."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ Dims = tuple[MeshAxes, ...]  # of each dimension, the mesh axes that split it, t
 
 @dataclasses.dataclass(frozen=True)
 class ArraySharding:
-    """What the reader knows of an array: how it is sharded, and over which mesh axes it is still a partial sum."""
+    """The reader's facts about an array: its sharding, and the mesh axes over which it is still a partial sum."""
 
     dims: Dims = ()
     unreduced: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""What becomes of the arrays of a jaxpr: how they are wanted to be split, and which are only added up."""
+"""The uses of the arrays of a jaxpr: the shardings that they are wanted in, and which arrays are only added up."""
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence

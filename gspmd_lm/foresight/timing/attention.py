@@ -185,9 +185,9 @@ def splash_passes_s(
 ) -> list[float]:
     """The seconds of all kernels of a layer on a device, forward and backward; 0 if the chip's cycles are not known.
 
-    `heads` are those of all its rows, with a fraction of a head for a part of the tokens. `sizes` are those of a key
-    and of a value, and `lengths` those of all queries and keys of a row. Keys and values go round `ring` devices; one
-    device has no turns.
+    heads: query heads times rows on the device; a device with a part of a sequence counts a fraction. sizes: the head
+    dimensions of keys and of values. lengths: the numbers of queries and of keys in a row, over all devices. ring: the
+    devices that keys and values go round; a ring of one device has no turns.
     """
     local_lengths = [length // ring for length in lengths]
     rows, columns = (  # a turn leaves out half of the keys

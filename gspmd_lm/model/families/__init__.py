@@ -1,4 +1,4 @@
-"""The families of models. `family` is the only place that asks what a model is; a family answers the rest."""
+"""The families of models. Only `family` asks which family a config describes; the family's answers do the rest."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def init(cfg: ModelConfig, key: jax.Array) -> Any:
 def apply(
     cfg: ModelConfig, params: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, *more: Any
 ) -> Any:
-    """What the module of the model returns for plain (unboxed) parameters."""
+    """The output of the model's module for plain (unboxed) parameters."""
     return family(cfg).module(cfg).apply({"params": params}, batch, dropout_key, *more)
 
 

@@ -1,4 +1,4 @@
-"""Encoders that classify: BERT (arXiv 1810.04805) and its kin give classes to texts, ELECTRA to each token."""
+"""Encoders that classify: BERT (arXiv 1810.04805) and its variants classify texts, ELECTRA each token."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,23 +34,23 @@ class TextClassifier(Stack):
 
 
 def text_objective(config: Config) -> Objective:
-    """Which tokens stand in place of others, or what `data.label_kind` says of a text."""
+    """Detection of replaced tokens, or the prediction of labels of the kind `data.label_kind`."""
     if config.objective == "replaced":
         return REPLACED
     return {"class": CLASSES, "classes": SEVERAL, "number": NUMBERS}[config.data.label_kind]
 
 
-# Which tokens stand in place of others (ELECTRA, arXiv 2003.10555)
+# Detection of replaced tokens (ELECTRA, arXiv 2003.10555)
 
 
 class ReplacedSums(NamedTuple):
     """Sums over the tokens of texts."""
 
-    loss: jax.Array  # the cross-entropy of whether a token stands in place of another one
+    loss: jax.Array  # the binary cross-entropy of whether a token was replaced
     correct: jax.Array
-    replaced: jax.Array  # tokens in place of others
-    said: jax.Array  # tokens that the model takes for such
-    found: jax.Array  # tokens that are both
+    replaced: jax.Array  # tokens that were replaced
+    said: jax.Array  # tokens that the model predicts were replaced
+    found: jax.Array  # tokens that were replaced and are predicted so
 
 
 def _sums_of_replaced(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> ReplacedSums:
@@ -74,7 +74,7 @@ def _means_of_replaced(sums: ReplacedSums, count: jax.Array) -> dict[str, jax.Ar
 
 
 def _scores_of_replaced(totals: Mapping[str, float]) -> dict[str, float]:
-    """Precision and recall are those of replaced tokens."""
+    """The scores of evaluation. Precision and recall are those of replaced tokens."""
     tokens = max(totals["tokens"], 1.0)
     return {
         "eval_loss": totals["loss"] / tokens,

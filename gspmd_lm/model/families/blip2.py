@@ -1,4 +1,4 @@
-"""BLIP-2: learned rows read an image, and stand for it before the tokens of its text (arXiv 2301.12597)."""
+"""BLIP-2: query tokens attend to an image, and their outputs precede the tokens of its text (arXiv 2301.12597)."""
 
 from collections.abc import Callable
 
@@ -24,14 +24,14 @@ from gspmd_lm.sharding.matmuls import gathered, project
 
 
 class ImageDecoder(Decoder):
-    """A decoder, or an encoder and a decoder, of texts behind images."""
+    """A decoder, or an encoder-decoder, of texts that follow image tokens."""
 
     @nn.compact
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
     ) -> Decoded:
         """`batch` is that of `Decoder` or of `t5.EncoderDecoder`, with patches [B, S, X] as `vit.ImageClassifier` sees
-        them. The rows that stand for an image take the places of the first tokens of a row, or of its source.
+        them. The image tokens take the first positions of a row, or of its source.
         """
         cfg, rows_BQD = self.cfg, None
         if "patches" in batch:
@@ -50,15 +50,15 @@ class ImageDecoder(Decoder):
 
 
 class Queries(Stack):
-    """A stack of blocks from learned rows to those that stand before a text."""
+    """A stack of blocks from learned query tokens to the image tokens that precede a text (the Q-Former)."""
 
     @nn.compact
     def __call__(
         self, memory_BSM: jax.Array, row_B: jax.Array, image_rows: int, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        """The rows of each image, [B, Q, D].
+        """The query tokens of each image after the last block, [B, Q, D].
 
-        memory_BSM: what the blocks attend to, of which the first `image_rows` are no padding. row_B: see
+        memory_BSM: the image encoder's output, of which all but the first `image_rows` rows are padding. row_B: see
         `decoder.Decoder`.
         """
         cfg, (B, S) = self.cfg, memory_BSM.shape[:2]
@@ -74,9 +74,9 @@ class Queries(Stack):
 def embed_images(
     module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], dropout_key: jax.Array | None
 ) -> jax.Array:
-    """The rows [B, Q, D] that stand for the images of `batch`, whose patches are those of `vit.ImageClassifier`.
+    """The image tokens of `batch`, [B, Q, D]. Its patches are those of `vit.ImageClassifier`.
 
-    The weights are those of `module`, whose width is D, in its parts `vision` and `queries` but for a projection.
+    `module`, whose width is D, holds the weights: in its parts `vision` and `queries`, and a projection of its own.
     """
     assert cfg.vision_config and cfg.queries_config
     keys = [None if dropout_key is None else jax.random.fold_in(dropout_key, i) for i in (2, 3)]
@@ -91,9 +91,9 @@ def embed_images(
 
 
 def put_first(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
-    """A function that puts rows, if there are any, at the first places of embedded tokens, [B, T, D].
+    """A function that puts image tokens, if there are any, at the first positions of embedded tokens, [B, T, D].
 
-    places_BT: where each token stands, if they are not in their order, or behind padding.
+    places_BT: the position of each token in its row, if rows are reordered or begin with padding.
     """
 
     def put(x_BTD: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def put_first(rows_BQD: jax.Array | None, places_BT: jax.Array | None = None) ->
 
 
 def _text(cfg: config.ModelConfig) -> Family:
-    """The family of the text model behind the images."""
+    """The family of the text model that reads the image tokens."""
     return t5.FAMILY if cfg.encoder else text.FAMILY
 
 
@@ -120,14 +120,14 @@ def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
 
 
 def _smallest(cfg: config.ModelConfig) -> Shape:
-    """An image and the token behind it."""
+    """The shape of an image and one token behind it."""
     assert cfg.vision and cfg.vision.queries
     rows = 1 + cfg.vision.queries.rows
     return Shape(seq=rows, source_seq=rows, image_rows=cfg.vision.patches.rows)
 
 
 def _prompt_batch(cfg: config.ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> dict[str, jax.Array]:
-    """Prompts are images. Their rows, and the token behind them, are what a text goes on from, or its source."""
+    """The batch of images as prompts. A text continues their image tokens and one token, or has them as its source."""
     assert cfg.vision and cfg.vision.queries
     queries = cfg.vision.queries
     tokens_BT = jnp.where(ahead_BT < queries.rows, queries.token, queries.start_token)

@@ -1,4 +1,4 @@
-"""CLIP: a stack of blocks reads texts, another one images, and their outputs are compared (arXiv 2103.00020)."""
+"""CLIP: a text encoder and an image encoder whose outputs are compared (arXiv 2103.00020)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ from gspmd_lm.sharding.matmuls import gathered, project
 
 COMPARED = "compared: batch seq joint"
 LEAST_LENGTH = 1e-12  # of a vector that is divided by its length
-NEVER = -1e30  # the score of a row of padding
+NEVER = -1e30  # the score of a row that is padding
 
 
 class Compared(NamedTuple):
-    """Vectors of length one in the common space, float32, and what their products are multiplied by."""
+    """Unit vectors in the common space, float32, and the factor that multiplies their products (the temperature)."""
 
     text_BP: jax.Array
     image_BP: jax.Array
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
 
 
 class VisionTower(Stack):
-    """A stack of blocks that sees images."""
+    """A stack of blocks that encodes images."""
 
     projection: int = 0
 
@@ -47,7 +47,7 @@ class VisionTower(Stack):
 
 
 class Towers(Stack):
-    """A stack of blocks that reads texts, beside one that sees their images."""
+    """A stack of blocks that encodes texts, and another one that encodes their images."""
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> Compared:
@@ -70,7 +70,7 @@ class Towers(Stack):
 
 
 def _project(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, size: int) -> jax.Array:
-    """One row of each text or image in the common space, [B, P], float32, of length one."""
+    """A unit vector in the common space for each text or image, [B, P], float32."""
     projection = matrix(module, "projection", "embed joint", (cfg.embed, size), cfg)
     with gathered(like(row_B1D, RESIDUAL), BLOCK_INPUT, RESIDUAL) as in_B1D:
         x_BP = shard(project(in_B1D, projection), COMPARED).astype(jnp.float32)[:, 0]
@@ -79,7 +79,7 @@ def _project(module: nn.Module, cfg: config.ModelConfig, row_B1D: jax.Array, siz
 
 
 def image_input(cfg: config.ModelConfig, batch: int, rows: int) -> Input:
-    """The patches of images that stand beside texts."""
+    """The patches of the images that belong to texts."""
     assert cfg.vision
     return Input((batch, rows, cfg.vision.patches.pixels), "float32", PATCHES)
 
@@ -89,7 +89,7 @@ def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
     return text_inputs(cfg, shape._replace(segments=True)) | patches
 
 
-# Texts and images that belong together
+# The contrastive objective: texts and images that belong together
 
 
 class PairSums(NamedTuple):
@@ -104,11 +104,11 @@ def _sums_of_pairs(module: Any, params: Any, batch: Batch, key: jax.Array | None
     holds_B = _holds_pair(batch)
     text_BP, image_BP, scale = output(module, params, zigzag_sharded(dict(batch), module.cfg.attention.mask), key)
     own_B = scale * (text_BP * image_BP).sum(-1)
-    # All that a row is compared with are its classes: each device has all scores of its own rows.
+    # The classes of a row are all rows that it is compared with: each device has all scores of its own rows.
     holds_C = like(holds_B, "class_scores: classes")
 
     def sought(x_BP: jax.Array, among_BP: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The cross-entropies of rows, and whether their own has the highest score."""
+        """The cross-entropies of rows, and whether the row that belongs to each has the highest score."""
         among_CP = like(among_BP, "compared: classes joint")
         scores_BC = shard(scale * jnp.einsum("BP,CP->BC", x_BP, among_CP)[:, None], SCORES)[:, 0]
         scores_BC = jnp.where(holds_C, scores_BC, NEVER)
@@ -137,7 +137,7 @@ def _means_of_pairs(sums: PairSums, count: jax.Array) -> dict[str, jax.Array]:
 
 
 def _scores_of_pairs(totals: Mapping[str, float]) -> dict[str, float]:
-    """The scores depend on the number of rows of a batch, because each text or image is sought among all of them."""
+    """The scores of evaluation. They depend on the batch size: each text or image is sought among the whole batch."""
     count = max(totals["pairs"], 1.0)
     names = {"loss": "eval_loss", "correct_texts": "eval_image_of_text", "correct_images": "eval_text_of_image"}
     return {ours: totals[name] / count for name, ours in names.items()} | {"eval_pairs": totals["pairs"]}

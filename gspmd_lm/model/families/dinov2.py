@@ -1,4 +1,4 @@
-"""DINOv2: a ViT whose classes are read at the first row and at the mean of patches together (arXiv 2304.07193)."""
+"""DINOv2: a ViT that classifies the class token and the mean of the patches together (arXiv 2304.07193)."""
 
 import dataclasses
 

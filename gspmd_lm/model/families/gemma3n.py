@@ -1,4 +1,4 @@
-"""Gemma 3n: a decoder whose layers read vectors of the tokens beside the residual stream."""
+"""Gemma 3n: a decoder whose layers read an embedding of each token of their own beside the residual stream."""
 
 import jax
 
@@ -8,10 +8,10 @@ from gspmd_lm.model.parts.altup import LayerInputs
 
 
 class LayerInputDecoder(Decoder):
-    """A decoder with an input of its own for each layer."""
+    """A decoder with per-layer embeddings."""
 
     def layer_inputs(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> jax.Array | None:
-        """Each token's vectors for all layers."""
+        """The embeddings of each token for all layers."""
         return LayerInputs(self.cfg, name="per_layer_inputs")(x_BTD, batch["tokens"])
 
 

@@ -1,4 +1,4 @@
-"""SAM cuts objects out of images: patches and a prompt in, masks out (arXiv 2304.02643)."""
+"""SAM segments objects: it turns patches of an image and a prompt into masks (arXiv 2304.02643)."""
 
 import dataclasses
 import math
@@ -30,8 +30,8 @@ AROUND = "around: batch seq taps stream_width"
 PROMPTS = "prompts: batch prompt embed"
 UPSCALED = "upscaled: batch seq taps stream_width"
 DRAWN = "drawn: batch masks seq pixels"
-QUARTERS = 4  # of a patch, and of each of them, which are pixels
-MASK_CHANNELS = 16  # numbers that a patch of a mask which is a prompt becomes
+QUARTERS = 4  # a patch is upscaled to 4 parts, and each part to 4 pixels
+MASK_CHANNELS = 16  # channels of each patch of a mask that is a prompt
 # Focal loss (arXiv 1708.02002) counts 20 times as much as dice loss (arXiv 2304.02643, "Training"), and the pixels of
 # the object a quarter of it.
 FOCAL, OF_OBJECT = 20.0, 0.25
@@ -49,15 +49,15 @@ class Drawn(NamedTuple):
 
 
 class Masker(Stack):
-    """A stack of blocks that sees images, with a neck and a decoder of masks behind it."""
+    """An image encoder, its neck and the mask decoder."""
 
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> Drawn:
-        """`batch` holds row [B] and patches [B, T, X] as `vit.ImageClassifier` sees them, and a prompt.
+        """`batch` holds row [B] and patches [B, T, X] as `vit.ImageClassifier` reads them, and a prompt.
 
-        points [B, P, 2], float32: how far a point lies to the right and down, from 0 to 1. point_kinds [B, P], int32:
-        1 for a point of the object, 0 for one outside of it, 2 and 3 for the top left and the bottom right corner of a
-        box around it, -1 for none. prompt_mask [B, T, 16], if a mask is a prompt, too: its pixels as in `Drawn`.
+        points [B, P, 2], float32: the coordinates of points, to the right and down, from 0 to 1. point_kinds [B, P],
+        int32: 1 for a point of the object, 0 for one outside of it, 2 and 3 for the top left and the bottom right
+        corner of a box around it, -1 for none. prompt_mask [B, T, 16], if a mask is a prompt: pixels as in `Drawn`.
         """
         assert self.cfg.masks
         of_masks = self.cfg.masks.of(self.cfg)
@@ -66,7 +66,7 @@ class Masker(Stack):
 
 
 def apply_neck(module: nn.Module, cfg: config.ModelConfig, of_masks: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The output of the last block as the decoder reads it: a matrix and a convolution of 3 x 3 patches, both normed.
+    """The neck: the output of the last block through a matrix and a convolution of 3 x 3 patches, each with a norm.
 
     [B, T, D] of the decoder's width. Rows beyond the patches hold nothing of use.
     """
@@ -87,14 +87,14 @@ def apply_neck(module: nn.Module, cfg: config.ModelConfig, of_masks: config.Mode
 
 
 class MaskDecoder(nn.Module):
-    """Tokens of a prompt and of masks that attend to an image, and the image to them."""
+    """The mask decoder: prompt tokens and mask tokens attend to the image, and the image attends to them."""
 
     cfg: config.ModelConfig  # of this decoder
     of_image: config.ModelConfig
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> Drawn:
-        """`x_BTD`: what the neck made of the image. `batch`: see `Masker`."""
+        """Masks from `x_BTD`, the output of the neck. `batch`: see `Masker`."""
         cfg, masks, patches, (B, T, D) = self.cfg, self.of_image.masks, self.of_image.patches, x_BTD.shape
         assert masks and patches
         side, M, start = patches.side, masks.count, nn.initializers.normal(1.0)
@@ -124,7 +124,7 @@ class MaskDecoder(nn.Module):
 def embed_prompt(
     module: nn.Module, cfg: config.ModelConfig, batch: dict[str, jax.Array], fourier_2O: jax.Array, masks: int
 ) -> jax.Array:
-    """The tokens that attention begins with, [B, P, D]: of the quality of masks, of each mask, and of each point."""
+    """The tokens before the first layer, [B, P, D]: one for the masks' IoU, one for each mask, one for each point."""
     D, kind_BP1 = cfg.embed, batch["point_kinds"][..., None]
     kinds_4D = use(matrix(module, "point_kinds", "types embed", (4, D), cfg))
     no_point_D = use(matrix(module, "no_point", "embed", (D,), cfg))
@@ -141,14 +141,14 @@ def _with_eps(cfg: config.ModelConfig, eps: float) -> config.ModelConfig:
 
 
 def fourier_features(places_X2: jax.Array, fourier_2O: jax.Array) -> jax.Array:
-    """Sines and cosines of places from 0 to 1 at random frequencies, [..., D], float32 (arXiv 2006.10739)."""
+    """Sines and cosines of coordinates from 0 to 1 at random frequencies, [..., D], float32 (arXiv 2006.10739)."""
     x, y = (2 * places_X2[..., number, None].astype(jnp.float32) - 1 for number in range(2))
     angles = 2 * math.pi * (x * fourier_2O[0] + y * fourier_2O[1])
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
 
 
 def embed_mask(module: nn.Module, cfg: config.ModelConfig, mask_BTP: jax.Array) -> jax.Array:
-    """What is added to each patch for a mask that is a prompt, [B, T, D]: two convolutions and a matrix."""
+    """The embedding of a mask that is a prompt, to be added to each patch, [B, T, D]: two convolutions, a matrix."""
     few, many, gelu = MASK_CHANNELS // QUARTERS, MASK_CHANNELS, ACTIVATIONS["gelu"]
     parts_BTAP = rearrange(
         mask_BTP.astype(jnp.dtype(cfg.compute_dtype)), "B T (y v x w) -> B T (y x) (v w)", y=2, v=2, x=2
@@ -192,15 +192,15 @@ def mlp(
 
 
 class Side(NamedTuple):
-    """Tokens, or an image, as they attend and are attended to."""
+    """One side of the decoder's attention: the tokens, or the image."""
 
     x: jax.Array  # [B, P, D] or [B, T, D]
-    places: jax.Array  # what is added to them where queries and keys are made
-    specs: tuple[str, str]  # how they are placed for a matmul, and elsewhere
+    places: jax.Array  # their position embeddings, which are added for queries and keys
+    specs: tuple[str, str]  # their specs as a matmul gathers them, and elsewhere
     is_real: jax.Array | None = None  # int32, 0 for padding; None: all are
 
     def name_rows(self, spec: str) -> str:
-        """The spec of an array of such rows, from that of an image's."""
+        """The spec of an array with rows of this kind, from the spec for the image's rows."""
         return spec.replace("kv_seq", "seq").replace("seq", "prompt") if self.specs[0] == PROMPTS else spec
 
 
@@ -211,7 +211,7 @@ class TwoWay(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Side, image: Side, first: bool) -> tuple[Side, Side]:
-        """Both sides after the layer. The first one begins anew with what tokens get of each other."""
+        """Both sides after the layer. In the first layer, self-attention replaces the tokens: it has no residual."""
         cfg, wide = self.cfg, dataclasses.replace(self.cfg, head_dim=self.cfg.embed // self.cfg.heads)
         alike = tokens._replace(places=jnp.zeros_like(tokens.x)) if first else tokens
         y_BPD = Crossing(wide, name="attention")(alike, alike)
@@ -226,13 +226,13 @@ class TwoWay(nn.Module):
 
 
 class Crossing(nn.Module):
-    """Attention of one side to the other, or to itself. Values have no places."""
+    """Attention of one side to the other, or to itself. Values get no position embeddings."""
 
     cfg: config.ModelConfig
 
     @nn.compact
     def __call__(self, queries: Side, keys: Side) -> jax.Array:
-        """What the queries get, like `queries.x`."""
+        """The output for the queries, with the shape of `queries.x`."""
         cfg, sizes = self.cfg, (self.cfg.embed, self.cfg.heads, self.cfg.head_dim)
 
         def heads(name: str, side: Side, x: jax.Array, spec: str) -> jax.Array:
@@ -258,20 +258,20 @@ def _inputs(cfg: config.ModelConfig, shape: Shape) -> dict[str, Input]:
     return vit.image_inputs(cfg, shape) | {"points": points, "point_kinds": kinds}
 
 
-# Masks of objects that prompts mean
+# The objective: the mask of the object that a prompt means
 
 
 class MaskSums(NamedTuple):
     """Sums over the rows that hold an object."""
 
-    loss: jax.Array  # of the first mask, of the best of the others, and of how the quality of each is guessed
+    loss: jax.Array  # of the first mask, of the best of the others, and of the predicted IoU of each
     iou: jax.Array  # the intersection of the first mask and the object over their union
 
 
 def _sums_of_masks(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> MaskSums:
     drawn, holds_B = output(module, params, batch, key), _holds_object(batch)
     loss_BM, iou_BM = _mask_losses(drawn, batch["object"])
-    # The gradient of the best one reaches it alone: its number is what is chosen.
+    # Only the best mask gets a gradient: its index is chosen, which has no gradient.
     best_B = loss_BM[:, 1:].argmin(1)
     of_best_B = jnp.where(jnp.arange(loss_BM.shape[1] - 1) == best_B[:, None], loss_BM[:, 1:], 0).sum(1)
     guess_B = jnp.square(drawn.iou_BM - iou_BM).mean(1)

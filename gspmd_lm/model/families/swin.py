@@ -1,4 +1,4 @@
-"""Swin: levels of blocks over windows of an image; from level to level, four patches become one (arXiv 2103.14030)."""
+"""Swin: stages of blocks over windows of an image; between stages, 2 x 2 patches are merged (arXiv 2103.14030)."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ class Level(Stack):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, keys_BT: jax.Array | None, merge: bool = False) -> jax.Array:
-        """The output of the last block, [B, T, D], after 2 x 2 patches became one each if they are to `merge`.
+        """The output of the last block, [B, T, D]. With `merge`, 2 x 2 patches are merged before the first block.
 
         keys_BT: a dropout key for each of its tokens.
         """
@@ -53,7 +53,7 @@ class Level(Stack):
 
 
 def _merge(module: nn.Module, cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
-    """The patches of a level, from those of the level before, of which two on a side make one."""
+    """The patches of a level: each merges 2 x 2 patches of the level before."""
     assert cfg.patches
     side, rows = cfg.patches.side, config.padded_rows(cfg.context, cfg.row_multiple)
     patches_BTD = like(x_BTD, BLOCK_INPUT)[:, : 4 * side**2]

@@ -16,11 +16,11 @@ from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.sharding.annotate import Weight, shard
 
-SOURCE = "source_"  # the names of the arrays of a source begin with it, beside those of the text that is made from it
+SOURCE = "source_"  # the arrays of the source have names that begin with it
 
 
 class Encoder(Stack):
-    """A stack of blocks from the tokens of a source to what a decoder reads."""
+    """A stack of blocks from the tokens of a source to the encoder output."""
 
     @nn.compact
     def __call__(
@@ -30,10 +30,10 @@ class Encoder(Stack):
         dropout_key: jax.Array | None,
         first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
     ) -> dict[str, jax.Array]:
-        """The batch of a decoder without the arrays of its source, with memory [B, S, D] and memory_segment_ids [B, S].
+        """The decoder's batch: the encoder output, memory [B, S, D], and memory_segment_ids [B, S] replace the source.
 
-        table: the token table. first: what is done to embedded tokens before positions are added. `batch`: see
-        `EncoderDecoder`.
+        table: the token table. first: a function that is applied to embedded tokens before positions are added.
+        `batch`: see `EncoderDecoder`.
         """
         source = {name.removeprefix(SOURCE): x for name, x in batch.items() if name.startswith(SOURCE)}
         source |= {"row": batch["row"]}
@@ -50,13 +50,13 @@ class Encoder(Stack):
         dropout_key: jax.Array | None,
         first: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array | None]:
-        """What the first block reads, [B, S, D], and a dropout key for each row."""
+        """The input of the first block, [B, S, D], and a dropout key for each token."""
         x_BSD, _, keys_BS = embed_tokens(self, self.cfg, source, dropout_key, table, first)
         return x_BSD, keys_BS
 
 
 class EncoderDecoder(Decoder):
-    """A decoder, and an encoder of its sources, which share the token table."""
+    """An encoder of sources and a decoder of texts, which share the token table."""
 
     @nn.compact
     def __call__(
@@ -64,8 +64,8 @@ class EncoderDecoder(Decoder):
     ) -> Decoded:
         """`batch` is that of `Decoder`, with source_tokens, source_positions and source_segment_ids [B, S].
 
-        A token attends to the source whose segment has the number of its own. Once a cache has the keys of the source,
-        `batch` holds memory_segment_ids [B, S] in their place.
+        A token attends to the source whose segment has its own's number. Once a cache has the keys of the source,
+        `batch` holds memory_segment_ids [B, S] instead of the source.
         """
         cfg = self.cfg
         x_BTD, table, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
@@ -83,7 +83,7 @@ def source_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:
 
 
 def source_prompt_batch(cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> Arrays:
-    """Prompts are sources; a text begins with the start token."""
+    """The batch of prompts as sources, whose texts begin with the start token."""
     assert cfg.encoder
     start_B1 = jnp.full((len(prompts), 1), cfg.encoder.start_token, jnp.int32)
     text = {"tokens": start_B1, "positions": jnp.zeros_like(start_B1), "segment_ids": jnp.ones_like(start_B1)}

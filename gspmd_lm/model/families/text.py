@@ -1,4 +1,4 @@
-"""What a family answers about itself: its module, arrays, objective and prompts; by default, the plain decoder's."""
+"""The facts about a family: its module, arrays, objective and prompts. The defaults are those of the plain decoder."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,35 +26,35 @@ def text_inputs(cfg: ModelConfig, shape: Shape) -> Inputs:
 
 
 def text_prompts(cfg: ModelConfig, rows: int, seq: int) -> Input:
-    """Tokens."""
+    """The array of prompts: tokens."""
     return Input((rows, seq), "int32", TOKEN_SPEC)
 
 
 def text_prompt_batch(cfg: ModelConfig, prompts: jax.Array, ahead_BT: jax.Array) -> Arrays:
-    """The batch of a text that goes on from its prompt. Padding is a segment of its own."""
+    """The batch of texts that continue their prompts. Padding is a segment of its own."""
     given = {"positions": jnp.maximum(ahead_BT, 0), "segment_ids": (ahead_BT >= 0).astype(jnp.int32)}
     return {"tokens": prompts} | given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model. The defaults are the answers of the plain decoder."""
+    """A kind of model. The defaults are those of the plain decoder."""
 
     fits: Callable[[ModelConfig], object]  # whether a config describes a model of this family
     module: Callable[[ModelConfig], nn.Module] = Decoder
     objective: Callable[[Config], Objective] = lambda config: TOKENS
-    inputs: Callable[[ModelConfig, Shape], Inputs] = text_inputs  # what the module reads of a batch
-    smallest: Callable[[Any], Shape] = lambda cfg: Shape()  # a batch that makes all weights
-    untrained_inputs: Callable[[ModelConfig], Inputs] = lambda cfg: {}  # of weights that training leaves out
-    # Generation: the array that holds prompts of up to so many tokens, or rows of an image or sound; and the batch that
-    # fills a cache with it, from the position of each token, which is negative for padding.
+    inputs: Callable[[ModelConfig, Shape], Inputs] = text_inputs  # the arrays of a batch that the module reads
+    smallest: Callable[[Any], Shape] = lambda cfg: Shape()  # the smallest batch that makes all weights
+    untrained_inputs: Callable[[ModelConfig], Inputs] = lambda cfg: {}  # for weights that training leaves out
+    # Generation: the array that holds prompts, from the number of rows and the greatest length in tokens, or rows of an
+    # image or sound; and the batch of a prefill, from that array and the positions of tokens, negative for padding.
     prompts: Callable[[ModelConfig, int, int], Input] = text_prompts
     prompt_batch: Callable[[ModelConfig, jax.Array, jax.Array], Arrays] = text_prompt_batch
-    # The token that a generated text begins with, where the prompt is no part of it; None where it goes on from that.
+    # The token that a generated text begins with; None if a text continues its prompt.
     start_token: Callable[[Any], int | None] = lambda cfg: None
 
     def dummy(self, cfg: ModelConfig) -> Arrays:
-        """The smallest batch that makes all weights, of zeros."""
+        """The smallest batch with which the module makes all its weights, filled with zeros."""
         inputs = self.inputs(cfg, self.smallest(cfg)) | self.untrained_inputs(cfg)
         return {name: jnp.zeros(one.shape, one.dtype) for name, one in inputs.items()}
 

@@ -1,4 +1,4 @@
-"""ViT: patches of images in, scores of their classes out (arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254)."""
+"""ViT: it classifies images from their patches (arXiv 2010.11929; DeiT: 2012.12877; BEiT: 2106.08254)."""
 
 import flax.linen as nn
 import jax
@@ -27,8 +27,8 @@ class ImageClassifier(Stack):
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
         """[B, classes], float32.
 
-        `batch` holds row [B] and patches [B, T, X]: of each image, rows whose places the learned rows take, then its
-        patches, and beyond the context rows of padding. No row sees padding.
+        `batch` holds row [B] and patches [B, T, X]: for each image, rows that the learned tokens replace, then its
+        patches, then padding beyond the context. No row attends to padding.
         """
         cfg, x_BTD = self.cfg, encode_image(self, batch, dropout_key)
         class_row_B1D, second_B1D = (like(x_BTD[:, place : place + 1], RESIDUAL) for place in (0, 1))
@@ -42,7 +42,7 @@ class ImageClassifier(Stack):
 
 
 def encode_image(stack: Stack, batch: dict[str, jax.Array], dropout_key: jax.Array | None) -> jax.Array:
-    """The output of the last block of a stack that sees images, normed, [B, T, D]. `batch`: see `ImageClassifier`."""
+    """The normed output of an image encoder's last block, [B, T, D]. `batch`: see `ImageClassifier`."""
     cfg, patches_BTX = stack.cfg, batch["patches"]
     T = patches_BTX.shape[1]
     places_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), patches_BTX.shape[:2])
@@ -64,7 +64,7 @@ def mean_of_patches(cfg: config.ModelConfig, x_BTD: jax.Array) -> jax.Array:
 
 
 def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.Array) -> jax.Array:
-    """What the first block reads, [B, T, D]: projected patches behind the learned rows, and their positions added."""
+    """The input of the first block, [B, T, D]: learned tokens, then projected patches, plus position embeddings."""
     assert cfg.patches
     dtype, T = jnp.dtype(cfg.compute_dtype), patches_BTX.shape[1]
     stem = matrix(module, "stem", "pixels embed", (cfg.patches.pixels, cfg.embed), cfg)
@@ -72,7 +72,7 @@ def embed_patches(module: nn.Module, cfg: config.ModelConfig, patches_BTX: jax.A
         x_BTD = like(like(project(in_BTX, stem), BLOCK_INPUT), RESIDUAL)
     if cfg.patches.bias:
         x_BTD += bias(module, "stem_bias", "embed", (cfg.embed,), cfg)
-    # Selected and not put before the patches: their sequence may be split over devices.
+    # Learned tokens are selected, not concatenated before the patches: the sequence may be split over devices.
     for place, name in enumerate(FIRST_ROWS[: cfg.patches.first]):
         row_D = use(matrix(module, name, "embed", (cfg.embed,), cfg))
         x_BTD = jnp.where(jnp.arange(T)[:, None] == place, row_D, x_BTD)

@@ -30,7 +30,7 @@ TAPS = 3  # frames that a convolution sees
 
 
 class SoundEncoder(t5.Encoder):
-    """A stack of blocks from the frames of a sound to what a decoder reads."""
+    """A stack of blocks from the frames of a sound to the encoder output."""
 
     def before_blocks(
         self,
@@ -44,7 +44,7 @@ class SoundEncoder(t5.Encoder):
 
 
 class SoundDecoder(Decoder):
-    """A decoder of texts, and an encoder of the sounds that they are said in."""
+    """An encoder of sounds and a decoder of the texts that are spoken in them."""
 
     @nn.compact
     def __call__(
@@ -62,10 +62,10 @@ class SoundDecoder(Decoder):
 def embed_frames(
     module: nn.Module, cfg: config.ModelConfig, source: dict[str, jax.Array], dropout_key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What the first block of an encoder reads, [B, S, D], and a dropout key for each row.
+    """The input of an encoder's first block, [B, S, D], and a dropout key for each token.
 
-    `source` holds frames [B, S, WINDOW, bands], positions [B, S] and row [B]. A row has all frames that it hears, so
-    that a sequence may be split anywhere: those around frame 2 s, of which the second convolution makes row s.
+    `source` holds frames [B, S, WINDOW, bands], positions [B, S] and row [B]. Token s has all frames that the two
+    convolutions read for it, those around frame 2 s, so that a sequence may be split anywhere.
     """
     assert cfg.frames
     D, bands, gelu = cfg.embed, cfg.frames.bands, ACTIVATIONS["gelu"]
@@ -86,12 +86,12 @@ def embed_frames(
 
 
 def _sinusoids(key: jax.Array, shape: tuple[int, int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The values of the table, which training leaves as they are."""
+    """The values of the table, which training does not change."""
     return sinusoids(jnp.arange(shape[0])[None], shape[1])[0].astype(dtype)
 
 
 def frames_input(cfg: config.ModelConfig, rows: int, seq: int) -> Input:
-    """The frames of sounds."""
+    """The array of prompts: the frames of sounds."""
     assert cfg.frames
     return Input((rows, seq, WINDOW, cfg.frames.bands), "float32", FRAMES)
 

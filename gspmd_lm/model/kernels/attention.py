@@ -25,7 +25,7 @@ OUT = "attention_out: batch seq heads head_dim"
 SEGMENTS = "tokens: batch seq"
 KEY_SEGMENTS = "k: batch kv_seq"  # of keys that are other tokens than the queries
 HEAD = "q: whole heads"
-UNSEEN = -1e38  # what is added to the score of a key that a query does not see
+UNSEEN = -1e38  # added to the score of a key that is masked for a query
 AMPERE = 8, 0  # the compute capability from which cuDNN has attention (NVIDIA's documentation of cuDNN 9, "Attention")
 # The compute capability of the GPUs from which cuDNN has packed documents (jax 0.10.2, jax/_src/cudnn), and that alone
 # have a backward pass for heads above 128 (nvidia-cudnn-frontend 1.32.0, scaled_dot_product_flash_attention.h; from
@@ -38,11 +38,11 @@ MOST_BLOCKS = 8
 
 
 class TokenPlaces(NamedTuple):
-    """Where the tokens of queries or keys stand: int32."""
+    """The positions of the tokens of queries or keys, int32."""
 
-    at_BT: jax.Array  # the place of each in its row; one row stands for all if it has one
+    at_BT: jax.Array  # the position of each in its row; a single row is that of all rows
     segments_BT: jax.Array | None  # equal within a document
-    places_BT: jax.Array | None  # the place of each in its document, if that is not its place in the row
+    places_BT: jax.Array | None  # the position of each in its document, if that is not its position in the row
 
 
 def keys_axis() -> str:
@@ -68,8 +68,8 @@ def attend(
     Kernels compute the softmax in float32, XLA in `model.attention.scores_dtype`.
 
     Key heads, the axis `keys_axis`, are shared by N / K query heads each. segments_BT: int32, equal within a document,
-    which lies in one piece; None where a row is one text. places_BT: int32, where in its document a token stands, if
-    that is not its place in the row. own_RN: learned numbers of each head, see `head_numbers`. one_text: see
+    which lies in one piece; None where a row is one text. places_BT: int32, the position of a token in its document,
+    if that is not its position in the row. own_RN: learned numbers of each head, see `head_numbers`. one_text: see
     `documents.runs`. A remat policy that keeps `attention_out` keeps all that a fused kernel's backward pass needs of
     its forward pass.
     """
@@ -150,7 +150,7 @@ def attend_to_cache(
 def unsupported_setting(
     kernel: str, model: config.ModelConfig, *, seq: int, segments: bool, capability: tuple[int, ...] = ()
 ) -> str | None:
-    """What a config asks for that `kernel` cannot do, or None. It begins with the key of the config, if it is one.
+    """The setting of a config that `kernel` does not support, or None. It begins with the config's key, if it is one.
 
     capability: the compute capability of a GPU; () where it is not known, or is none.
     """
@@ -188,7 +188,7 @@ def unsupported_setting(
 
 @functools.cache
 def mask(cfg: config.ModelConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function that gives whether queries see keys, [B, T, S], from the places of both, [B, T] and [B, S]."""
+    """A function from the positions of queries and keys, [B, T] and [B, S], to the mask of keys in use, [B, T, S]."""
     window = cfg.attention.window
 
     def full(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
@@ -222,8 +222,8 @@ def attend_masked(
 ) -> jax.Array:  # fmt: skip
     """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H].
 
-    shards: of the batch. Each makes the bias of all pairs of tokens from that of all distances. So the gradients of
-    the latter are added up over devices, and not those of the pairs, which are many more.
+    shards: of the batch. Each expands the bias of all relative positions to that of all pairs of tokens. So devices
+    reduce the gradients of the relative positions, which are far fewer than the pairs.
     """
     parts, at_BT = score_parts(cfg), queries.at_BT
     seen_BTS = mask(cfg)(at_BT, keys.at_BT)
@@ -231,7 +231,7 @@ def attend_masked(
         seen_BTS &= queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
     if parts.by_distance and shards > 1:
         at_BT = like(jnp.broadcast_to(at_BT, (shards, at_BT.shape[1])), SEGMENTS)
-    # Alibi depends on distances alone. Only where it is rounded does it depend on the places themselves.
+    # ALiBi depends on relative positions alone. Only where it is rounded does it depend on absolute ones.
     at_BS = keys.places_BT if parts.rounded and keys.places_BT is not None else keys.at_BT
     attention = recomputed(functools.partial(_xla, cfg=cfg))
     seen_BTS, where_seen = parts.where_seen(seen_BTS)
@@ -241,17 +241,17 @@ def attend_masked(
 
 
 def _zero_without_keys(seen_BTS: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """A mask by which each query sees a key, as a softmax needs it, and what gives 0 to a query that saw none."""
+    """A mask with a key for each query, as a softmax needs, and a function that zeroes the results without keys."""
     has_key_BT11 = seen_BTS.any(-1)[:, :, None, None]
     return seen_BTS | ~has_key_BT11[..., 0], lambda out_BTNH: jnp.where(has_key_BT11, out_BTNH, 0)
 
 
 class ScoreParts(NamedTuple):
-    """What the scores of a model's attention consist of."""
+    """The parts of the scores of a model's attention."""
 
     bias: Callable[..., jax.Array | None]
-    by_distance: bool  # whether something is learned of distances
-    rounded: bool  # whether the bias depends on places that are rounded
+    by_distance: bool  # whether there are learned relative positions
+    rounded: bool  # whether the bias depends on absolute positions, rounded
     where_seen: Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
     products: Callable[..., jax.Array]
     cap: Callable[[jax.Array], jax.Array]
@@ -285,7 +285,7 @@ def _products(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
 
 
 def _products_and_distances(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg):
-    """q k and the products of both with distances, scaled, [B, N, 1, T, S]."""
+    """q k and the products of both with relative positions, scaled, [B, N, 1, T, S] (disentangled attention)."""
     added_BNTS = scores_by_distance(q_BTNH, k_BSKH, heads_RN, queries_BT, keys_BS, cfg.attention.relative_vectors)
     scores_BNTS: jax.Array = with_added(scores_scale(cfg), score_parts(cfg).dtype, q_BTNH, k_BSKH, added_BNTS)
     return scores_BNTS[:, :, None]
@@ -351,14 +351,15 @@ with_added.defvjp(_with_added, _with_added_backward)
 
 
 def scores_scale(cfg: config.ModelConfig) -> float:
-    """What q k is multiplied with."""
+    """The factor that multiplies q k."""
     return cfg.attention.scale or cfg.head_dim**-0.5
 
 
 def head_numbers(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array:
-    """Numbers of each head, [R, N]: the biases of R ranges of distances, or their queries and keys, or its sink, a
-    logit of nothing that takes a share of its softmax. A head that has learned none of these has its slope, which is 0
-    for heads of padding."""
+    """Numbers of each head, [R, N]: biases, or queries and keys, of R ranges of relative positions, or attention sinks.
+
+    A sink is a logit that takes part in the head's softmax without a key. A head that has learned none of these has its
+    ALiBi slope, which is 0 for heads that are padding."""
     if own_RN is not None:
         return jnp.atleast_2d(own_RN)
     return jnp.pad(alibi_slopes(cfg.heads), (0, cfg.head_rows - cfg.heads))[None]

@@ -111,7 +111,7 @@ class Blocks:
         return s, slope
 
     def _chunks(self, k_BSKH, v_BSKH, segments: Segments) -> tuple[jax.Array, ...]:
-        """Keys, values, their places and their segments, cut into chunks along a new first dimension."""
+        """Keys, values, their positions and their segments, cut into chunks along a new first dimension."""
         S = k_BSKH.shape[1]
         size = next(n for n in range(min(KEYS, S), 0, -1) if S % n == 0)
         arrays = [k_BSKH, v_BSKH, *([segments[1]] if segments else [])]

@@ -7,7 +7,7 @@ ulysses  sequences are exchanged for heads, and back: all-to-alls (arXiv 2309.14
 A causal mask leaves little work to the first tokens and much to the last ones. So a training step shards its rows in
 zigzag: with n devices and 2n pieces of a row, device i works on pieces i and 2n-1-i. The step does so itself, by
 `zigzag_sharded`. Rows come in their usual order from whoever makes them, and what is computed does not depend on the
-order: each token takes its place in the row along.
+order: each token carries its position in the row.
 """
 
 import functools
@@ -40,14 +40,14 @@ def sequence() -> Split:
 def keys_spec(array: str, of_memory: bool = False) -> str:
     """The spec of keys or values: of the tokens that a device has, or of those that its queries read.
 
-    Those of what another stack made are read whole.
+    Those of encoder output are read whole.
     """
     split_tokens = sequence().num_shards > 1 and not of_memory
     return f"{array}: batch {'seq' if split_tokens else 'kv_seq'} kv_heads head_dim"
 
 
 def gathered_early(specs: Sequence[str], arrays: Sequence[jax.Array], tokens: Tokens) -> Any:
-    """Specs and arrays of what the keys of tokens are made from, where devices gather it in place of the keys.
+    """Specs and arrays from which keys are computed, where devices gather these instead of the keys.
 
     Of n devices that share a row, each then makes the keys of all its tokens. So an array has n times as many tokens as
     before, and the shard of each device is the whole row, in the order of the text.
@@ -74,7 +74,7 @@ def _form(over: Split, tokens: Tokens) -> str:
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """The places in a row of `length` tokens that each device has, one device after the other."""
+    """The positions in a row of `length` tokens that each device has, one device after the other."""
     piece = np.arange(length).reshape(2 * devices, -1)
     return np.concatenate([np.r_[piece[i], piece[-1 - i]] for i in range(devices)])
 
@@ -85,9 +85,9 @@ def zigzag_supported(length: int, num_shards: int, form: str, mask: str) -> bool
 
 
 def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any]:
-    """The batch with its tokens sharded in zigzag, and `places`: where each token stands in its row, [B, T].
+    """The batch with its tokens sharded in zigzag, and `places`: the position of each token in its row, [B, T].
 
-    Sources, which an encoder reads with a full mask, stay as they are. Without `places`, tokens stand in their order.
+    Sources, which an encoder reads with a full mask, stay as they are. Without `places`, tokens are in order.
     """
     over, names = sequence(), [name for name, x in batch.items() if x.ndim == 2 and not name.startswith("source_")]
     B, T = batch["tokens"].shape
@@ -151,9 +151,9 @@ def attend_to_memory(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens, cfg: config.ModelConfig,
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Attention to the keys of what another stack made, [B, T, N, H].
+    """Cross-attention to the keys of encoder output, [B, T, N, H].
 
-    A token sees the keys of the segment that has the number of its own. A token without any, such as padding, gets 0.
+    A token attends to the keys of the segment with its own's number. A token without any, such as padding, gets 0.
     XLA computes what the kernel of the rules cannot, and queries whose sequence is split.
     """
     k_BSKH, v_BSKH = _repeat_for_query_heads(q_BTNH, k_BSKH, v_BSKH, of_memory=True)

@@ -1,4 +1,4 @@
-"""Biases of attention by the distance from a query to a key, and parts of its scores that depend on it."""
+"""Relative positions in attention: biases (T5, ALiBi) and products of queries and keys with them (DeBERTa)."""
 
 import functools
 import math
@@ -10,15 +10,15 @@ from einops import rearrange
 
 from gspmd_lm import config
 
-BLOCK = 128  # the rows of a block of products with the vectors of distances
+BLOCK = 128  # the rows of a block of products with relative position vectors
 
 
 @functools.cache
 def score_bias(cfg: config.ModelConfig, scale: float) -> Callable[..., jax.Array | None]:
     """A function that gives the bias of scores, [B or 1, N, T, S], or None where a model has none.
 
-    It is given numbers of each head, [R, N], see `attention.head_numbers`; the places of queries, [A, T], and of keys,
-    [A or B, S]; and the rows of the batch, of which each of A has an equal share. scale: what q k is multiplied with.
+    Its arguments are numbers of each head, [R, N], see `attention.head_numbers`; the positions of queries, [A, T], and
+    of keys, [A or B, S]; and the number of rows of the batch, which A divides. scale: the factor of q k.
     """
     table: dict[str, Callable[..., jax.Array | None]] = {
         "alibi": _alibi,
@@ -32,7 +32,7 @@ def score_bias(cfg: config.ModelConfig, scale: float) -> Callable[..., jax.Array
 def _bias_of_ranges(
     cfg: config.ModelConfig, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int
 ) -> jax.Array:
-    """The learned number of the range of each distance (T5, BEiT)."""
+    """The learned bias of the range of each relative position (T5, BEiT)."""
     assert cfg.attention.relative_positions
     queries_BT1, keys_B1S = queries_BT[:, :, None], keys_BS[:, None, :]
     plane = cfg.attention.relative_positions.side > 0
@@ -42,7 +42,7 @@ def _bias_of_ranges(
 
 
 def _alibi(heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int) -> jax.Array:
-    """The distance times the slope of each head (arXiv 2108.12409)."""
+    """ALiBi: the relative position times the slope of each head (arXiv 2108.12409)."""
     distance_BTS = (keys_BS[:, None, :] - queries_BT[:, :, None]).astype(jnp.float32)
     return heads_RN[0, :, None, None] * distance_BTS[:, None]
 
@@ -50,7 +50,7 @@ def _alibi(heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows:
 def _rounded_alibi(
     scale: float, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array, rows: int
 ) -> jax.Array:
-    """The place of each key times the slope of each head, both rounded to bfloat16, and scaled as scores are (Falcon).
+    """ALiBi as in Falcon: a key's position times each head's slope, both rounded to bfloat16, scaled as scores are.
 
     The compiler may leave out a conversion to bfloat16 and back, which would not round then.
     """
@@ -60,7 +60,7 @@ def _rounded_alibi(
 
 
 def alibi_slopes(heads: int) -> jax.Array:
-    """How fast each head's attention falls with distance, [N], float32 (arXiv 2108.12409).
+    """The ALiBi slope of each head, [N], float32 (arXiv 2108.12409).
 
     For a power of two, 2^(-8/N), 2^(-16/N), ...; otherwise those of the power below, then every other one of the
     power above, as BLOOM has it.
@@ -72,7 +72,7 @@ def alibi_slopes(heads: int) -> jax.Array:
 
 
 def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
-    """The number of the range that holds a distance from query to key: see `config.RelativePositions`."""
+    """The index of the range (bucket) of a relative position: see `config.RelativePositions`."""
     relative, first = cfg.attention.relative_positions, 0
     assert relative
     count, far = relative.ranges, jnp.maximum(-ahead, 0)
@@ -86,9 +86,9 @@ def ranges(ahead: jax.Array, cfg: config.ModelConfig) -> jax.Array:
 
 
 def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig) -> jax.Array:
-    """The number of the range that holds the distance of a key's patch from a query's, whose places in a row are given.
+    """The index of the range of the relative position in the image of two patches, from their positions in a row.
 
-    The place 0 is that of a learned row, and places beyond the patches, which are padding, have any range.
+    Position 0 is that of a learned token. Positions beyond the patches are padding, whose range does not matter.
     """
     relative = cfg.attention.relative_positions
     assert relative
@@ -105,11 +105,10 @@ def scores_by_distance(
     q_BTNH: jax.Array, k_BSNH: jax.Array, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array,
     relative: config.RelativeVectors,
 ) -> jax.Array:  # fmt: skip
-    """What is added to the products of queries and keys, before both are scaled, [B, N, T, S].
+    """The terms that are added to the products of queries and keys before both are scaled, [B, N, T, S].
 
     heads_RN: the query and the key of each range, see `parts.relative.range_projections`. queries_BT, keys_BS: the
-    place of each in its row, each one more than that of the token before; one row stands for all rows of a shard of the
-    batch.
+    position of each in its row, each one more than that of the token before; one row stands for all of a batch's shard.
     """
     queries_RNH, keys_RNH = rearrange(heads_RN, "(z R H) N -> z R N H", z=2, H=q_BTNH.shape[-1])
     first_B, (T, S) = queries_BT[:, :1] - keys_BS[:, :1], (q_BTNH.shape[1], k_BSNH.shape[1])
@@ -120,28 +119,28 @@ def scores_by_distance(
 
 
 def distances(rows: int, columns: int) -> jax.Array:
-    """How far rows are ahead of columns, int32 [P blocks of rows, columns + rows of a block].
+    """The relative positions of rows to columns, int32 [P blocks of rows, columns + rows of a block].
 
-    [p, d] is the distance of the last row of block p from column d. Row r of the block has its distances from
-    d = size - 1 - r on: see `skew`.
+    [p, d] is that of the last row of block p to column d. Those of row r of the block begin at d = size - 1 - r: see
+    `skew`.
     """
     size = BLOCK if rows % BLOCK == 0 else rows
     return jnp.arange(size - 1, rows, size)[:, None] - jnp.arange(columns + size)
 
 
 def with_vectors(x_BTNH: jax.Array, vectors_RNH: jax.Array, range_APD: jax.Array) -> jax.Array:
-    """The products of rows and the vectors of their distances from columns, [B, N, T, S].
+    """The products of rows and the vectors of their relative positions to columns, [B, N, T, S].
 
     range_APD: the ranges of `distances`, once for each of A shards of the batch.
 
-    Each distance gets the vector of its range before it is multiplied, so that there are few vectors to take. A gather
+    Each relative position gets the vector of its range before the product, so that few vectors are gathered. A gather
     of products has a scatter for its derivative, which adds them up one by one: 105 ms of a step of 303 ms of DeBERTa
     v3 large on one H100.
     """
     A, P, _ = range_APD.shape
     vectors_APDNH: jax.Array = take_vectors(len(vectors_RNH), vectors_RNH, range_APD)
     x_ABPtNH = rearrange(x_BTNH, "(A B) (P t) N H -> A B P t N H", A=A, P=P)
-    # In this order the distances of a row lie side by side in memory, and so are read in pieces.
+    # In this order the relative positions of a row are contiguous in memory.
     products = jnp.einsum("ABPtNH,APDNH->APNBtD", x_ABPtNH, vectors_APDNH)
     return rearrange(skew(products), "A P N B t S -> (A B) N (P t) S")
 
@@ -171,10 +170,10 @@ def skew(x_TD: jax.Array) -> jax.Array:
 
 
 def range_numbers(ahead: jax.Array, relative: config.RelativeVectors) -> jax.Array:
-    """The number of the range that holds a distance from query to key.
+    """The index of the range (bucket) of a relative position.
 
-    A distance up to a quarter of the ranges has one of its own; beyond, ranges grow with its logarithm. Where ranges
-    suffice for all distances, each has one.
+    A relative position up to a quarter of the ranges has a range of its own; beyond, ranges grow with the logarithm.
+    Where there are enough ranges for all relative positions, each has its own.
     """
     if relative.distance == relative.ranges // 2:
         return jnp.clip(ahead + relative.distance, 0, relative.ranges - 1)

@@ -24,7 +24,7 @@ class Ranges(NamedTuple):
 
     mine_BT: jax.Array | None  # whether a token belongs to one of them; None: all do
     of_BT: jax.Array  # the number of its document
-    place_BT: jax.Array  # its place in the document
+    place_BT: jax.Array  # its position in the document
     begins: jax.Array  # [D + 1]: the first token of each; of what comes after the last one: B * T
     lengths: jax.Array  # [D]: 0 for a document that does not exist
 

@@ -25,7 +25,7 @@ from gspmd_lm.sharding.permutes import permute
 
 
 class _Part(NamedTuple):
-    """What some keys contribute to the result of queries."""
+    """The partial result of queries over some of the keys."""
 
     out_BTNH: jax.Array  # float32
     lse_BTN: jax.Array  # float32: the logarithm of the softmax sum

@@ -19,7 +19,7 @@ from gspmd_lm.model.kernels.attention import MOST_BLOCKS, scores_scale, sees, sp
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """Whether a query's token sees a key's, from the places of both. The kernel computes it for a block at a time."""
+    """Whether a query may attend to a key, from the positions of both. The kernel computes it a block at a time."""
 
     window: int
 
@@ -68,8 +68,8 @@ def kernel(
 ) -> Any:  # fmt: skip
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
-    Without places, queries stand in the order of the text. Neighbours within a `piece` of the places are neighbours in
-    the text. With `everything` nothing is masked.
+    Without positions, queries are in the order of the text. Neighbours within a `piece` of the positions are neighbours
+    in the text. With `everything` nothing is masked.
     """
     _, T, N, H = q_BTNH.shape
     places_T = np.arange(T) if places_T is None else places_T
@@ -91,7 +91,7 @@ def device_kernel(made: Any, devices: int, device: jax.Array) -> Any:
     """The kernel for the queries of one of the devices that `made` is for."""
 
     def local_part(x: jax.Array) -> jax.Array:
-        axis = 0 if x.ndim == 1 else 1  # places of queries, or a table of heads x blocks of queries x blocks of keys
+        axis = 0 if x.ndim == 1 else 1  # positions of queries, or a table of heads x blocks of queries x blocks of keys
         cut = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
         return jax.lax.dynamic_index_in_dim(cut, device, axis, keepdims=False)
 
@@ -112,7 +112,7 @@ def attend(
 def _call_kernel(
     made: Any, q_BTNH, k_BSKH, v_BSKH, cfg: config.ModelConfig, segments: tuple[jax.Array, jax.Array] | None
 ) -> Any:
-    """What a kernel gives, heads before tokens."""
+    """The result of a kernel, with heads before tokens."""
     q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scores_scale(cfg), k_BSKH, v_BSKH))
     ids = [splash.SegmentIds(*segments)] if segments else []
     with sees(cfg):

@@ -25,7 +25,7 @@ INPUTS = "residual: layers batch seq layer_embed"
 
 
 class AltUp(nn.Module):
-    """Several residual streams around one block. What it computes of a token depends on that token alone."""
+    """Several residual streams around one block (AltUp). It works on each token by itself."""
 
     cfg: config.ModelConfig
 
@@ -87,7 +87,7 @@ class Laurel(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """`x_BTD` and its product, normed. Nothing is split in its rank."""
+        """`x_BTD` plus its normed low-rank product. The rank is never sharded."""
         cfg, D, R = self.cfg, self.cfg.embed, self.cfg.residual.laurel_rank
         inward = matrix(self, "laurel_in", "embed rank", (D, R), cfg)
         outward = matrix(self, "laurel_out", "rank embed", (R, D), cfg)
@@ -98,7 +98,7 @@ class Laurel(nn.Module):
 def around_streams(
     cfg: config.ModelConfig, branches: Sequence[Callable[[jax.Array, Tokens], Stream]]
 ) -> Callable[[jax.Array, Tokens], Stream]:
-    """The branches of a layer, around the first of several residual streams, as one branch around all of them."""
+    """One branch around several residual streams, which runs the branches of a layer on the first of them."""
     altup = AltUp(cfg, name="altup")
 
     def compute(x_MBTD: jax.Array, tokens: Tokens) -> Stream:
@@ -130,7 +130,7 @@ class LayerInputs(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """[L, B, T, Y]: the mean of what a table has and of a projection of the embedded tokens, times sqrt(2)."""
+        """[L, B, T, Y]: the mean of a look-up in a table and of a projection of embedded tokens, times sqrt(2)."""
         cfg, L, Y = self.cfg, self.cfg.layers, self.cfg.residual.layer_embed
         table = matrix(self, "layer_table", "vocab embed", (cfg.vocab_rows, L * Y), cfg)
         tokens_BT = jnp.where(tokens_BT < (cfg.residual.layer_vocab or cfg.vocab), tokens_BT, 0)
@@ -145,7 +145,7 @@ class LayerInputs(nn.Module):
 
 
 class Streams(nn.Module):
-    """The ends of the residual streams: each but the first has a matrix at either end."""
+    """Projections that split one residual stream into several before the first layer, and merge them after the last."""
 
     cfg: config.ModelConfig
 
@@ -155,12 +155,12 @@ class Streams(nn.Module):
         self.streams_out = matrix(self, "streams_out", "streams embed stream_width", (others, D, D), cfg)
 
     def apart(self, x_BTD: jax.Array) -> jax.Array:
-        """The streams before the first layer, [M, B, T, D]: each token has the same size in all."""
+        """The streams before the first layer, [M, B, T, D]. A token has the same root mean square in all of them."""
         others_MBTD = jnp.einsum("BTD,MDO->MBTO", x_BTD, use(self.streams_in))
         return shard(_alike(x_BTD, like(others_MBTD, STREAMS)), STREAMS)
 
     def together(self, x_MBTD: jax.Array) -> jax.Array:
-        """The mean of the streams after the last layer, [B, T, D], of which each token has the same size in all."""
+        """The mean of the streams after the last layer, [B, T, D], scaled to the same root mean square first."""
         others_MBTD = jnp.einsum("MBTD,MDO->MBTO", x_MBTD[1:], use(self.streams_out))
         return shard(_alike(x_MBTD[0], like(others_MBTD, STREAMS)).mean(0), RESIDUAL)
 

@@ -6,9 +6,9 @@ from gspmd_lm.model.tokens import Tokens
 
 
 def in_chunks(size: int, tokens: Tokens) -> Tokens:
-    """The tokens of a layer whose attention stays within chunks of their document, as if each were a document."""
+    """The tokens for attention within chunks of `size` tokens: each chunk of a document becomes a segment."""
     positions_BT, length = tokens.positions_BT, tokens.positions_BT.shape[1]
-    if length == 1 and tokens.slot is not None:  # a new token attends to the tokens in the cache that are of its chunk
+    if length == 1 and tokens.slot is not None:  # a new token attends to the cached tokens of its chunk
         return tokens._replace(start_B=tokens.slot - positions_BT[:, 0] % size)
     if length <= size:
         return tokens

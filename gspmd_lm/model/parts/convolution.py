@@ -18,7 +18,7 @@ from gspmd_lm.sharding.partial_sums import reduced
 def beside_first_layer(
     cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens
 ) -> dict[str, Change]:
-    """What is done to the output of the first layer: the convolution of its input is added, and the sum is normed."""
+    """The change of the first layer's output: the convolution of its input is added, and the sum is normed."""
     convolved_BTD = convolve(cfg, module, x_BTD, tokens)
 
     def add(x_BTD: jax.Array) -> jax.Array:
@@ -28,9 +28,9 @@ def beside_first_layer(
 
 
 def convolve(cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens) -> jax.Array:
-    """[B, T, D]: a convolution of tokens with those around them in their text, after its activation.
+    """A convolution over neighbouring tokens of the same text, and its activation, [B, T, D].
 
-    The parameters are those of `module`.
+    `module` holds the parameters.
     """
     assert cfg.convolution
     taps, T = cfg.convolution.taps, x_BTD.shape[1]

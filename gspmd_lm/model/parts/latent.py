@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads are made from one short vector of a token (arXiv 2405.04434, 2.1)."""
+"""Multi-head latent attention: keys and values of all heads come from one latent vector (arXiv 2405.04434, 2.1)."""
 
 import flax.linen as nn
 import jax
@@ -20,13 +20,13 @@ from gspmd_lm.sharding.quantised import whole
 Q_LATENT = "q_latent: batch seq q_rank"
 KV_LATENT = "kv_latent: batch seq kv_rank"
 K_ROPE = "k_rope: batch seq rope_dim"
-LATENT_EPS = 1e-6  # of both norms, whatever a model's other norms have: as in the code of DeepSeek-V2 and V3
+LATENT_EPS = 1e-6  # of both norms, independent of norm.eps, as in the code of DeepSeek-V2 and V3
 
 
 class LatentAttention(nn.Module):
-    """Self-attention whose cache keeps the vector that keys and values are made from, and the key that all heads share.
+    """Self-attention whose cache keeps a latent vector and a rotary key for each token, which all heads share.
 
-    A query and a key of a head begin with the rope_dim numbers that are rotated. In a key, all heads share them.
+    Queries and keys begin with the rope_dim dimensions that are rotated. In keys, all heads share these dimensions.
     """
 
     cfg: config.ModelConfig
@@ -55,10 +55,10 @@ class LatentAttention(nn.Module):
         self.attend = self.parts.attend(self)
 
     def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
-        """What is added to the residual stream, and the tokens with the cache: see `Attention`.
+        """The output that the residual stream adds, and the tokens with their updated cache: see `Attention`.
 
-        Keys and values of a new token's predecessors are not made from the cache. Instead the query is multiplied with
-        `wk_up`, and the sum of the vectors with `wv_up`, so that attention reads the vectors themselves.
+        A decoding step does not compute keys and values from the cache. It multiplies the query by `wk_up` and the
+        weighted sum of latent vectors by `wv_up` instead, so that attention reads the latent vectors themselves.
         """
         latent_BTZ = self.kv_norm(shard(project(in_BTD, self.wkv_down), KV_LATENT))
         q_BTNH, shared_BTP = shard(self._queries(in_BTD), Q), shard(project(in_BTD, self.wk_rope), K_ROPE)
@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
         return self.out_bias(unreduced_matmul(self.parts.result(out_BTNH), self.wo)), tokens
 
     def _attend(self, q_BTNH: jax.Array, latent_BTZ: jax.Array, shared_BTP: jax.Array, tokens: Tokens) -> jax.Array:
-        """The result of attention to the tokens themselves, [B, T, N, H]."""
+        """The result of attention in training and prefill, [B, T, N, H]."""
         cfg, specs, vectors = self.cfg, (KV_LATENT, K_ROPE), (latent_BTZ, shared_BTP)
         if not cfg.matmul_dtype:  # gradients of keys are then sums of parts, which 8 bits would round otherwise
             specs, vectors = gathered_early(specs, vectors, tokens)
@@ -98,13 +98,13 @@ class LatentAttention(nn.Module):
             return project(latent_BTQ, self.wq_up)
 
     def _attend_absorbed(self, q_B1NH: jax.Array, tokens: Tokens) -> jax.Array:
-        """The result of attention of one new token per row, [B, 1, N, H], from what the cache keeps."""
+        """The result of attention of one new token per row to the cache, [B, 1, N, H]."""
         cfg, rank, seen = self.cfg, self.wk_up.array.shape[0], self.parts.seen(tokens)
         assert tokens.cache
         (stored_BS1G,) = tokens.cache.read(tokens.place_in_cache)
         shared_B1NP, own_B1NH = jnp.split(q_B1NH, [cfg.attention.rope.dim], axis=-1)
         q_B1NZ = jnp.einsum("BTNH,ZNH->BTNZ", own_B1NH, whole(self.wk_up))
         q_B1NG = jnp.concatenate([q_B1NZ, shared_B1NP], -1)
-        # The shared keys are summed up along, as values, and cut off: without them, the cache would have to be copied.
+        # The rotary keys are part of the values, and their sum is cut off. To leave them out would copy the cache.
         sum_B1NG = attend_to_cache(q_B1NG, stored_BS1G, stored_BS1G, seen.slot, seen.start_B, cfg, self.numbers(tokens))
         return jnp.einsum("BTNZ,ZNH->BTNH", sum_B1NG[..., :rank], whole(self.wv_up))

@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule: a state of fixed size in place of keys and values (arXiv 2412.06464).
+"""Linear attention by the gated delta rule: a state of fixed size replaces keys and values (arXiv 2412.06464).
 
 The state S of a head turns keys into values. A token with key k, value v, decay d and rate b changes it to
 d S + b k (v - d S k), and its query reads it. A training step computes whole chunks of tokens at once, as products of
@@ -57,9 +57,9 @@ class GatedDeltaNet(nn.Module):
         self.norm = Norm(plain, "head_dim")
 
     def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
-        """What is added to the residual stream, and the tokens with the cache. `in_BTD` is gathered.
+        """The output that the residual stream adds, and the tokens with their updated cache. `in_BTD` is gathered.
 
-        With a cache, a single token per row is the next one. Several tokens are the first ones.
+        With a cache, a single token per row is a decoding step, and several tokens per row are a prefill.
         """
         cfg = self.cfg
         q, k, v, z = (project(in_BTD, w) for w in (self.linear_q, self.linear_k, self.linear_v, self.linear_z))
@@ -97,7 +97,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _draw_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The logarithm of how fast heads forget at first, as in Mamba 2."""
+    """The initial logarithm of the decay rate of each head, as in Mamba 2."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
 
@@ -125,7 +125,7 @@ def _last(x_BTNH: jax.Array, count: int, segments_BT: jax.Array) -> jax.Array:
 
 
 def _step(q_B1NH, k_B1NH, v_B1NH, log_decay_B1N, rate_B1N, state_BNIH) -> tuple[jax.Array, jax.Array]:
-    """What one more token of each row reads, [B, 1, N, H], and the state after it."""
+    """The output for one more token of each row, [B, 1, N, H], and the state after it."""
     q_BNI, k_BNI, v_BNH = (x[:, 0] for x in (q_B1NH, k_B1NH, v_B1NH))
     state_BNIH = state_BNIH * jnp.exp(log_decay_B1N[:, 0, :, None, None])
     known_BNH = jnp.einsum("BNI,BNIH->BNH", k_BNI, state_BNIH)
@@ -135,9 +135,9 @@ def _step(q_B1NH, k_B1NH, v_B1NH, log_decay_B1N, rate_B1N, state_BNIH) -> tuple[
 
 
 def _in_chunks(q_BTNH, k_BTNH, v_BTNH, log_decay_BTN, rate_BTN, segments_BT) -> tuple[jax.Array, jax.Array]:
-    """What each token reads, [B, T, N, H], and the state after the last one, [B, N, I, H], all float32.
+    """The output for each token, [B, T, N, H], and the state after the last one, [B, N, I, H], all float32.
 
-    C are the chunks, and T and S the tokens of one, of which T comes later.
+    C counts chunks. T and S count the tokens within a chunk, as query and as key.
     """
     length = q_BTNH.shape[1]
     size = min(CHUNK, 1 << (length - 1).bit_length())

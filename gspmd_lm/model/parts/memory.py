@@ -1,4 +1,4 @@
-"""Attention to what another stack made: an encoder of a source (T5), or of an image (BLIP-2)."""
+"""Cross-attention to encoder output (memory), of a source text (T5) or of an image (BLIP-2)."""
 
 import flax.linen as nn
 import jax
@@ -10,23 +10,23 @@ from gspmd_lm.sharding.annotate import shard
 from gspmd_lm.sharding.matmuls import gathered
 
 MEMORY = "memory: batch seq embed"
-WHOLE_MEMORY = "memory: batch kv_seq embed"  # as keys and values are made of it
+WHOLE_MEMORY = "memory: batch kv_seq embed"  # as a matmul gathers it to compute keys and values
 
 
 class CrossAttention(Attention):
-    """Attention to what another stack made, [B, S, M], within the segment that has the number of a token's own.
+    """Cross-attention to encoder output, [B, S, M]: a token attends to the source whose segment has its own's number.
 
-    Its keys and values are written to a cache of their own. Without what the other stack made, they are read there.
+    Keys and values are written to a cache of their own. They are read from it where no encoder output is given.
     """
 
     @property
     def keys_width(self) -> int:
-        """The width of what another stack made."""
+        """The width of the encoder output."""
         return self.cfg.reads
 
     @nn.nowrap
     def keys(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array, Tokens]:
-        """The keys and values of what another stack made, and the tokens with both in the cache."""
+        """The keys and values of the encoder output, and the tokens with both in the cache."""
         k_spec, v_spec = keys_spec("k", of_memory=True), keys_spec("v", of_memory=True)
         memory = tokens.cache and tokens.cache.memory
         if tokens.memory_BSM is None:

@@ -12,9 +12,9 @@ from gspmd_lm.sharding.partial_sums import Unreduced
 
 
 def side_by_side(branch: Branch, part: Part, before: Change | None = None) -> Callable[[jax.Array, Tokens], Stream]:
-    """A branch whose part and another one are added before their sum over devices is made.
+    """A branch that adds the outputs of its own part and of another one before they are summed over devices.
 
-    before: what the other part reads the residual stream through; None: what the branch does.
+    before: the norm of the other part's input; None: that of the branch.
     """
 
     def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:

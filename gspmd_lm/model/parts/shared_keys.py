@@ -1,4 +1,4 @@
-"""Keys and values that later layers share: the last layers make none of their own (Gemma 3n)."""
+"""Keys and values that later layers reuse: the last layers compute none of their own (Gemma 3n)."""
 
 import flax.linen as nn
 import jax
@@ -13,14 +13,14 @@ from gspmd_lm.sharding.annotate import like, shard
 
 
 def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
-    """The keys and values that layers keep for later ones, [B, T, K, H], before the first layer."""
+    """The keys and values that layers keep for later ones, [B, T, K, H], as zeros before the first layer."""
     shape = rows, length, cfg.kv_head_rows, cfg.head_dim
     none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
     return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
 
 
 def kind_of_layer(cfg: config.ModelConfig) -> str:
-    """The kind of layer whose keys and values a layer of this kind shares."""
+    """The kind of the layers whose keys and values a layer of this kind reuses."""
     return "sliding" if cfg.attention.window else "full"
 
 

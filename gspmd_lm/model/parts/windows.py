@@ -28,7 +28,7 @@ from gspmd_lm.sharding.annotate import like, shard, split, use
 
 
 def window_attention(cfg: config.ModelConfig, module: nn.Module) -> Callable[..., jax.Array]:
-    """Attention of a layer to the patches of a window. Its learned vectors of distances, if any, are the module's."""
+    """Attention of a layer within windows. The module holds its learned relative position vectors, if it has any."""
     assert cfg.windows and isinstance(module, Attention)
     vectors_RH: list[jax.Array] = []
     if cfg.windows.vectors:
@@ -57,9 +57,8 @@ def attend_in_windows(
     """softmax(scale q k) v over the patches of a window, [B, T, N, H]. XLA computes it, unless it is all of an image.
 
     The first rows are the patches of an image, row by row from the top left one. The others are padding, which gets 0.
-    own_RN: the numbers of each head of ranges of distances, if the config has any. beyond_NH: the key and the value of
-    places of a window that lie beyond the image; None: zeros. vectors_RH: see
-    `with_places`.
+    own_RN: the relative position bias of each head, if the config has one. beyond_NH: the key and the value of the
+    positions of a window beyond the image; None: zeros. vectors_RH: see `with_places`.
 
     A window is to attention what a row is elsewhere (arXiv 2103.14030). All windows of an image are in the same rows of
     the batch as the image. So an image must not be split: no device that has a part of its patches has all of a window.
@@ -92,7 +91,7 @@ def attend_in_windows(
         places_rS = jnp.broadcast_to(jnp.arange(size), (shards, size))
         places_rS = like(places_rS, SEGMENTS) if shards > 1 else places_rS
         q, k = with_places(q, k, vectors_RH, places_rS, scale)
-        cfg = with_values(cfg, {"attention.scale": scale})  # that of a head without its places
+        cfg = with_values(cfg, {"attention.scale": scale})  # that of a head without the appended dimensions
     if size == side:
         out = kernels.attend(q, k, v, None, cfg, own_RN=own_RN)
     else:
@@ -106,13 +105,13 @@ def attend_in_windows(
 def with_places(
     q_WTNH: jax.Array, k_WTNH: jax.Array, vectors_RH: Sequence[jax.Array], places_rS: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys of windows with more numbers, so that scale q k has a bias by distance that depends on queries.
+    """Appends dimensions to queries and keys so that scale q k includes SAM's decomposed relative position bias.
 
-    vectors_RH: those of all distances from a key to a query, in height and in width. The bias is the query times the
-    vector of each of its two distances (arXiv 2112.01526). A query gets its products with the vectors of all rows and
-    columns of keys, and a key a one in the place of its row and of its column. So fused kernels, too, compute the bias.
-    places_rS: the places on a side of a window, once for each shard of the batch, each of which adds up its own
-    gradients of vectors.
+    The bias is the query times the vector of its relative position to the key in height, plus the same in width (arXiv
+    2112.01526). A query gets its products with the vectors of all rows and columns of keys, and a key gets the one-hot
+    vectors of its row and column. So fused kernels compute the bias too. vectors_RH: the vectors of all relative
+    positions, in height and in width. places_rS: the coordinates along a side of a window, once for each shard of the
+    batch, so that each shard sums its own gradients of the vectors.
     """
     shards, side = places_rS.shape
     distance_rys = places_rS[:, :, None] - places_rS[:, None] + side - 1

@@ -320,7 +320,7 @@ def test_a_prompt_in_chunks_has_more_documents_than_one_call_takes(calls):
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_rows_of_one_text_are_computed_in_one_call_without_a_loop(memory, calls):
-    """Of what another stack made, one row reads all but padding, and another one nothing."""
+    """One row attends to all encoder output but padding, and another one to nothing."""
     (q, k, v), weigh, _ = arrays(2, 24, 8)
     rows = np.array([np.repeat([0, 1], [5, 19]), np.repeat([1, 0], [20, 4])], np.int32)
     tokens, attend = Tokens(np.zeros_like(rows), rows, slot=np.int32(0)), context.attend
