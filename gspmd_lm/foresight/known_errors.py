@@ -1,7 +1,7 @@
 """How wrong predictions were where they could be compared: by the kind of program, of runs of JAX and XLA.
 
 `python -m benchmarks.foresight times` makes the errors of published runs, and `python -m benchmarks.on_device` those of
-runs on one GPU. docs/validation.md lists both.
+runs on one GPU. benchmarks/known_runs.md lists both.
 """
 
 import statistics
