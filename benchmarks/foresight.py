@@ -1,4 +1,4 @@
-"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: benchmarks/known_runs.md.
+"""Predicted step times beside published ones, the order of layouts, and what fits: benchmarks/known_runs.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
     python -m benchmarks.foresight eight_bits [--rows 2] [--write]    # as plan estimates them; these rows compiled too

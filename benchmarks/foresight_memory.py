@@ -1,4 +1,4 @@
-"""Compiled memory beside measured memory, on 8 simulated CPU devices: the table of benchmarks/known_runs.md.
+"""Compiled memory beside measured memory, on 8 simulated CPU devices: a table of benchmarks/known_runs.md.
 
     python -m benchmarks.foresight_memory [--write]
 
