@@ -232,7 +232,7 @@ class Reader:
         ):  # fmt: skip
             sent = self.cheapest(like, array, dims).costs
             if sent and array.identity is not None:
-                copies.append((array, dataclasses.replace(array.with_dims(dims).reduced(), scatter=None)))
+                copies.append((array, dataclasses.replace(array.with_dims(dims).without_partial_sums(), scatter=None)))
             costs += sent
         looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
         costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
