@@ -1,4 +1,4 @@
-"""Predicted step times beside published ones, the order of good and bad layouts, and what fits: docs/validation.md.
+"""Predicted step times beside published ones, the order of layouts, and what fits: benchmarks/known_runs.md.
 
     python -m benchmarks.foresight times [--rows 4 6 8] [--write]    # other rows: as they are kept in results/
     python -m benchmarks.foresight eight_bits [--rows 2] [--write]    # as plan estimates them; these rows compiled too
@@ -124,7 +124,7 @@ def estimated(numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Tables of how far predictions were off: the first is in docs/predictions.md, the others in docs/validation.md."""
+    """Tables of how far predictions were off: benchmarks/known_runs.md has them."""
     published, ours = step_times.rows(), errors.by_jax(rows)
     return [
         measure.markdown(errors.constants(), errors.CONSTANTS),

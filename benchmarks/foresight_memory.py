@@ -1,4 +1,4 @@
-"""Compiled memory beside measured memory, on 8 simulated CPU devices: the table of docs/validation.md.
+"""Compiled memory beside measured memory, on 8 simulated CPU devices: a table of benchmarks/known_runs.md.
 
     python -m benchmarks.foresight_memory [--write]
 
@@ -65,7 +65,7 @@ def one(name: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/validation.md."""
+    """The table of benchmarks/known_runs.md."""
     return measure.markdown([{**row, "error": f"{row['error']:+.1%}"} for row in rows], COLUMNS)
 
 

@@ -1,4 +1,4 @@
-"""What published mixtures took longer because their experts were computed otherwise than here: docs/validation.md.
+"""What published mixtures took longer since their experts were computed otherwise than here: benchmarks/known_runs.md.
 
     python -m benchmarks.published_experts [--compiled]    # also what copies to the host take in row 51's own program
 

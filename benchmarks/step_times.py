@@ -174,8 +174,12 @@ class Row:
 
     def config(self) -> Config:
         """What was computed."""
-        experts = {"experts.count": self.experts, "experts.per_token": self.experts_per_token,
-                   "experts.capacity_factor": self.capacity_factor, "experts.balance": "batch"}  # fmt: skip
+        experts = {
+            "experts.count": self.experts,
+            "experts.per_token": self.experts_per_token,
+            "experts.capacity_factor": self.capacity_factor,
+            "experts.balance": "batch",
+        }
         raw = {
             "name": self.model,
             "model": nest({
@@ -189,7 +193,8 @@ class Row:
                 "positions": self.positions, "attention.qk_norm": self.qk_norm, "norm.post": self.post_norms,
                 "attention.window": self.sliding_window,
                 "layer_pattern": ["sliding"] * 5 + ["full"] if self.sliding_window else [],
-                **(experts if self.experts else {}), **self.more,
+                **(experts if self.experts else {}),
+                **self.more,
             }),
             "data": {"packing": "stream", "batch": round(self.per_device_batch * self.devices), "seq": self.seq},
             "optimizer": {"mu_dtype": self.first_moment},

@@ -7,6 +7,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 from gspmd_lm.cli import config_keys
+from gspmd_lm.sharding import axes
 
 ROOT = Path(__file__).parent.parent
 # Page of the site -> its file in the repository. All other pages stand in docs/.
@@ -15,6 +16,12 @@ ELSEWHERE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHA
     for path in ROOT.glob("benchmarks/*.md")
 }
 PAGES = {source: page for page, source in ELSEWHERE.items()}
+# Comment in a page -> the table that the site has in its place.
+TABLES = {
+    "<!-- arrays -->": "\n".join(
+        ["| array | what it is |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items())]
+    )
+}
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 
@@ -35,9 +42,11 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """The text of a page, whose links lead to where the site has their files."""
+    """The text of a page with its tables, whose links lead to where the site has their files."""
     here = page.file.src_uri
     source = ELSEWHERE.get(here, f"docs/{here}")
+    for comment, table in TABLES.items():
+        markdown = markdown.replace(comment, table)
     return LINK.sub(
         lambda link: f"]({posixpath.relpath(place(resolve(link[1], source)), posixpath.dirname(here) or '.')}", markdown
     )

@@ -8,6 +8,7 @@ import yaml
 
 from gspmd_lm import config as configs
 from gspmd_lm import errors
+from gspmd_lm.cli import config_keys
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.program import supported
 from gspmd_lm.runtime import compiler
@@ -25,10 +26,15 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 
 
 def test_axes_and_arrays():
+    """The site has the table of all arrays (tests/test_site.py), and `keys` prints them."""
     wanted = [f"| `{name}` | {letter} | {meaning} |" for name, (letter, meaning) in axes.AXES.items()]
-    wanted += [f"| `{name}` | {meaning} |" for name, meaning in axes.ARRAYS.items()]
-    listed = re.findall(r"^\| `\w+` \|.*\|$", RULES[RULES.index("## Logical axes") : RULES.index("## Every key")], re.M)
-    assert listed == wanted
+    section, _, arrays = RULES[RULES.index("## Logical axes") : RULES.index("## Every key")].partition("## Arrays")
+    assert re.findall(r"^\| `\w+` \|.*\|$", section, re.M) == wanted
+    named = {*re.findall(r"`(\w+)`", re.sub(r"```.*?```", "", arrays, flags=re.DOTALL))}
+    assert named - {"remat", "embed", "seq", "kv_seq"} <= {*axes.ARRAYS, *axes.SCALES, *axes.IN_BLOCKS}
+    assert named >= {*axes.IN_BLOCKS}
+    printed = dict(re.findall(r"^  (\w+) +(.+)$", config_keys.text().partition("\nAxes and arrays")[2], re.M))
+    assert printed == {name: meaning for name, (_, meaning) in axes.AXES.items()} | axes.ARRAYS
     assert ", ".join(f"`{name}`" for name in MESH_AXES) in RULES
 
 

@@ -1,6 +1,7 @@
 """The documents as a site, which builds without warnings, and the pages about Python, which name what there is."""
 
 import ast
+import html
 import inspect
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm.infer.loaded import Model
+from gspmd_lm.sharding import axes
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
@@ -43,6 +45,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0 and "WARNING -" not in done.stderr, done.stderr
     reference = (tmp_path / "api/index.html").read_text()
     assert 'id="gspmd_lm.explain"' in reference and "hardware that need not be here" in reference
+    page = (tmp_path / "rules_reference/index.html").read_text()
+    rows = re.findall(r"<td><code>(\w+)</code></td>\n<td>([^<]*)</td>\n</tr>", page)
+    assert {name: html.unescape(meaning) for name, meaning in rows}.items() >= axes.ARRAYS.items()
     pages = {"config"} | {page.stem for page in (ROOT / "docs").glob("*.md")}
     assert pages <= {page.parent.name for page in tmp_path.glob("*/index.html")}
     assert "What a layout costs, before there is a chip" in (tmp_path / "index.html").read_text()

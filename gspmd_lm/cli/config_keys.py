@@ -24,6 +24,7 @@ from gspmd_lm.config.core_yaml import dump
 from gspmd_lm.config.types import OTHER_WORDS, is_end_of
 from gspmd_lm.errors import InputError, did_you_mean, either
 from gspmd_lm.runtime import quiet
+from gspmd_lm.sharding.axes import ARRAYS, AXES
 from gspmd_lm.sharding.rules_keys import RulesFile
 
 REQUIRED = "required"
@@ -118,9 +119,9 @@ def every_key() -> Iterator[KeyGroup]:
 
 
 def text(wanted: str = "") -> str:
-    """What the verb `keys` prints: all keys, or those that have `wanted` in their names or meanings.
+    """What the verb `keys` prints: all keys, axes and arrays, or those that have `wanted` in their names or meanings.
 
-    A word of other projects stands for the key that has this meaning here. Raises InputError if there is no such key.
+    A word of other projects stands for the key that has this meaning here. Raises InputError if nothing has `wanted`.
     """
     groups = [*every_key()]
     names = [key.name for group in groups for key in group.keys]
@@ -131,7 +132,9 @@ def text(wanted: str = "") -> str:
         meant = [name for name in names if any(is_end_of(words, name) for words in here)]
         depth = min((name.count(".") for name in meant), default=0)
         shown |= {name for name in meant if name.count(".") == depth}
-    if not shown:
+    meanings = {name: meaning for name, (_, meaning) in AXES.items()} | ARRAYS
+    named = [name for name in meanings if wanted in name or _stands_in(wanted, meanings[name])]
+    if not shown and not named:
         hint = did_you_mean(wanted, names) or did_you_mean(wanted, {name.rpartition(".")[2] for name in names})
         raise InputError(f"{wanted}: no key has this in its name or meaning{hint}\n  fix   keys shows all of them")
     lines = []
@@ -143,6 +146,9 @@ def text(wanted: str = "") -> str:
         for key in keys:
             lines += [f"  {f'{key.name}: {key.default}':40} {key.kind}".rstrip()]
             lines += textwrap.wrap(key.meaning, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    if named:
+        lines += ["", "Axes and arrays that a row of a rules file may name (docs/rules_reference.md)"]
+        lines += [f"  {name:29} {meanings[name]}" for name in named]
     return versions.with_documents("\n".join(lines[1:]))
 
 

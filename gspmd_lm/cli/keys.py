@@ -28,10 +28,11 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
 KEYS = Verb(
     "keys",
-    "Print the keys of a config and of a rules file, all or those with a word, and what they mean.",
+    "Print the keys of a config and of a rules file, and the names of axes and arrays: all, or those with a word.",
     [
         ("keys", "All keys, which --set can set too."),
         ("keys rope", "Those with rope in their names or meanings."),
+        ("keys wq", "What the array wq is, which a row of a rules file may name."),
         ("keys lr", "The key that other projects call lr."),
         ("keys --schema=rules > rules.schema.json", "What an editor needs to complete a rules file."),
     ],

@@ -1,7 +1,7 @@
 """The errors of predictions that were compared with measured runs of JAX and XLA, by the kind of program.
 
 `python -m benchmarks.foresight times` makes the errors of published runs, and `python -m benchmarks.on_device` those of
-runs on one GPU. docs/validation.md lists both.
+runs on one GPU. benchmarks/known_runs.md lists both.
 """
 
 import statistics
