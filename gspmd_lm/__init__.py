@@ -32,10 +32,29 @@ if TYPE_CHECKING:
     from gspmd_lm.versions import __version__ as __version__
 
 __all__ = [
-    "Generation", "Input", "InputError", "RunFailed", "Task", "Vocabulary", "build", "checkpoints", "compare",
-    "dry_run", "explain", "load", "load_config", "load_rules", "load_task", "parameter", "plan", "shard", "show",
-    "start", "train", "use",
-]  # fmt: skip
+    "Generation",
+    "Input",
+    "InputError",
+    "RunFailed",
+    "Task",
+    "Vocabulary",
+    "build",
+    "checkpoints",
+    "compare",
+    "dry_run",
+    "explain",
+    "load",
+    "load_config",
+    "load_rules",
+    "load_task",
+    "parameter",
+    "plan",
+    "shard",
+    "show",
+    "start",
+    "train",
+    "use",
+]
 
 _MODULES = {
     "api": "build checkpoints compare dry_run explain load load_config load_rules load_task plan show start train",

@@ -249,8 +249,15 @@ def load(
     kept = None if published else layout.find_earlier(place, layout.RULES)
     chosen = _rules(rules or kept or "none")
     begun = session.begin(config, chosen, start(chosen, platform), place)
-    return Model(config, begun.rules, begun.devices, begun.machine.platform, place,
-                 session.reader(begun, place, step, published), begun.say)  # fmt: skip
+    return Model(
+        config,
+        begun.rules,
+        begun.devices,
+        begun.machine.platform,
+        place,
+        session.reader(begun, place, step, published),
+        begun.say,
+    )
 
 
 def load_task(

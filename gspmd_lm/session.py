@@ -327,8 +327,10 @@ def open_run(
         )
         mesh = " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
         device = f"{'simulated ' * machine.is_simulated}{machine.device_kind} device"
-        run.say(f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, mesh {mesh} on "
-                f"{plural(len(session.devices), device)}")  # fmt: skip
+        run.say(
+            f"{config.name}: {built.arrays.parameter_count:,} parameters under {rules.label}, mesh {mesh} on "
+            f"{plural(len(session.devices), device)}"
+        )
         run.say(f"workdir {workdir}")
         if writes and built.config:
             for line in filter(

@@ -70,7 +70,9 @@ class Batches:
 
         def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
             wanted = {name: batch[name] for name in shardings}
-            return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
-                    for name, x in wanted.items()}  # fmt: skip
+            return {
+                name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+                for name, x in wanted.items()
+            }
 
         return ahead(start_step, stop, self.read, place)

@@ -238,8 +238,9 @@ class CaptionRows(media.Rows):
         config, vision = self.config, self.config.model.vision
         assert vision
         widths = {"": config.data.seq} | ({"source_": config.source_seq} if config.model.encoder else {})
-        fields = {f"{prefix}{name}": np.zeros((count, width), np.int32)
-                  for prefix, width in widths.items() for name in _NAMES}  # fmt: skip
+        fields = {
+            f"{prefix}{name}": np.zeros((count, width), np.int32) for prefix, width in widths.items() for name in _NAMES
+        }
         fields |= {"targets": np.full((count, config.data.seq), -1, np.int32)} if vision.queries else {}
         return fields | {"patches": np.zeros((count, config.image_rows, vision.patches.pixels), np.float32)}
 
@@ -303,9 +304,13 @@ def _encoding(config: Config, tokens: Tokenizer) -> Callable[[str], tuple[list[i
 
 
 def _captions(
-    config: Config, encode: Callable[[str], tuple[list[int], bool]], notes: corpus.FileNotes, progress: Progress | None,
-    sources: Sequence[config_data.Source], place: str,
-) -> Iterator[media.Item]:  # fmt: skip
+    config: Config,
+    encode: Callable[[str], tuple[list[int], bool]],
+    notes: corpus.FileNotes,
+    progress: Progress | None,
+    sources: Sequence[config_data.Source],
+    place: str,
+) -> Iterator[media.Item]:
     """The records of tables, in their order. The headers of their images are read."""
     found = media.records(config.data, sources, place, ENDINGS, "images", notes, progress)
     for table, where, record in found:

@@ -96,9 +96,14 @@ def bytes_of(path: Path) -> bytes:
 
 
 def records(
-    data: Data, sources: Sequence[config_data.Source], place: str, endings: Sequence[str], what: str,
-    notes: corpus.FileNotes, progress: Progress | None,
-) -> Iterator[tuple[Path, str, dict[str, Any]]]:  # fmt: skip
+    data: Data,
+    sources: Sequence[config_data.Source],
+    place: str,
+    endings: Sequence[str],
+    what: str,
+    notes: corpus.FileNotes,
+    progress: Progress | None,
+) -> Iterator[tuple[Path, str, dict[str, Any]]]:
     """The records of tables, in their order: the file, the place, and the fields. `notes` is told of skipped files, but
     not of those with `endings`, which tables name. Raises InputError if `data.fields` does not name the fields.
     """
@@ -154,9 +159,15 @@ def find_both(
 
 
 def open_rows(
-    data: Data, kind: str, what: str, rows: Callable[[list[Item]], Rows], found: tuple[list[Item], list[Item]],
-    settings: Sequence[Any], lines: Sequence[str], classes: tuple[str, ...] = (),
-) -> Opened:  # fmt: skip
+    data: Data,
+    kind: str,
+    what: str,
+    rows: Callable[[list[Item]], Rows],
+    found: tuple[list[Item], list[Item]],
+    settings: Sequence[Any],
+    lines: Sequence[str],
+    classes: tuple[str, ...] = (),
+) -> Opened:
     """The rows of what `of_both` gave.
 
     kind: images, or sounds; `what` says it with what belongs to them. settings: what decides how rows are made. lines:

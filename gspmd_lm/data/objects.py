@@ -35,7 +35,7 @@ class ObjectRows(media.Rows):
             "object": np.full((count, self.seq, PARTS**2), -1, np.float32),
             "points": np.zeros((count, POINTS, 2), np.float32),
             "point_kinds": np.full((count, POINTS), _NONE, np.int32),
-        }  # fmt: skip
+        }
 
     def fill(self, fields: dict[str, np.ndarray], i: int, item: media.Item) -> None:
         """Also raises an InputError that names a mask without an object."""
@@ -117,9 +117,12 @@ def open_objects(config: Config, progress: Progress | None = None) -> media.Open
 
 
 def _find_objects(
-    config: Config, notes: corpus.FileNotes, progress: Progress | None, sources: Sequence[config_data.Source],
+    config: Config,
+    notes: corpus.FileNotes,
+    progress: Progress | None,
+    sources: Sequence[config_data.Source],
     place: str,
-) -> Iterator[media.Item]:  # fmt: skip
+) -> Iterator[media.Item]:
     """The records of tables, in their order. The headers of their images and masks are read."""
     fields = config.data.fields
     if not fields:

@@ -88,8 +88,11 @@ class PairRows:
         segment_ids: the number of a pair in its row, from 1 on; 0 for padding. An index of -1 gives a row of padding.
         """
         widths = {"": self.seq, "source_": self.source_seq}
-        fields = {f"{prefix}{name}": np.zeros((len(indices), width), np.int32)
-                  for prefix, width in widths.items() for name in ("tokens", "segment_ids", "positions")}  # fmt: skip
+        fields = {
+            f"{prefix}{name}": np.zeros((len(indices), width), np.int32)
+            for prefix, width in widths.items()
+            for name in ("tokens", "segment_ids", "positions")
+        }
         fields["targets"] = np.full((len(indices), self.seq), -1, np.int32)
         for row, index in enumerate(indices):
             if index < 0:

@@ -38,8 +38,11 @@ class SoundRows(media.Rows):
         of source_tokens.
         """
         widths = {"": self.seq, "source_": self.source_seq}
-        fields = {f"{prefix}{name}": np.zeros((count, width), np.int32)
-                  for prefix, width in widths.items() for name in ("segment_ids", "positions")}  # fmt: skip
+        fields = {
+            f"{prefix}{name}": np.zeros((count, width), np.int32)
+            for prefix, width in widths.items()
+            for name in ("segment_ids", "positions")
+        }
         tokens, targets = np.zeros((count, self.seq), np.int32), np.full((count, self.seq), -1, np.int32)
         frames = np.zeros((count, self.source_seq, WINDOW, sizes(self.model)[1]), np.float32)
         return fields | {"tokens": tokens, "targets": targets, "source_frames": frames}
@@ -79,9 +82,13 @@ def open_sounds(config: Config, progress: Progress | None = None) -> media.Opene
 
 
 def _find_sounds(
-    config: Config, tokens: Tokenizer, notes: corpus.FileNotes, progress: Progress | None,
-    sources: Sequence[config_data.Source], place: str,
-) -> Iterator[media.Item]:  # fmt: skip
+    config: Config,
+    tokens: Tokenizer,
+    notes: corpus.FileNotes,
+    progress: Progress | None,
+    sources: Sequence[config_data.Source],
+    place: str,
+) -> Iterator[media.Item]:
     """The sounds in the records of tables, in their order. All are read once, for their sizes and what they hold."""
     data, model = config.data, config.model
     assert model.encoder

@@ -15,13 +15,24 @@ SETTINGS, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json
 GENERATION, MODEL = "generation_config.json", "config.json"
 # The files beside a tokenizer.json that are read here.
 SMALL_FILES = (
-    SETTINGS, SPECIAL_TOKENS_MAP, GENERATION, MODEL, "chat_template.jinja", "additional_chat_templates/*.jinja"
-)  # fmt: skip
+    SETTINGS,
+    SPECIAL_TOKENS_MAP,
+    GENERATION,
+    MODEL,
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 # The files about the tokenizer, the chat templates and the tokens that end an answer.
 FILES = (
-    "tokenizer.json", *(name for name in SMALL_FILES if name != MODEL), "chat_template.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "tekken.json", "added_tokens.json",
-)  # fmt: skip
+    "tokenizer.json",
+    *(name for name in SMALL_FILES if name != MODEL),
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "added_tokens.json",
+)
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 

@@ -67,10 +67,13 @@ def warnings(
         *(_not_effective(rules, arrays, module) if module else ()),
         *_padding(memory),
         *(_padded_vocabulary(config) if config else ()),
-        *(Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
-          for name, size in rules.mesh.items() if size == 1 and len(rules.mesh) > 1),
+        *(
+            Finding("mesh-axis-of-size-1", f"mesh: {name}=1 splits nothing", f"drop {name} from the mesh and the rules")
+            for name, size in rules.mesh.items()
+            if size == 1 and len(rules.mesh) > 1
+        ),
         *(Finding(problem.code, problem.message, problem.fix) for problem in problems),
-    )  # fmt: skip
+    )
 
 
 def advise_on_step(report: Report, notes: Sequence[str]) -> tuple[Finding, ...]:

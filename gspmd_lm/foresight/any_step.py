@@ -23,9 +23,11 @@ _ABSTRACT = (
     "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with shapes of jax.eval_shape(init)"
 )
 _WITHOUT_VALUES = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
-)  # fmt: skip
+)
 # In what jax says where devices would hold or run something.
 _ABSENT = ("compile-only", "has no attribute 'local_devices'")
 _NOT_THEIRS = "site-packages/", "dist-packages/", "/lib/python", "<frozen", "gspmd_lm/foresight/"

@@ -83,8 +83,17 @@ class CompileRequest:
             computed = pickle_task(self.config).hex()
         chip = self.target.chip
         gpu_config = gpu_target_config(chip) if chip and chip.gpu else ""
-        wanted = [FORMAT, computed, self.rules.facts(), self.target.hardware, gpu_config,
-                  compilers(self.target), versions.source(*_SOURCES, *_READERS), self.export, self.phase]  # fmt: skip
+        wanted = [
+            FORMAT,
+            computed,
+            self.rules.facts(),
+            self.target.hardware,
+            gpu_config,
+            compilers(self.target),
+            versions.source(*_SOURCES, *_READERS),
+            self.export,
+            self.phase,
+        ]
         return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
 
 

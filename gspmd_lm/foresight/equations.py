@@ -16,9 +16,17 @@ LINEAR_SOLVE = "custom_linear_solve"  # a linear system, with a function that so
 ROLL = core.Primitive("roll")  # jax writes jnp.roll as two slices that are joined
 # Those that read or write a part of their first operand.
 PARTS = (
-    "gather", "dynamic_slice", "slice", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min",
-    "scatter-max", "dynamic_update_slice",
-)  # fmt: skip
+    "gather",
+    "dynamic_slice",
+    "slice",
+    "scatter",
+    "scatter-add",
+    "scatter-sub",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+    "dynamic_update_slice",
+)
 
 
 def flops(equation: Any) -> float:

@@ -53,8 +53,10 @@ def reports(
     """
     _check_request(layouts, phase, export)
     task = decoder.task(config)
-    filled = [rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
-              for rules in layouts]  # fmt: skip
+    filled = [
+        rules.fill(target.devices, f"a target of {{known}} devices: {target.text} has {target.devices}")
+        for rules in layouts
+    ]
     filled = [_settle_rules(task, rules, target, phase) for rules in filled]
     checked = [_check(task, rules, target.platform, phase) for rules in filled]
     parameter_sizes = None if task.config else sizes(checked[0][0])

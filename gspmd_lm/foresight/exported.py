@@ -74,8 +74,11 @@ def load(
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{place}: damaged, or no exported step ({error})\n  fix   {anew}") from error
     if made_for[0] != key:
-        differ = [f"{package} {made_for[2].get(package)} there, {version} here"
-                  for package, version in versions.items() if made_for[2].get(package) != version]  # fmt: skip
+        differ = [
+            f"{package} {made_for[2].get(package)} there, {version} here"
+            for package, version in versions.items()
+            if made_for[2].get(package) != version
+        ]
         why = "; ".join(differ) or "another config, layout or code of this package"
         raise InputError(
             f"{place}: was made for {made_for[1]}, not for {name} here ({why})\n"

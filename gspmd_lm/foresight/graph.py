@@ -24,8 +24,15 @@ from gspmd_lm.sharding.remat_policy import kept_dots
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 _SAME_VALUES = (
-    "name", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "stop_gradient", "copy",
-)  # fmt: skip
+    "name",
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "stop_gradient",
+    "copy",
+)
 MATMULS = ("dot_general", GROUPED)
 # The output and the inputs of attention.
 OUT, *READ = (spec.partition(":")[0] for spec in (attention.OUT, attention.Q, attention.K, attention.V))

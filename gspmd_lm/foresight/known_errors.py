@@ -52,27 +52,52 @@ ERRORS: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
 # predicted before they ran. After that, constants were chosen with those in view that are marked.
 MEASURED: Mapping[Kind, tuple[tuple[float, bool], ...]] = {
     Kind("h100", False, "cudnn", False, True): (
-        (0.025, True), (0.091, True), (0.039, True), (0.042, True), (-0.026, True), (-0.022, True),
-        (0.016, True), (-0.012, True), (0.002, True), (-0.028, True), (-0.029, True), (0.003, True),
-        (-0.006, True), (0.009, True), (0.056, True), (0.037, True), (0.0, True), (-0.06, True),
-        (-0.066, False), (-0.046, True),
+        (0.025, True),
+        (0.091, True),
+        (0.039, True),
+        (0.042, True),
+        (-0.026, True),
+        (-0.022, True),
+        (0.016, True),
+        (-0.012, True),
+        (0.002, True),
+        (-0.028, True),
+        (-0.029, True),
+        (0.003, True),
+        (-0.006, True),
+        (0.009, True),
+        (0.056, True),
+        (0.037, True),
+        (0.0, True),
+        (-0.06, True),
+        (-0.066, False),
+        (-0.046, True),
     ),
     Kind("h100", False, "cudnn", True, True): (
-        (-0.012, True), (0.021, True), (-0.064, True), (-0.104, True),
+        (-0.012, True),
+        (0.021, True),
+        (-0.064, True),
+        (-0.104, True),
     ),
     Kind("h100", False, "xla", False, True): (
-        (0.019, True), (-0.065, True), (-0.063, True),
+        (0.019, True),
+        (-0.065, True),
+        (-0.063, True),
     ),
     Kind("h200", False, "cudnn", False, True): (
-        (-0.005, True), (-0.052, True), (-0.028, True), (-0.036, True), (0.009, True), (-0.072, True),
+        (-0.005, True),
+        (-0.052, True),
+        (-0.028, True),
+        (-0.036, True),
+        (0.009, True),
+        (-0.072, True),
     ),
     Kind("h200", False, "cudnn", True, True): (
-        (-0.04, True), (-0.083, True),
+        (-0.04, True),
+        (-0.083, True),
     ),
-    Kind("h200", False, "xla", False, True): (
-        (-0.136, True),
-    ),
-}  # fmt: skip
+    Kind("h200", False, "xla", False, True): ((-0.136, True),),
+}
 
 # How far the estimates of `plan` are from compiled predictions: (chip, several) -> how many compiled layouts, and
 # the mean error as a share. `python -m benchmarks.plan show` makes them of benchmarks/results/plan_rank.json.

@@ -9,8 +9,19 @@ from gspmd_lm.errors import RunFailed
 from gspmd_lm.foresight import hlo
 
 # Instructions that make no new buffer: they name, take apart or hand on what others made.
-_NO_BUFFER = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "constant",
-              "optimization-barrier", "dynamic-update-slice", "after-all"}  # fmt: skip
+_NO_BUFFER = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "constant",
+    "optimization-barrier",
+    "dynamic-update-slice",
+    "after-all",
+}
 SHOWN = 3  # of the largest temporaries
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"

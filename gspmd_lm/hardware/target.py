@@ -113,8 +113,12 @@ def cloud_names(chip: Chip) -> dict[int, str]:
     """
     sizes = [*_FLAT] if chip.torus_dimensions == 2 else [*_SMALL_CUBOIDS]
     for cubes in range(1, _MOST_CUBES.get(chip.name, 0) + 1):
-        whole = [(a, b, cubes // (a * b)) for a in range(1, cubes + 1) for b in range(a, cubes // a + 1)
-                 if cubes % (a * b) == 0 and cubes // (a * b) >= b]  # fmt: skip
+        whole = [
+            (a, b, cubes // (a * b))
+            for a in range(1, cubes + 1)
+            for b in range(a, cubes // a + 1)
+            if cubes % (a * b) == 0 and cubes // (a * b) >= b
+        ]
         sides = [side * _CUBE for side in min(whole, key=sum)]
         if sides[-1] <= _LONGEST:
             sizes.append("x".join(map(str, sides)))

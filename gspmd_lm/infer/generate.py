@@ -72,9 +72,17 @@ class Figures:
 
 
 def programs_for(
-    config: Config, rules: Rules, devices: Sequence[Any], platform: str, prompts: Sequence[Sequence[int]],
-    *, new_tokens: int, batch: int, tokenizer: Tokenizer | None = None, places: Sequence[str] = (),
-) -> tuple[GenerationPrograms, list[str]]:  # fmt: skip
+    config: Config,
+    rules: Rules,
+    devices: Sequence[Any],
+    platform: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch: int,
+    tokenizer: Tokenizer | None = None,
+    places: Sequence[str] = (),
+) -> tuple[GenerationPrograms, list[str]]:
     """The programs that generate `new_tokens` tokens after each of `prompts`, `batch` at a time, and notes to print.
 
     Nothing is compiled or allocated. `places` says where each prompt stands, for messages. Raises InputError for
@@ -151,8 +159,9 @@ def check_prompts(
     fixes = ["give at least one token to go on from"] * bool(wrong)
     beside, name = (0, "the encoder's context") if encoder else (new_tokens, "model.context")
     context = encoder.context if encoder else context
-    long = [(place, len(prompt)) for place, prompt in zip(places, prompts, strict=True)
-            if len(prompt) + beside > context]  # fmt: skip
+    long = [
+        (place, len(prompt)) for place, prompt in zip(places, prompts, strict=True) if len(prompt) + beside > context
+    ]
     and_new = f" and {new_tokens:,} new ones" if beside else ""
     wrong += [f"{place}: {length:,} tokens{and_new} are more than {name}={context:,}" for place, length in long]
     if long:
@@ -208,9 +217,13 @@ class Generator:
         assert sizes.hold(longest, given + new_tokens), (longest, new_tokens, sizes)
         follows = not (self.programs.model.encoder or self.programs.model.vision)  # a text goes on from its prompt
         spelling = _Spelling(
-            self.tokenizer, stops, special_stops(stops, self.tokenizer, special),
-            frozenset((self.tokenizer.end,) if ends is None else ends), special, new_tokens,
-        )  # fmt: skip
+            self.tokenizer,
+            stops,
+            special_stops(stops, self.tokenizer, special),
+            frozenset((self.tokenizer.end,) if ends is None else ends),
+            special,
+            new_tokens,
+        )
         for first in range(0, len(prompts), sizes.rows):
             batch = prompts[first : first + sizes.rows]
             texts = [
@@ -359,9 +372,16 @@ class SampleGenerator:
         self.prompts = [self.tokens.encode_prompt(prompt).tolist() for prompt in self.asked.prompts]
         try:
             self.programs, _ = programs_for(
-                config, rules, devices, platform, self.prompts, new_tokens=self.asked.tokens, batch=len(self.prompts),
-                tokenizer=self.tokens, places=[f"train.samples.prompts {n}" for n in range(1, len(self.prompts) + 1)],
-            )  # fmt: skip
+                config,
+                rules,
+                devices,
+                platform,
+                self.prompts,
+                new_tokens=self.asked.tokens,
+                batch=len(self.prompts),
+                tokenizer=self.tokens,
+                places=[f"train.samples.prompts {n}" for n in range(1, len(self.prompts) + 1)],
+            )
         except InputError as error:
             raise InputError(f"train.samples: {error}\n  fix   drop train.samples, or as above") from error
 

@@ -16,38 +16,94 @@ from gspmd_lm.infer.sampling import Sampling
 _SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # field -> the value that changes nothing
 # Values with which a field that is not supported changes nothing. null, false and {} never do.
 _NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1, "typical_p": 1,
-    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "epsilon_cutoff": 0, "eta_cutoff": 0,
-    "diversity_penalty": 0, "top_h": 1, "penalty_alpha": 0,
-}  # fmt: skip
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "guidance_scale": 1,
+    "typical_p": 1,
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "diversity_penalty": 0,
+    "top_h": 1,
+    "penalty_alpha": 0,
+}
 # Fields that do not say which token comes next, or that other parts of this package read.
 _PASSED_OVER = {
     # ends of a text, its beginning and padding, and its length, which is always asked for
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "max_length",
+    "max_new_tokens",
     # of beams, which num_beams asks for
-    "length_penalty", "early_stopping",
+    "length_penalty",
+    "early_stopping",
     # how transformers computes and what it gives back
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_dict_in_generate",
-    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "prefill_chunk_size",
-    "compile_config", "disable_compile", "low_memory", "continuous_batching_config", "remove_invalid_values",
-    "renormalize_logits", "transformers_version", "_from_model_config", "_name_or_path", "generation_kwargs",
+    "use_cache",
+    "cache_implementation",
+    "cache_config",
+    "max_cache_len",
+    "return_dict_in_generate",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "low_memory",
+    "continuous_batching_config",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "transformers_version",
+    "_from_model_config",
+    "_name_or_path",
+    "generation_kwargs",
     # a second model or head that guesses ahead, which changes no text
-    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
-    "prompt_lookup_num_tokens", "max_matching_ngram_size", "use_mtp", "speculation_type",
-}  # fmt: skip
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "use_mtp",
+    "speculation_type",
+}
 # Fields that become model.encoder of a model that hears, in convert/families/whisper.py, or that it does not need.
 _OF_SOUNDS = {
-    "suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "lang_to_id", "task_to_id", "is_multilingual",
-    "no_timestamps_token_id", "alignment_heads", "prev_sot_token_id", "max_initial_timestamp_index", "language", "task",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_decoder_ids",
+    "lang_to_id",
+    "task_to_id",
+    "is_multilingual",
+    "no_timestamps_token_id",
+    "alignment_heads",
+    "prev_sot_token_id",
+    "max_initial_timestamp_index",
+    "language",
+    "task",
     "median_filter_width",
-}  # fmt: skip
+}
 
 
 _OBEYED = (
-    "repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "suppress_tokens",
-    "begin_suppress_tokens", "min_length", "min_new_tokens",
-)  # fmt: skip
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "sequence_bias",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+)
 
 
 def read(
@@ -65,9 +121,10 @@ def read(
     obeyed = {name: fields[name] for name in _OBEYED if name in fields}
     found = _processors(obeyed, path, len(first_tokens), tokenizer) if obeyed else None
     unused = {
-        name: value for name, value in fields.items()
+        name: value
+        for name, value in fields.items()
         if name not in (*_OBEYED, *_SAMPLING, "do_sample") and _matters(name, value, first_tokens)
-    }  # fmt: skip
+    }
     notes = [f"{path}: {_list_fields(obeyed)}"] if found else []
     return found, notes + ([f"warning: {path}: not supported, and left out: {_list_fields(unused)}"] if unused else [])
 
@@ -140,8 +197,10 @@ def _processors(fields: Mapping[str, Any], path: Path, given: int, tokenizer: Hu
             *((tuple(tokens), float(bias)) for tokens, bias in biases),
             *((tuple(tokens), -math.inf) for tokens in bad_words if not (len(tokens) == 1 and tokens[0] in ends)),
         ),
-        suppressed=never, suppressed_first=never_first, **sizes,
-    )  # fmt: skip
+        suppressed=never,
+        suppressed_first=never_first,
+        **sizes,
+    )
     if found == Processors():
         return None
     return dataclasses.replace(found, given=given, ends=ends if sizes["min_length"] or sizes["min_new_tokens"] else ())

@@ -143,9 +143,15 @@ class Model:
             if sizes.hold(max(map(len, ids)), written) and sizes.rows >= min(len(ids), ROWS):
                 return last
         built, notes = generation.programs_for(
-            self.config, self.rules, self._devices, self._platform, ids, new_tokens=new_tokens,
-            batch=min(len(ids), ROWS), tokenizer=self.tokenizer,
-        )  # fmt: skip
+            self.config,
+            self.rules,
+            self._devices,
+            self._platform,
+            ids,
+            new_tokens=new_tokens,
+            batch=min(len(ids), ROWS),
+            tokenizer=self.tokenizer,
+        )
         self._note(notes)
         self._generator = generation.Generator(built, self._read(built.abstract_params), self.tokenizer)
         return self._generator

@@ -39,8 +39,9 @@ class Processors:
         if self.biases:
             logits_BV = logits_BV + self._bias(logits_BV, history_BT, slot)
         if self.repetition_penalty != 1:
-            penalised_BV = jnp.where(logits_BV < 0, logits_BV * self.repetition_penalty,
-                                     logits_BV / self.repetition_penalty)  # fmt: skip
+            penalised_BV = jnp.where(
+                logits_BV < 0, logits_BV * self.repetition_penalty, logits_BV / self.repetition_penalty
+            )
             logits_BV = jnp.where(_is_in_row(logits_BV, history_BT), penalised_BV, logits_BV)
         never_BV = self._never(logits_BV, length_B, new)
         if 0 < self.no_repeat_ngram_size <= history_BT.shape[1]:

@@ -83,8 +83,12 @@ def prefill(cfg: configs.ModelConfig, params: Any, prompts: Prompts, sizes: Size
     B, T = len(prompts.start_B), sizes.source or sizes.prompt
     ahead_BT = jnp.arange(T, dtype=jnp.int32) - prompts.start_B[:, None]
     given = family(cfg).prompt_batch(cfg, prompts.tokens_BT, ahead_BT)
-    of_rows = {"row": prompts.number_B, "slot": jnp.zeros((), jnp.int32), "start": _begins(cfg, prompts.start_B),
-               "length": prompts.length_B}  # fmt: skip
+    of_rows = {
+        "row": prompts.number_B,
+        "slot": jnp.zeros((), jnp.int32),
+        "start": _begins(cfg, prompts.start_B),
+        "length": prompts.length_B,
+    }
     x_BTD, table, bias, cache = extend(cfg, params, given | of_rows, empty_cache(cfg, B, sizes.slots, T))
     return logits(x_BTD[:, -1:], table, bias, cfg)[:, 0], cache
 
@@ -294,9 +298,14 @@ class GenerationPrograms(Forward):
 
 
 def build_programs(
-    config: Config, rules: Rules, arrays: Arrays, devices: Sequence[Any], sizes: Sizes, unrolled: bool = False,
+    config: Config,
+    rules: Rules,
+    arrays: Arrays,
+    devices: Sequence[Any],
+    sizes: Sizes,
+    unrolled: bool = False,
     processors: Processors | None = None,
-) -> GenerationPrograms:  # fmt: skip
+) -> GenerationPrograms:
     """The programs of `config` under `rules`, which have been checked, on `devices`: real or compile-only."""
     rules = settle_rules(rules, config, meshes.processor(devices[0]), attention_pass(sizes))
     return GenerationPrograms(config, rules, arrays, meshes.build(rules, devices), sizes, unrolled, processors)
@@ -326,8 +335,10 @@ def check_causal(config: Config, or_of_source: bool = False) -> None:
     or_of_source: a model that does so given a source or an image will do, too.
     """
     if config.objective == "causal" and config.model.vision and not or_of_source:
-        raise InputError(f"{config.name}: model.vision: scoring texts alone leaves out their images\n"
-                         "  fix   without --text and --continuations, eval scores texts behind theirs")  # fmt: skip
+        raise InputError(
+            f"{config.name}: model.vision: scoring texts alone leaves out their images\n"
+            "  fix   without --text and --continuations, eval scores texts behind theirs"
+        )
     if config.objective not in ("causal", *["seq2seq"] * or_of_source):
         raise InputError(
             f"{config.name}: objective: {config.objective}: generating and scoring texts need a model that predicts "

@@ -54,17 +54,26 @@ class Sampling:
         wrong = [
             f"{name}={getattr(self, name)!r}: {must}"
             for name, good, must in (
-                ("temperature", _is_within(self.temperature, 0, math.inf) and self.temperature != math.inf,
-                 "must be a number: 0 (greedy) or above"),
-                ("top_k", is_whole_number(self.top_k, 0) and self.top_k < 2**31,
-                 "must be a whole number from 1, or 0 to keep all tokens"),
+                (
+                    "temperature",
+                    _is_within(self.temperature, 0, math.inf) and self.temperature != math.inf,
+                    "must be a number: 0 (greedy) or above",
+                ),
+                (
+                    "top_k",
+                    is_whole_number(self.top_k, 0) and self.top_k < 2**31,
+                    "must be a whole number from 1, or 0 to keep all tokens",
+                ),
                 ("top_p", _is_within(self.top_p, 0, 1) and self.top_p > 0, "must be a number above 0 and up to 1"),
                 ("min_p", _is_within(self.min_p, 0, 1), "must be a number from 0 to 1"),
-                ("seed", is_whole_number(self.seed, 0) and self.seed < 2**32,
-                 "must be a whole number from 0 to 4294967295"),
+                (
+                    "seed",
+                    is_whole_number(self.seed, 0) and self.seed < 2**32,
+                    "must be a whole number from 0 to 4294967295",
+                ),
             )
             if not good
-        ]  # fmt: skip
+        ]
         if wrong:
             raise InputError(
                 "\n".join([*wrong, "  fix   --temperature=0.8 --top_k=50 --top_p=0.95 --min_p=0 --seed=0"])

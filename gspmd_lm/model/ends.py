@@ -38,9 +38,13 @@ def table_axis(cfg: config.ModelConfig) -> tuple[int, str]:
 
 
 def embed_tokens(
-    module: nn.Module, cfg: config.ModelConfig, batch: Batch, dropout_key: jax.Array | None,
-    embedding: Weight | None = None, first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
-) -> tuple[jax.Array, Weight, jax.Array | None]:  # fmt: skip
+    module: nn.Module,
+    cfg: config.ModelConfig,
+    batch: Batch,
+    dropout_key: jax.Array | None,
+    embedding: Weight | None = None,
+    first: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+) -> tuple[jax.Array, Weight, jax.Array | None]:
     """The input of a text model's first block, [B, T, D], the token table, and a dropout key for each token.
 
     `module` holds the parameters, except a token table that is passed in. `batch` is that of `decoder.Decoder`.

@@ -136,8 +136,10 @@ class _MoeLayout(NamedTuple):
 
     def places(self, used: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
         """How the arrays of weights in use are split: of quantised ones, their values and then their scales."""
-        axes = [(w.axes, small.scale_axes(w.axes)) if isinstance(small, Quantised) else (w.axes,)
-                for w, small in zip(self.weights, used, strict=True)]  # fmt: skip
+        axes = [
+            (w.axes, small.scale_axes(w.axes)) if isinstance(small, Quantised) else (w.axes,)
+            for w, small in zip(self.weights, used, strict=True)
+        ]
         return [self.place(one) for both in axes for one in both]
 
     def routing(self, chosen_BTk: jax.Array, experts: int) -> Routing:
@@ -264,8 +266,14 @@ def _backward(layout: _MoeLayout, saved: Any, cotangents: tuple[jax.Array, jax.A
     places = [layout.place(w.axes) for w in layout.weights]
     out = (layout.inner.over, *_x(layout))
     inputs = [out, out, _x(layout), _x(layout), (layout.local, ()), *layout.places(used)]
-    outputs = [out, out, *(None if w.frozen else (over.over, *place)
-                           for w, over, place in zip(layout.weights, rows, places, strict=True))]  # fmt: skip
+    outputs = [
+        out,
+        out,
+        *(
+            None if w.frozen else (over.over, *place)
+            for w, over, place in zip(layout.weights, rows, places, strict=True)
+        ),
+    ]
     dx, weighted, *dused = per_device(local, inputs, outputs)(dy, x_zBTD, weights_BTk, chosen_BTk, kept, *leaves)
     weighted_BTk = layout.sum.reduce(weighted, WEIGHTED) if layout.inner.num_shards > 1 else weighted[0]
     # The gradient of a token's weight is the expert's output times dy, and `weighted_BTk` is that times the weight. A

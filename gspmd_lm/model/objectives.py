@@ -270,6 +270,10 @@ TOKENS = Objective(
 CLASSES = Objective(label_inputs, _sums_of_classes, _labels, _totals_of_classes, _means_of_classes, _scores_of_classes)
 SEVERAL = Objective(label_inputs, _sums_of_several, _labels, _totals_of_several, _means_of_classes, _scores_of_several)
 NUMBERS = Objective(
-    functools.partial(label_inputs, dtype="float32"), _sums_of_numbers, _numbers, _totals_of_numbers, _means_of_numbers,
+    functools.partial(label_inputs, dtype="float32"),
+    _sums_of_numbers,
+    _numbers,
+    _totals_of_numbers,
+    _means_of_numbers,
     _scores_of_numbers,
-)  # fmt: skip
+)

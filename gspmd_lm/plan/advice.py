@@ -113,10 +113,12 @@ def savings(computed: Config | Task, plan: Plan) -> list[tuple[str, int]]:
     if nearest is None or config is None:
         return []
     tried: list[tuple[str, str, Any]] = [
-        ("data", "batch", config.data.batch // 2), ("data", "seq", config.data.seq // 2),
-        ("model", "weight_dtype", "bfloat16"), ("optimizer", "name", "adafactor"),
+        ("data", "batch", config.data.batch // 2),
+        ("data", "seq", config.data.seq // 2),
+        ("model", "weight_dtype", "bfloat16"),
+        ("optimizer", "name", "adafactor"),
         ("optimizer", "mu_dtype", "bfloat16"),
-    ]  # fmt: skip
+    ]
     before, savings = nearest.estimate.peak_bytes, []
     for section, key, value in tried:
         if not value:  # half of a single row, or token

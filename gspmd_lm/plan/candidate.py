@@ -74,8 +74,16 @@ class Candidate:
         shares = tuple(mesh.get(name, 1) for name in ("stage", "data", "fsdp", "tensor", "context", "expert"))
         between = len(self.raw.get("rules", {}))
         pipeline = json.dumps(self.raw.get("pipeline"))
-        return (*shares, pipeline, self.raw.get("context"), tuple(self.rules.dcn.items()), between, tables,
-                json.dumps(self.raw.get("remat", "none"), sort_keys=True), self.rules.microbatches)  # fmt: skip
+        return (
+            *shares,
+            pipeline,
+            self.raw.get("context"),
+            tuple(self.rules.dcn.items()),
+            between,
+            tables,
+            json.dumps(self.raw.get("remat", "none"), sort_keys=True),
+            self.rules.microbatches,
+        )
 
     @property
     def family(self) -> tuple[Any, ...]:

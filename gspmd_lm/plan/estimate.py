@@ -249,8 +249,12 @@ class Estimator:
         config, names = self.traces.task.config, frozenset([*remat.save, *remat.offload])
         # The outputs of frozen weights matter too: nothing but what is computed again may read their inputs again.
         if len(self._trained) == len(self._params):
-            names &= {"block_input", "residual", *(["dispatched"] if config and config.model.experts else []),
-                      *(["attention_out"] if costs.part.rules.context in ("ulysses", "ring") else [])}  # fmt: skip
+            names &= {
+                "block_input",
+                "residual",
+                *(["dispatched"] if config and config.model.experts else []),
+                *(["attention_out"] if costs.part.rules.context in ("ulysses", "ring") else []),
+            }
         key = remat.policy, names
         if key not in costs.transfers:
             one_stream = config and not (config.model.encoder or config.model.masks)

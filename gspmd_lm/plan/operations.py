@@ -24,9 +24,23 @@ NamedNodes = tuple[Node, ...]  # an array or operation is split over the mesh ax
 _VIEWS = ("name", "reshape", "squeeze", "broadcast_in_dim", "stop_gradient", "copy", "transpose")
 # Operations whose derivative needs none of their values.
 _LINEAR = (
-    *_VIEWS, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum", "slice", "split", "concatenate",
-    "pad", "carry", "select_n", "gather", "dynamic_slice", "dynamic_update_slice",
-)  # fmt: skip
+    *_VIEWS,
+    "add",
+    "add_any",
+    "sub",
+    "neg",
+    "convert_element_type",
+    "reduce_sum",
+    "slice",
+    "split",
+    "concatenate",
+    "pad",
+    "carry",
+    "select_n",
+    "gather",
+    "dynamic_slice",
+    "dynamic_update_slice",
+)
 _MATMULS = (*MATMULS, "conv_general_dilated")
 _NOT_ELEMENTWISE = (*_MATMULS, "input", "carry", "constant")  # of no group of elementwise operations
 _SORTS = ("sort", "top_k")
@@ -177,8 +191,18 @@ class OpGraph:
             nodes = tuple(dict.fromkeys(place for near in (*node.inputs, node) for place in self.sharded_like(near)))
             moved = tuple((float(near.bytes), self.sharded_like(near)) for near in (*node.inputs[:2], node))
             itemsizes = tuple(near.itemsize for near in (*node.inputs[:2], node))
-            yield Op(kind, node.flops, _hlo_dtype(node.inputs[0]), itemsizes, nodes, moved, node.trip_count, backward,
-                            frozenset([node]), self.in_block(node))  # fmt: skip
+            yield Op(
+                kind,
+                node.flops,
+                _hlo_dtype(node.inputs[0]),
+                itemsizes,
+                nodes,
+                moved,
+                node.trip_count,
+                backward,
+                frozenset([node]),
+                self.in_block(node),
+            )
 
     def _move_ops(self) -> Iterable[MoveOp]:
         for node in filter(self._covers, self.graph.nodes):
@@ -249,8 +273,14 @@ class OpGraph:
         waiting = [
             near for node in self.graph.nodes if self.in_block(node) for near in self._needed_by_derivative(node)
         ]
-        waiting += [near for kernel in self.attention_ops if kernel.backward for node in kernel.nodes
-                    for near in node.inputs if near not in kernel.nodes]  # fmt: skip
+        waiting += [
+            near
+            for kernel in self.attention_ops
+            if kernel.backward
+            for node in kernel.nodes
+            for near in node.inputs
+            if near not in kernel.nodes
+        ]
         while waiting:
             node = waiting.pop()
             if node in recomputed or node in on_host or node in on_device:

@@ -181,8 +181,11 @@ def _sharing_links(network: Network, groups: Mapping[str, Groups], sent: Iterabl
     for axes in sent:
         names = set(axes.split("+")) if network.link(groups[axes]) == "ici" else {"network"}
         for link in links:
-            names_on_link = {name for other in link for name in (
-                other.split("+") if network.link(groups[other]) == "ici" else ["network"])}  # fmt: skip
+            names_on_link = {
+                name
+                for other in link
+                for name in (other.split("+") if network.link(groups[other]) == "ici" else ["network"])
+            }
             if names & names_on_link:
                 link.append(axes)
                 break

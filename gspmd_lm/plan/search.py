@@ -115,8 +115,9 @@ def plans(
     return [search.result(rank_by) for search in searches]
 
 
-def _begin_search(traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports,
-           clock: "_Clock", most: int) -> "_Search":  # fmt: skip
+def _begin_search(
+    traces: TraceCache, target: Target, until_s: float, say: Say, reports: Reports, clock: "_Clock", most: int
+) -> "_Search":
     """A search that has its estimates, as many as there was time for until `until_s`."""
     began = time.monotonic()
     space = Space(traces.task, target, traces)
@@ -142,8 +143,16 @@ class _Clock(NamedTuple):
 
 
 class _Search:
-    def __init__(self, space: Space, candidates: Sequence[Candidate], say: Say,
-                 reports: Reports, clock: _Clock, most: int, estimating_s: float):  # fmt: skip
+    def __init__(
+        self,
+        space: Space,
+        candidates: Sequence[Candidate],
+        say: Say,
+        reports: Reports,
+        clock: _Clock,
+        most: int,
+        estimating_s: float,
+    ):
         self.task, self.space, self.target, self.say, self.reports = space.task, space, space.target, say, reports
         self.clock, self.most = clock, most
         self.estimating_s, self.compiling_s = estimating_s, 0.0
@@ -307,8 +316,10 @@ class _Search:
         compiled = [one for one in self.tried if one.report and one.report.prediction]
         ratios = [math.log(one.step_time_s / one.estimate.step_time_s) for one in compiled]
         if len(compiled) > 2:  # each from the others
-            errors = [ratio - _log_correction(one, [*compiled[:n], *compiled[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
-                      for n, (one, ratio) in enumerate(zip(compiled, ratios, strict=True))]  # fmt: skip
+            errors = [
+                ratio - _log_correction(one, [*compiled[:n], *compiled[n + 1 :]], [*ratios[:n], *ratios[n + 1 :]])
+                for n, (one, ratio) in enumerate(zip(compiled, ratios, strict=True))
+            ]
             self.compiled_error = statistics.mean(map(abs, errors))
         kept: list[list[Candidate]] = []
         for those in (self.untried, self.slow):
@@ -324,11 +335,13 @@ class _Search:
     def _hopeless(self, one: Candidate) -> bool:
         """Whether a layout of the same kind that is estimated to need no more memory did not fit."""
         return any(
-            other.fits is False and not other.failure and other.features[:-2] == one.features[:-2]
+            other.fits is False
+            and not other.failure
+            and other.features[:-2] == one.features[:-2]
             and one.rules.microbatches <= other.rules.microbatches
             and one.estimate.peak_bytes >= other.estimate.peak_bytes
             for other in self.tried
-        )  # fmt: skip
+        )
 
     def _error(self) -> float:
         """The known error of predictions for the target, as a share."""

@@ -353,9 +353,11 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
     # What is put beside other numbers stays whole, such as the part of keys that all heads share.
     joined = {
         near.placed.axes[-1]
-        for node in graph.nodes if node.primitive == "concatenate"
-        for near in graph.before([node], past_matmuls=False) if near.placed and near.placed.axes
-    }  # fmt: skip
+        for node in graph.nodes
+        if node.primitive == "concatenate"
+        for near in graph.before([node], past_matmuls=False)
+        if near.placed and near.placed.axes
+    }
     hidden: list[str] = []
     arrays = [*axes.values(), *(node.placed.axes for node in graph.activations if node.placed)]
     for axis, _ in firsts.most_common():
@@ -366,15 +368,19 @@ def _roles(traces: TraceCache, graph: DataflowGraph, splits_sequence: bool) -> R
     inside = {
         f"{name}.{axes[path][0]}": used[path]
         for path in matrices
-        if (name := path.rpartition(".")[2]) not in adapters and not {*width} & {*axes[path]}
-        and {*hidden} & {*axes[path][1:]} and axes[path][0] not in (*hidden, *groups)
-    }  # fmt: skip
+        if (name := path.rpartition(".")[2]) not in adapters
+        and not {*width} & {*axes[path]}
+        and {*hidden} & {*axes[path][1:]}
+        and axes[path][0] not in (*hidden, *groups)
+    }
     streams = [stream for matmul in graph.matmuls if (stream := graph.gathered_from(matmul.input))]
     between = dict.fromkeys(
         f"{stream.placed.array}.{axis}"
-        for stream in streams if stream.placed
-        for axis in stream.placed.axes if axis != rows and axis not in count
-    )  # fmt: skip
+        for stream in streams
+        if stream.placed
+        for axis in stream.placed.axes
+        if axis != rows and axis not in count
+    )
     sizes: dict[str, set[int]] = collections.defaultdict(set)
     for node in (*used.values(), *graph.activations):
         if node.placed:  # the loss takes a sequence apart, so that its axis has several sizes

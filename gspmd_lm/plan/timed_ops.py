@@ -73,11 +73,15 @@ def timed_ops(chip: Chip, op_graph: OpGraph, shards: Shards, rounds_to_bf16: boo
             rows, experts, width = x / inner, w / (inner * columns), op.itemsizes[1]
             sides = ((inner, columns), False), ((columns, inner), False), ((inner, columns), True)
             if chip.platform == "tpu":
-                kernels = [grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
-                           for side, outer in sides]  # fmt: skip
+                kernels = [
+                    grouped.work(rows, experts, *side, max(width, 2) if outer else width, chip.kinds[0], outer)
+                    for side, outer in sides
+                ]
             else:
-                kernels = [(grouped_gpu.speed(rows, experts, round(along), round(across), outer), 0.0)
-                           for (along, across), outer in sides]  # fmt: skip
+                kernels = [
+                    (grouped_gpu.speed(rows, experts, round(along), round(across), outer), 0.0)
+                    for (along, across), outer in sides
+                ]
             of_matrix = "bf16" if bits(dtype) == 8 else dtype  # see moe_dispatch.py
             multiplied = [_multiplied_dtypes(chip, dtype, rows / experts)] * 2 + [(of_matrix, of_matrix)]
             widened_bytes = 3 * w if multiplied[0][1] != dtype else 0.0  # of each, one is read and two are written

@@ -200,8 +200,15 @@ class Transfers(abc.ABC):
                 waiting.append(user)
         return False
 
-    def transfer(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = (),
-                 times: int = 1, kind: str = "activations") -> None:  # fmt: skip
+    def transfer(
+        self,
+        size_bytes: float,
+        source: Sharding,
+        target: Sharding,
+        summed_over: Iterable[str] = (),
+        times: int = 1,
+        kind: str = "activations",
+    ) -> None:
         """Adds what a device sends to bring an array from one sharding to another, `times` in each microbatch.
 
         size_bytes: of the whole array. summed_over: the mesh axes over which the array is a partial sum. A device first

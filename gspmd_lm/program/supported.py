@@ -216,15 +216,21 @@ def _context_problems(config: Config, rules: Rules, seq: int, zigzag: bool) -> l
             each = (key_heads := rows if repeated else key_rows) // rules.num_shards(heads)
             if key_heads % rules.num_shards(heads) == 0 and each % num_shards:
                 most = " x ".join(["kv_heads" if key_heads == key_rows else "heads", *heads])
-                wrong(f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
-                      f"--set rules.context=gather, or use a divisor of {each}")  # fmt: skip
+                wrong(
+                    f"ulysses: {each} key heads of a device ({most}) do not divide over {split}",
+                    f"--set rules.context=gather, or use a divisor of {each}",
+                )
     elif zigzag and model.attention.mask == "causal" and seq % (2 * num_shards) and seq % num_shards == 0:
         fix = f"make data.seq a multiple of {2 * num_shards}"
         if form == "ring":
             wrong(f"ring: data.seq={seq} does not divide into 2 pieces for each of {split}", fix)
         else:
-            wrong(f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
-                  "the work of a causal mask", fix, warning=True)  # fmt: skip
+            wrong(
+                f"data.seq={seq} does not divide into 2 pieces for each of {split}, so the last device has most of "
+                "the work of a causal mask",
+                fix,
+                warning=True,
+            )
     if form == "ring" and zigzag:
         window = next((kind.attention.window for kind in model.layer_kinds if kind.attention.window), 0)
         for key in (key for key, is_asked in NOT_IN_A_RING.items() if is_asked(model)):
@@ -265,18 +271,24 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     place = f"{place}\n        {row.place}" if row else place
     stages, names = rules.num_shards(over), " x ".join(f"{name}={rules.mesh[name]}" for name in over)
     if model.shared_layers:
-        wrong("each stage has layers of its own, and with model.shared_layers all layers have the same weights",
-              f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+        wrong(
+            "each stage has layers of its own, and with model.shared_layers all layers have the same weights",
+            f"--set rules.pipeline=null --set rules.weights.{axis}=null",
+        )
     for key in (*_beyond_one_stream(model), *(["vision"] if model.vision else [])):
-        wrong(f"stages pass on a residual stream alone, which model.{key} does not go with",
-              f"--set rules.pipeline=null --set rules.weights.{axis}=null")  # fmt: skip
+        wrong(
+            f"stages pass on a residual stream alone, which model.{key} does not go with",
+            f"--set rules.pipeline=null --set rules.weights.{axis}=null",
+        )
     if rules.split("optimizer", f"{axis}.", axis) != over:
         wrong(f"the table optimizer splits {axis} over other axes than {names}", f"drop its row for {axis}")
     if problems:
         return problems
     if model.experts and model.experts.balance == "batch":
-        wrong("model.experts.balance: batch needs the loads of the whole batch, and no microbatch has them",
-              "--set model.experts.balance=row or bias")  # fmt: skip
+        wrong(
+            "model.experts.balance: batch needs the loads of the whole batch, and no microbatch has them",
+            "--set model.experts.balance=row or bias",
+        )
     if pipeline.gathers_once:
         problems += gather_problems(model, rules, place)
     stack = next(stack for stack in model.stacks if stack.name == axis)
@@ -304,11 +316,16 @@ def pipeline_problems(config: Config, rules: Rules) -> list[Problem]:
     elif rows % (microbatches * shards):
         each = shards // rules.microbatches
         pieces = f"{rules.microbatches} x {microbatches}" if rules.microbatches > 1 else microbatches
-        wrong(f"data.batch={rows} does not divide into {pieces} microbatches for {each} devices "
-              "of a stage", f"make data.batch a multiple of {microbatches * shards}")  # fmt: skip
+        wrong(
+            f"data.batch={rows} does not divide into {pieces} microbatches for {each} devices of a stage",
+            f"make data.batch a multiple of {microbatches * shards}",
+        )
     if not {*over} <= {*batch} and pipeline.schedule != "1f1b":
-        wrong(f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
-              f"--set rules.rules.batch=[{', '.join((*over, *batch))}]", warning=True)  # fmt: skip
+        wrong(
+            f"the batch is not split over {names}, so the devices of all stages compute the same table and loss",
+            f"--set rules.rules.batch=[{', '.join((*over, *batch))}]",
+            warning=True,
+        )
     return problems
 
 
@@ -397,8 +414,10 @@ def _experts_problems(config: Config, rules: Rules, platform: str) -> list[Probl
         place = seq.place if (seq := rules.row("rules", "block_input", "seq")) else rules.path
         fix = f"--set model.experts.capacity_factor=0, or do not split seq over {', '.join(over)}"
         problems.append(Problem(message, place, fix))
-    sides = [size // rules.num_shards(rules.split("rules", path, axis))
-             for axis, size in (("embed", model.embed), ("mlp", model.expert_width))]  # fmt: skip
+    sides = [
+        size // rules.num_shards(rules.split("rules", path, axis))
+        for axis, size in (("embed", model.embed), ("mlp", model.expert_width))
+    ]
     rows = jnp.dtype("int8" if model.matmul_dtype == "int8" else model.compute_dtype)
     if platform == "gpu" and not grouped_gpu.takes(jnp.dtype(model.compute_dtype), *sides, rows=rows):
         lacks, fix = f"model.compute_dtype: {model.compute_dtype}", "--set model.compute_dtype=bfloat16"

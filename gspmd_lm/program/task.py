@@ -201,8 +201,11 @@ class Task:
     def _check_state(self, params: Any, state: Any) -> Any:
         """The new state. Raises InputError for an array that is not one of what gradients leave."""
         before, after = (_describe(tree) for tree in (self.partition(params)[0], state))
-        wrong = [f"  {path}: {new}, and init gives {before.get(path, 'none that gradients leave')}"
-                 for path, new in after.items() if new != before.get(path)]  # fmt: skip
+        wrong = [
+            f"  {path}: {new}, and init gives {before.get(path, 'none that gradients leave')}"
+            for path, new in after.items()
+            if new != before.get(path)
+        ]
         if wrong:
             fix = "have init return all variables: model.init(...), or nnx.state(model, (nnx.Param, nnx.BatchStat))"
             raise InputError("\n".join([f"task {self.name}: sums() returned new state", *wrong, f"  fix   {fix}"]))

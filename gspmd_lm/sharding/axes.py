@@ -177,9 +177,20 @@ TO_RESIDUAL = ("wo", "w_down", "linear_out", "laurel_out")  # matrices that writ
 ADAPTED = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 # Weights that model.weight_dtype may keep in 8 bits, and whose products model.matmul_dtype is of.
 QUANTISED = (
-    *ADAPTED, "wg", "wq_down", "wq_up", "wkv_down", "wk_rope", "wk_up", "wv_up", "linear_q", "linear_k", "linear_v",
-    "linear_z", "linear_out",
-)  # fmt: skip
+    *ADAPTED,
+    "wg",
+    "wq_down",
+    "wq_up",
+    "wkv_down",
+    "wk_rope",
+    "wk_up",
+    "wv_up",
+    "linear_q",
+    "linear_k",
+    "linear_v",
+    "linear_z",
+    "linear_out",
+)
 ADAPTERS = {f"{name}_{part}": name for name in ADAPTED for part in "ab"}  # matrix of an adapter -> its weight
 SCALES = {f"{name}_scale": name for name in QUANTISED}  # scales of a weight that rests in 8 bits -> the weight
 WEIGHTS |= {
@@ -224,10 +235,26 @@ ARRAYS = WEIGHTS | ACTIVATIONS
 # Names that remat can save. `residual`: a layer's input and the sum after attention; `layer_input`: the input alone;
 # `dispatched`: tokens where their experts compute them, sorted by expert.
 _OUTSIDE = (
-    "tokens", "patches", "frames", "frames_hidden", "embedded", "logits", "cache", "state", "low_rank", "memory",
-    "vectors", "transformed", "class_scores", "compared", "merged", "around", "prompts", "upscaled",
+    "tokens",
+    "patches",
+    "frames",
+    "frames_hidden",
+    "embedded",
+    "logits",
+    "cache",
+    "state",
+    "low_rank",
+    "memory",
+    "vectors",
+    "transformed",
+    "class_scores",
+    "compared",
+    "merged",
+    "around",
+    "prompts",
+    "upscaled",
     "drawn",
-)  # fmt: skip
+)
 IN_BLOCKS = ("layer_input", "dispatched", *(name for name in ACTIVATIONS if name not in _OUTSIDE))
 DECODER = Vocabulary(
     axes=AXES,

@@ -188,8 +188,10 @@ def readable(like: Any, params: Any) -> Any:
     """
     boxes = jax.tree.map(
         lambda leaf, array: Box(array, leaf.path, leaf.axes),
-        name_params(box_params(like)), params, is_leaf=lambda leaf: isinstance(leaf, Named),
-    )  # fmt: skip
+        name_params(box_params(like)),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, Named),
+    )
     if not _is_state(like):
         return boxes
     flat: list[Any] = []

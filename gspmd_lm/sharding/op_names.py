@@ -23,10 +23,25 @@ _ROLES = ("of", "sum", "sees", "turns", "kind")
 _SCORES = re.compile(r"BN?K?G?TS\b")
 _KEYS = re.compile(r"\['(\w+)'\]")
 _NOT_MODULES = {
-    "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map",
-    "transpose", "jvp", "vmap", "custom_vjp_call", "custom_jvp_call", "pjit", "remat", "core_call", "branch_0_fun",
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "eval_jaxpr",
+    "checkpoint",
+    "rematted_computation",
+    "shard_map",
+    "transpose",
+    "jvp",
+    "vmap",
+    "custom_vjp_call",
+    "custom_jvp_call",
+    "pjit",
+    "remat",
+    "core_call",
+    "branch_0_fun",
     "branch_1_fun",
-}  # fmt: skip
+}
 _MODULE = re.compile(r"[a-z][\w.\-]*$|[A-Z]\w*_\d+$")  # layers; Dense_0, as flax names what has no name
 _OF_TRAINING = "jit(_train)"  # what the step of train/step.py is called
 
@@ -122,8 +137,19 @@ def parse(op_name: str) -> OpName:
     keys_seen, trip_count, kind = (scopes.get(role, "") for role in ("sees", "turns", "kind"))
     window, _, chunk = keys_seen.partition("chunk")
     kind = kind or ("attention" if _SCORES.search(op_name) else "")
-    return OpName(phase, _once(modules), owners, summed_axes, table, array, einsum, window.rstrip("+"), int(chunk or 0),
-                  trip_count, kind)  # fmt: skip
+    return OpName(
+        phase,
+        _once(modules),
+        owners,
+        summed_axes,
+        table,
+        array,
+        einsum,
+        window.rstrip("+"),
+        int(chunk or 0),
+        trip_count,
+        kind,
+    )
 
 
 def _once(modules: list[str]) -> tuple[str, ...]:

@@ -146,9 +146,7 @@ class Segments:
 
 def _simulate(rows_ND, into_MD, starts, sent, targets, received, *, axis_name):
     """`jax.lax.ragged_all_to_all` for the CPU, where XLA has none (jax issue 34755): every device receives all rows."""
-    all_sND, starts_s, sent_s, targets_s = (
-        jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets)
-    )  # fmt: skip
+    all_sND, starts_s, sent_s, targets_s = (jax.lax.all_gather(x, axis_name) for x in (rows_ND, starts, sent, targets))
     device, each = jax.lax.axis_index(axis_name), len(starts) // len(all_sND)
     first, size, at = (
         jax.lax.dynamic_slice_in_dim(x, device * each, each, 1).reshape(-1, 1) for x in (starts_s, sent_s, targets_s)

@@ -252,8 +252,9 @@ class Rules:
                 message = f"{path}: {twice[0]} would split both {first.axis} and {axis}"
                 fix, places = "give one of them another mesh axis", f"{first.place}\n        {row.place}"
                 instead = f"--set rules.{key}=null"
-                clash = Clash(twice[0], *(ClashingRow(one.key, one.axis, one.place, self._elsewhere(one))
-                                          for one in (first, row)))  # fmt: skip
+                clash = Clash(
+                    twice[0], *(ClashingRow(one.key, one.axis, one.place, self._elsewhere(one)) for one in (first, row))
+                )
                 problems.append(Problem(message, places, fix, instead, clash=clash))
             taken.update(dict.fromkeys(names, row))
             num_shards = self.num_shards(names)
@@ -304,20 +305,30 @@ class Rules:
             pass  # a missing mesh is a problem already
         elif open_axis is not None:
             others = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if name != open_axis)
-            problems.append(Problem(f"mesh: {others} does not divide {device_count} devices", place,
-                                    f"make the sizes other than {open_axis} a divisor of {device_count}"))  # fmt: skip
+            problems.append(
+                Problem(
+                    f"mesh: {others} does not divide {device_count} devices",
+                    place,
+                    f"make the sizes other than {open_axis} a divisor of {device_count}",
+                )
+            )
         else:
-            fitting = [(name, size * device_count // known) for name, size in mesh.items()
-                       if size * device_count % known == 0]  # fmt: skip
+            fitting = [
+                (name, size * device_count // known) for name, size in mesh.items() if size * device_count % known == 0
+            ]
             message = f"mesh: its sizes multiply to {known}, but the number of devices is {device_count}"
             fix = f"choose sizes whose product is {device_count}"
             fix = next((f"--mesh={name}={size}" for name, size in fitting), fix)
             problems.append(Problem(message, place, fix, instead.format(known=known), sizes=tuple(fitting)))
         problems += [
-            Problem(f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
-                    self.place(f"dcn.{name}", slices), f"use a divisor of {mesh[name]}")
-            for name, slices in self.dcn.items() if mesh[name] % slices
-        ]  # fmt: skip
+            Problem(
+                f"dcn: {name}={mesh[name]} does not divide into {slices} slices",
+                self.place(f"dcn.{name}", slices),
+                f"use a divisor of {mesh[name]}",
+            )
+            for name, slices in self.dcn.items()
+            if mesh[name] % slices
+        ]
         return dataclasses.replace(self, mesh=mesh, problems=tuple(problems))
 
     def unused_rows(

@@ -44,8 +44,10 @@ def load(name: str, mesh_override: str = "", vocabulary: Vocabulary = DECODER, o
     raw = core_yaml.parse(text, str(path))
     if not isinstance(raw, dict):
         kind = "is empty" if raw is None else f"is a {type(raw).__name__}"
-        raise ShardingError(f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
-                            f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how")  # fmt: skip
+        raise ShardingError(
+            f"{path}: a rules file is a mapping with a mesh and rules; this one {kind}\n"
+            f"  fix   begin with 'mesh: {{tensor: 8}}'; rules/tp8.yaml shows how"
+        )
     reader = _Reader(str(path), vocabulary)
     values = reader.lay_over(raw, mesh_override, overrides)
     if reader.flags:
@@ -123,8 +125,10 @@ class _Reader:
         for number, part in enumerate(path[:-1], 1):
             if within.get(part) is not None and not isinstance(within[part], dict):
                 known = ".".join(path[:number])
-                raise ShardingError(f"{flag}: in {self.path}, {known} is {flow(within[part])}, which has no rows\n"
-                                    f"  fix   --set rules.{known}=VALUE")  # fmt: skip
+                raise ShardingError(
+                    f"{flag}: in {self.path}, {known} is {flow(within[part])}, which has no rows\n"
+                    f"  fix   --set rules.{known}=VALUE"
+                )
             within[part] = dict(within.get(part) or {})
             within = within[part]
         within[path[-1]] = value
@@ -242,8 +246,11 @@ class _Reader:
         value = raw.get("pipeline")
         if not self.mapping("pipeline", value):
             return None
-        words = {"gather": (GATHERS, "weights are gathered once in a"), "keep": (KEEPS, "nothing is kept of"),
-                 "schedule": (SCHEDULES, "unknown schedule")}  # fmt: skip
+        words = {
+            "gather": (GATHERS, "weights are gathered once in a"),
+            "keep": (KEEPS, "nothing is kept of"),
+            "schedule": (SCHEDULES, "unknown schedule"),
+        }
         usual = {"microbatches": None, "repeats": 1, **{key: known[0] for key, (known, _) in words.items()}}
         values = {**usual, "gather": None, **self.mapping("pipeline", value)}
         # What is wrong with a key stands in its own message; a missing one reads as null.
@@ -263,8 +270,9 @@ class _Reader:
             offload = raw["remat"].get("offload") if isinstance(raw.get("remat"), dict) else None
             for key, one, only in (
                 *((f"pipeline.{key}", values[key] or usual[key], usual[key]) for key in ("repeats", "gather", "keep")),
-                ("microbatches", raw.get("microbatches", 1), 1), ("remat.offload", offload or [], []),
-            ):  # fmt: skip
+                ("microbatches", raw.get("microbatches", 1), 1),
+                ("remat.offload", offload or [], []),
+            ):
                 if one != only:
                     message = f"pipeline: schedule: 1f1b does not go with {key}={flow(one)}"
                     self.wrong(message, key, one, f"--set rules.{key}={only}, or rules.pipeline.schedule=gpipe")

@@ -23,8 +23,23 @@ WIDE = 110  # columns with which nothing is shortened
 STYLES = {"good": "green", "bad": "red", "best": "bold green", "dim": "dim"}
 WAITS = ("wait", "host")  # parts of a step in which nothing is computed
 # The most rows of a table and findings of a list: as many of them are shown as a screen has room for.
-MOST = ((10, 9), (9, 9), (8, 9), (7, 9), (6, 9), (6, 7), (6, 5), (6, 4), (5, 3), (4, 3), (3, 3), (3, 2), (3, 1), (2, 1),
-        (1, 1))  # fmt: skip
+MOST = (
+    (10, 9),
+    (9, 9),
+    (8, 9),
+    (7, 9),
+    (6, 9),
+    (6, 7),
+    (6, 5),
+    (6, 4),
+    (5, 3),
+    (4, 3),
+    (3, 3),
+    (3, 2),
+    (3, 1),
+    (2, 1),
+    (1, 1),
+)
 MORE = "see --html"
 
 
@@ -46,8 +61,13 @@ def console(width: int, stderr: bool = False) -> Console:
     In a notebook it prints plain lines. rich would make a page of each, and a kernel asks for colours (FORCE_COLOR).
     """
     stream, colours = (sys.stderr if stderr else sys.stdout), False if "ipykernel" in sys.modules else None
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else width, force_jupyter=False,
-                   force_terminal=colours)  # fmt: skip
+    return Console(
+        stderr=stderr,
+        highlight=False,
+        width=None if stream.isatty() else width,
+        force_jupyter=False,
+        force_terminal=colours,
+    )
 
 
 def text_of(print_on: Callable[[Console], None], width: int) -> str:

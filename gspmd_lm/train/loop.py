@@ -180,10 +180,15 @@ class Run:
             made = self.rows[0].tokenizer
             kept = trained.files_to_keep(self.step.config, self.workdir, made) if self.step.config else {}
             history.write_description(
-                self.workdir, describe_run(self.config or self.step.task), self.step.rules.text, kept,
-                self.rows[0].classes, mesh=dict(self.step.rules.mesh), rows=self.rows[0].description,
+                self.workdir,
+                describe_run(self.config or self.step.task),
+                self.step.rules.text,
+                kept,
+                self.rows[0].classes,
+                mesh=dict(self.step.rules.mesh),
+                rows=self.rows[0].description,
                 device=self.machine.device_kind,
-            )  # fmt: skip
+            )
 
 
 class _Training:
@@ -296,8 +301,12 @@ class _Training:
 
     def _save(self) -> None:
         run, best = self.run, self.best
-        extra = {"data": run.rows[0].fingerprint, "batch": run.step.task.rows, "rules": run.step.rules.path,
-                 "best": dataclasses.asdict(best)}  # fmt: skip
+        extra = {
+            "data": run.rows[0].fingerprint,
+            "batch": run.step.task.rows,
+            "rules": run.step.rules.path,
+            "best": dataclasses.asdict(best),
+        }
         with self.save_clock.saving():
             self.checkpoints.save(self.done, self.state, extra, keep=best.step if self.config.keeps_best else None)
         self.meter.restart(self.done)
@@ -328,11 +337,14 @@ class _Training:
         if self.interrupted:
             self.say(f"stopped at step {self.done} on request; the same command goes on from there")
         elif self._ends_early:
-            self.say(f"stopped early at step {self.done}: the last {best.since} evaluations were not better "
-                     "(train.patience)")  # fmt: skip
+            self.say(
+                f"stopped early at step {self.done}: the last {best.since} evaluations were not better (train.patience)"
+            )
         if train.keeps_best and best.step is not None:
-            self.say(f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
-                     f"for --step={best.step}")  # fmt: skip
+            self.say(
+                f"best evaluation every {train.eval_every} steps: {best.loss:.4f} at {best.step}, kept "
+                f"for --step={best.step}"
+            )
         if "step_time_s" in self.last:
             self._compare(self.last["step_time_s"])
 
@@ -370,9 +382,13 @@ class _Training:
         flops = report.flops if report else 0.0
         peak = report.peak_flops_per_s if report and flops else None
         return progress.Meter(
-            self.start, self.stop, task.batch_size, run.rows[0].epochs_per_step,
-            flops, peak and peak * run.step.mesh.size,
-        )  # fmt: skip
+            self.start,
+            self.stop,
+            task.batch_size,
+            run.rows[0].epochs_per_step,
+            flops,
+            peak and peak * run.step.mesh.size,
+        )
 
     def _log(self) -> Any:
         if not self.is_main:

@@ -52,11 +52,15 @@ def unfinished_schedule_note(cfg: config.Optimizer, steps: int) -> str:
     """A warning about a schedule that is longer than a run of `steps` steps; '' for any other."""
     warmup, decay = cfg.warmup_steps, _decay_steps(cfg, steps)
     if warmup > steps:
-        return (f"warning: optimizer.warmup_steps={warmup:,}: more than train.steps={steps:,}, so the learning rate "
-                "does not come to optimizer.learning_rate")  # fmt: skip
+        return (
+            f"warning: optimizer.warmup_steps={warmup:,}: more than train.steps={steps:,}, so the learning rate "
+            "does not come to optimizer.learning_rate"
+        )
     if warmup + decay > steps:
-        return (f"warning: optimizer.warmup_steps={warmup:,} and a decay over {decay:,} steps: more than "
-                f"train.steps={steps:,}, so the decay does not come to its end")  # fmt: skip
+        return (
+            f"warning: optimizer.warmup_steps={warmup:,} and a decay over {decay:,} steps: more than "
+            f"train.steps={steps:,}, so the decay does not come to its end"
+        )
     return ""
 
 
@@ -98,10 +102,15 @@ def _muon(cfg: config.Optimizer, axes: Any) -> optax.GradientTransformation:
 
     numbers = jax.tree.map(dimensions, axes, is_leaf=_is_axes)
     muon = contrib.muon(
-        1.0, beta=cfg.b1, adam_b1=cfg.b1, adam_b2=cfg.b2, eps=cfg.eps, mu_dtype=cfg.mu_dtype,
+        1.0,
+        beta=cfg.b1,
+        adam_b1=cfg.b1,
+        adam_b2=cfg.b2,
+        eps=cfg.eps,
+        mu_dtype=cfg.mu_dtype,
         muon_weight_dimension_numbers=numbers,
         consistent_rms=0.2,  # update sizes like Adam's, so that one learning rate serves both (arXiv 2502.16982)
-    )  # fmt: skip
+    )
     return optax.chain(muon, optax.scale(-1.0))  # it was scaled by a learning rate of 1, which negates
 
 

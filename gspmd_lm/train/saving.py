@@ -101,8 +101,10 @@ def moved_rows(step: int, extra: dict[str, Any], batch: int) -> list[str]:
     if not isinstance(before, int) or before == batch:
         return []
     what = "skipped" if batch > before else "read again"
-    return [f"warning: step {step} is at row {step * batch:,} with batches of {batch} rows, and was at "
-            f"{step * before:,} with those of {before}: {abs(step * (batch - before)):,} rows are {what}"]  # fmt: skip
+    return [
+        f"warning: step {step} is at row {step * batch:,} with batches of {batch} rows, and was at "
+        f"{step * before:,} with those of {before}: {abs(step * (batch - before)):,} rows are {what}"
+    ]
 
 
 def nothing_to_do(step: int, stop: int, best: Best, patience: int) -> str:

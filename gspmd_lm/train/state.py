@@ -62,8 +62,11 @@ def arrays(config: Config | Task) -> Arrays:
 
 def _check_frozen(frozen: Sequence[str], weights: Arrays) -> None:
     """Raises InputError for frozen weights that the model does not have, and where nothing else is left."""
-    wrong = [f"no weights are named {name}{did_you_mean(name, weights.params)}" for name in frozen
-             if name not in weights.params]  # fmt: skip
+    wrong = [
+        f"no weights are named {name}{did_you_mean(name, weights.params)}"
+        for name in frozen
+        if name not in weights.params
+    ]
     if frozen and not wrong and not weights.trained_count:
         wrong = ["no weights are left to train"]
     if wrong:

@@ -212,8 +212,10 @@ class Step(TaskProgram):
         if names:
             gradients = jax.tree.map(
                 lambda named, g: self._sum_replicas(g, replicas.split, named),
-                self.arrays.named_trained, gradients, is_leaf=lambda leaf: isinstance(leaf, Named),
-            )  # fmt: skip
+                self.arrays.named_trained,
+                gradients,
+                is_leaf=lambda leaf: isinstance(leaf, Named),
+            )
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, trained)
 

@@ -18,10 +18,22 @@ from gspmd_lm.files import json_object
 SHOWN = 6  # lines of each kind in a message
 # Fields of ModelConfig that change neither the tree of the parameters nor their meaning.
 _FREE = {
-    "compute_dtype", "weight_dtype", "attention.scores_dtype", "matmul_dtype", "matmul_precision", "dropout",
-    "logits.z_loss", "init_std", "context", "experts.balance_weight", "experts.balance_rate", "experts.z_loss",
-    "experts.capacity_factor", "row_multiple", "frozen",
-}  # fmt: skip
+    "compute_dtype",
+    "weight_dtype",
+    "attention.scores_dtype",
+    "matmul_dtype",
+    "matmul_precision",
+    "dropout",
+    "logits.z_loss",
+    "init_std",
+    "context",
+    "experts.balance_weight",
+    "experts.balance_rate",
+    "experts.z_loss",
+    "experts.capacity_factor",
+    "row_multiple",
+    "frozen",
+}
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +71,9 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str)
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
     found = sorted(_differences("", _complete(ModelConfig, saved, wanted), wanted))
     names = [name for name, _, _ in found if name not in _FREE]
-    differences = [f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found
-                   if name in names]  # fmt: skip
+    differences = [
+        f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found if name in names
+    ]
     if differences:
         fix = "  fix   use the config it was saved with, or another --workdir"
         if all(name.startswith("padded_") for name in names):

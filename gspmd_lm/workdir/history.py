@@ -106,8 +106,10 @@ def check_classes(
     numbered = (*map(str, range(len(known))),)
     if classes != numbered and (*known,) != tuple(f"LABEL_{number}" for number in numbered):
         ours, theirs = map(_list_classes, (classes, known))
-        say(f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
-            "the same order")  # fmt: skip
+        say(
+            f"warning: the classes of the data, {ours}, are not those of the model, {theirs}: they are taken to be in "
+            "the same order"
+        )
 
 
 def _list_classes(classes: Sequence[str]) -> str:
@@ -185,8 +187,10 @@ def read_runs(folders: Sequence[str]) -> list[RunHistory]:
             )
         workdirs |= {str(workdir): workdir for workdir in workdirs_here}
     names = [workdir.name for workdir in workdirs.values()]
-    runs = [_read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
-            for workdir in workdirs.values()]  # fmt: skip
+    runs = [
+        _read(workdir, workdir.name if names.count(workdir.name) == 1 else str(workdir))
+        for workdir in workdirs.values()
+    ]
     if not any(run.rows or run.evaluations for run in runs):
         raise InputError("\n".join([*(run.damage for run in runs), "  fix   wait until the run has taken a step"]))
     return runs
@@ -244,10 +248,12 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 
 def _state_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{section}.{key}": json.dumps(value) for section, values in config.items()
-            if isinstance(values, dict) for key, value in values.items()} | {
-        key: json.dumps(value) for key, value in config.items() if not isinstance(value, dict)
-    }  # fmt: skip
+    return {
+        f"{section}.{key}": json.dumps(value)
+        for section, values in config.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    } | {key: json.dumps(value) for key, value in config.items() if not isinstance(value, dict)}
 
 
 def differences(runs: Sequence[RunHistory]) -> dict[str, list[str]]:

@@ -46,12 +46,16 @@ class Log:
         if start_step and not self.metrics.rows:
             say(f"warning: {workdir / METRICS}: has no rows of the {start_step} steps so far, and begins anew")
         if not start_step and self.metrics.rows:
-            say(f"warning: {workdir / METRICS}: has rows of steps that no checkpoint holds; the run begins anew, and "
-                "they are replaced")  # fmt: skip
+            say(
+                f"warning: {workdir / METRICS}: has rows of steps that no checkpoint holds; the run begins anew, and "
+                "they are replaced"
+            )
         online = [tracker for tracker in train.trackers if tracker != "tensorboard"]
         if online and self.metrics.dropped:
-            say(f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
-                "new ones")  # fmt: skip
+            say(
+                f"{' and '.join(online)} keeps the points of steps after {start_step} that it has, and may leave out "
+                "new ones"
+            )
         self.trackers, self._say = trackers.start(workdir, start_step, train, config), say
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

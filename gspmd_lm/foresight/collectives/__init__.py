@@ -313,8 +313,10 @@ class Attribution:
                 rows |= self._splitting("rules", [array], over, [axis])
             return rows
         if name.phase == "optimizer":
-            split = {path: {name for axis in self.arrays[path] for name in self.rules.split("optimizer", path, axis)}
-                     for path in self.weights}  # fmt: skip
+            split = {
+                path: {name for axis in self.arrays[path] for name in self.rules.split("optimizer", path, axis)}
+                for path in self.weights
+            }
             paths = [path for path in self.weights if set(over) <= split[path]]
             return self._splitting("optimizer", paths, over) or self._mapped_to(over)
         # Where `over` splits the gradients that a weight's gradient is made from, though not the activation that they

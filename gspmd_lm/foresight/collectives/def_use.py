@@ -14,10 +14,23 @@ from gspmd_lm.sharding.op_names import state_array
 
 # What has the elements of its operand, or some of them, in another order: besides what `defined_by` passes.
 _SAME = {
-    "transpose", "slice", "dynamic-slice", "pad", "reduce-precision", "all-gather-done", "all-reduce-done",
-    "collective-permute-done", "reduce-scatter-done", "all-to-all-done", "recv-done", "send-done", "async-done",
-    "async-update", "call-done", "call-update",
-}  # fmt: skip
+    "transpose",
+    "slice",
+    "dynamic-slice",
+    "pad",
+    "reduce-precision",
+    "all-gather-done",
+    "all-reduce-done",
+    "collective-permute-done",
+    "reduce-scatter-done",
+    "all-to-all-done",
+    "recv-done",
+    "send-done",
+    "async-done",
+    "async-update",
+    "call-done",
+    "call-update",
+}
 _EMPTY = {"constant", "broadcast", "iota", "custom-call"}  # what a loop's accumulator begins as
 
 

@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 COMMENT = re.compile(r"/\*.*?\*/")
 
-_ROLES = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
-          "called_computations")  # fmt: skip
+_ROLES = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+)
 _COPIES = ("dynamic-update-slice", "dynamic-slice", "slice", "copy")  # a fusion is the first of those that are in it
 _PHASES = ("-start", "-update", "-done")
 _BRACKET = re.compile(QUOTED + r"|[{}()\[\],]", re.S)

@@ -11,8 +11,16 @@ if TYPE_CHECKING:
 Value = tuple["Instruction", tuple[int, ...]]  # an element of an instruction's value: the indices of nested tuples
 
 # What hands on a value: copies, casts and changes of form; and what runs a computation in its place.
-_COPIES = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape",
-           "optimization-barrier"}  # fmt: skip
+_COPIES = {
+    "copy",
+    "copy-start",
+    "copy-done",
+    "bitcast",
+    "bitcast-convert",
+    "convert",
+    "reshape",
+    "optimization-barrier",
+}
 _INLINED = {"fusion", "call"}
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 

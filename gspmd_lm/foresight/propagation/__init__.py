@@ -64,10 +64,11 @@ def read_step(program: Any, arguments: Any = (), results: Any = (), mesh: Mappin
     jaxpr = equations.live(program.jaxpr)
     leaves += [None] * (len(jaxpr.invars) - len(leaves))
     operands = [
-        ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval))) if isinstance(leaf, NamedSharding)
+        ArraySharding(reader.mesh.dims(leaf.spec, rank_of(var.aval)))
+        if isinstance(leaf, NamedSharding)
         else replicated_sharding(rank_of(var.aval))
         for var, leaf in zip(jaxpr.invars, leaves, strict=True)
-    ]  # fmt: skip
+    ]
     places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(results)]
     places += [None] * (len(jaxpr.outvars) - len(places))
     wanted = [

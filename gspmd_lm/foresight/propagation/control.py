@@ -109,9 +109,13 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def _note_stacks(
-    reader: Reader, results: Sequence[ArraySharding], identities: Sequence[object], stacked: Sequence[ArraySharding],
-    slices: Sequence[ArraySharding], carried: int | None,
-) -> None:  # fmt: skip
+    reader: Reader,
+    results: Sequence[ArraySharding],
+    identities: Sequence[object],
+    stacked: Sequence[ArraySharding],
+    slices: Sequence[ArraySharding],
+    carried: int | None,
+) -> None:
     """Notes which results of a loop, of which `carried` are carried and the others stacked, are other arrays too.
 
     What is stacked twice is one array, as is what the loop takes apart and stacks again. None: it is no loop.
@@ -216,9 +220,12 @@ def device_put(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def _move_as_asked(
-    reader: Reader, operation: Operation, shardings: Iterable[Any], atoms: Sequence[Any],
+    reader: Reader,
+    operation: Operation,
+    shardings: Iterable[Any],
+    atoms: Sequence[Any],
     arrays: Sequence[ArraySharding],
-) -> list[ArraySharding]:  # fmt: skip
+) -> list[ArraySharding]:
     """Arrays in the shardings that a jitted function asks for; None or an unspecified one leaves an array as it is."""
     arrays = list(arrays)
     for number, (sharding, atom) in enumerate(zip(shardings, atoms, strict=False)):

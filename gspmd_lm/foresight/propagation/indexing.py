@@ -342,7 +342,14 @@ RULES: dict[str, Rule] = {
     "rev": reverse,
     "stack": stack,
     **dict.fromkeys(
-        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-         "select_and_gather_add"), windows
+        (
+            "reduce_window",
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "select_and_scatter_add",
+            "select_and_gather_add",
+        ),
+        windows,
     ),
-}  # fmt: skip
+}

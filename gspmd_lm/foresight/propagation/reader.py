@@ -31,10 +31,21 @@ from gspmd_lm.sharding import op_names
 MULTIPLICATIVE = frozenset({"mul", "div", "select_n", "dot_general", "conv_general_dilated"})
 
 # Those whose operations are read in their place.
-CALLS = frozenset((
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
-))  # fmt: skip
+CALLS = frozenset(
+    (
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+    )
+)
 # Those that read another jaxpr: what they are given is looked at there.
 CONTROL = CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
 
@@ -148,9 +159,13 @@ class Reader:
         self.record.unknown[what] += 1
 
     def add_transfers(
-        self, operation: Operation, aval: Any, source: ArraySharding, costs: Iterable[CollectiveCost],
+        self,
+        operation: Operation,
+        aval: Any,
+        source: ArraySharding,
+        costs: Iterable[CollectiveCost],
         chosen: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Notes what one device sends of an array. It is sent in each iteration of the loops that change the array."""
         for cost in costs:
             self.record.transfers.append(
@@ -228,8 +243,9 @@ class Reader:
         wanted = tuple(names or left for names, left in zip(columns, remaining, strict=True))
         costs, copies = [], []
         for like, array, dims in (
-            (updates, updates_sharding, wanted), (indices, indices_sharding, without(indices_sharding.dims, over))
-        ):  # fmt: skip
+            (updates, updates_sharding, wanted),
+            (indices, indices_sharding, without(indices_sharding.dims, over)),
+        ):
             sent = self.cheapest(like, array, dims).costs
             if sent and array.identity is not None:
                 copies.append((array, dataclasses.replace(array.with_dims(dims).without_partial_sums(), scatter=None)))
@@ -273,9 +289,13 @@ class Reader:
     # The walk
 
     def read(
-        self, jaxpr: Any, operands: Sequence[ArraySharding], stack: str = "", wanted: Sequence[Dims | None] = (),
+        self,
+        jaxpr: Any,
+        operands: Sequence[ArraySharding],
+        stack: str = "",
+        wanted: Sequence[Dims | None] = (),
         accumulated: Collection[int] = (),
-    ) -> list[ArraySharding]:  # fmt: skip
+    ) -> list[ArraySharding]:
         """The shardings of the results of a jaxpr, which are wanted as `wanted` says, from those of its operands.
 
         accumulated: the numbers of results that are only added to what the loop around carries.

@@ -79,9 +79,11 @@ class SavedValues:
         is_late = not self.late.isdisjoint(operands) or (phase in _OF_BACKWARD and not is_repeatable)
         if is_late and phase in _OF_BACKWARD:
             self.waiting.update(
-                one for one in operands if one in self.made_from
+                one
+                for one in operands
+                if one in self.made_from
                 and (phase == "recomputation" or one in self.stacked or self.depth[one] < depth)
-            )  # fmt: skip
+            )
         for result, size in results:
             if result in self.depth:  # it is brought to another sharding, or is the same as another value
                 self.local_bytes[result] = min(self.local_bytes.get(result, size), size)

@@ -139,8 +139,9 @@ class MeshShape(dict[str, int]):
         sent = sent_bytes(kind, input_bytes * (shards if kind == "all-gather" else 1), shards)
         return [CollectiveCost(kind, names, sent)] if shards > 1 and sent else []
 
-    def reshard(self, size_bytes: float, source: Dims, target: Dims, unreduced: Iterable[str] = ()
-                ) -> list[CollectiveCost]:  # fmt: skip
+    def reshard(
+        self, size_bytes: float, source: Dims, target: Dims, unreduced: Iterable[str] = ()
+    ) -> list[CollectiveCost]:
         """See `reshard`. A dimension of the array is known by its number."""
         return [*reshard(size_bytes, dict(enumerate(source)), dict(enumerate(target)), unreduced, self.shards)]
 

@@ -9,12 +9,37 @@ from jax.extend import core
 from gspmd_lm.foresight.propagation.sharding import UNCONSTRAINED, Dims, MeshShape
 
 # Those of several terms, or of one: the sum of what they give is what they give of the sum.
-ADDITIVE = frozenset((
-    "add", "sub", "add_any", "neg", "convert_element_type", "reduce_sum", "transpose", "reshape", "squeeze",
-    "broadcast_in_dim", "copy", "copy_p", "name", "expand_dims", "reduce_precision", "sharding_constraint",
-    "concatenate", "roll", "slice", "split", "unstack", "pad", "rev", "reduce_window_sum", "dynamic_slice",
-    "optimization_barrier", "reshard",
-))  # fmt: skip
+ADDITIVE = frozenset(
+    (
+        "add",
+        "sub",
+        "add_any",
+        "neg",
+        "convert_element_type",
+        "reduce_sum",
+        "transpose",
+        "reshape",
+        "squeeze",
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "name",
+        "expand_dims",
+        "reduce_precision",
+        "sharding_constraint",
+        "concatenate",
+        "roll",
+        "slice",
+        "split",
+        "unstack",
+        "pad",
+        "rev",
+        "reduce_window_sum",
+        "dynamic_slice",
+        "optimization_barrier",
+        "reshard",
+    )
+)
 
 # Those that say where an array is -> the parameter that has its sharding. `reshard` is that of programs whose types say
 # how arrays are sharded.
@@ -22,18 +47,36 @@ CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 Wanted = Mapping[Any, Dims]  # variables -> mesh axes of each dimension
 # Of these the dimensions of the result are not those of an operand, although the shapes may agree.
-_OTHER_DIMENSIONS = frozenset((
-    "reshape", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
-    "scan", "while", "cond", "shard_map", "dot_general", "conv_general_dilated", "gather", "sort", "rev",
-))  # fmt: skip
+_OTHER_DIMENSIONS = frozenset(
+    (
+        "reshape",
+        "jit",
+        "pjit",
+        "closed_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "remat2",
+        "checkpoint",
+        "scan",
+        "while",
+        "cond",
+        "shard_map",
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "sort",
+        "rev",
+    )
+)
 
 
 def wanted_dims(mesh: MeshShape, jaxpr: Any, results: Sequence[Dims | None]) -> Wanted:
     """The next constraint of each array, past operations that change no dimension; `results` are those of results."""
     wanted = {
-        atom: dims for atom, dims in zip(jaxpr.outvars, results, strict=False)
+        atom: dims
+        for atom, dims in zip(jaxpr.outvars, results, strict=False)
         if dims is not None and not isinstance(atom, core.Literal)
-    }  # fmt: skip
+    }
     for equation in reversed(jaxpr.eqns):
         primitive = equation.primitive.name
         operands = [atom for atom in equation.invars if not isinstance(atom, core.Literal)]

@@ -44,14 +44,28 @@ def least_s(instruction: Instruction, chip: Chip, hbm_bytes_per_s: float) -> flo
         sizes = whole_numbers(gather.attributes["slice_sizes"])
         stored_bytes = sum(array.padded_bytes for array in instruction.shape.arrays if not array.memory_space)
         return gather_s(
-            found.elements / math.prod(sizes), sizes, found.padded_bytes, bits(table.dtype), chip, hbm_bytes_per_s,
-            stored_bytes, instruction.config.get("compute_type") == "COMPUTE_TYPE_TILE",
-        )  # fmt: skip
+            found.elements / math.prod(sizes),
+            sizes,
+            found.padded_bytes,
+            bits(table.dtype),
+            chip,
+            hbm_bytes_per_s,
+            stored_bytes,
+            instruction.config.get("compute_type") == "COMPUTE_TYPE_TILE",
+        )
     return sum_s(*_narrow_tiles(instruction), chip)
 
 
-def gather_s(rows: float, sizes: Sequence[int], found_bytes: float, table_bits: int, chip: Chip, hbm_bytes_per_s: float,
-             stored_bytes: float, on_sparse_cores: bool) -> float:  # fmt: skip
+def gather_s(
+    rows: float,
+    sizes: Sequence[int],
+    found_bytes: float,
+    table_bits: int,
+    chip: Chip,
+    hbm_bytes_per_s: float,
+    stored_bytes: float,
+    on_sparse_cores: bool,
+) -> float:
     """The seconds of a gather of slices of these sizes, which may be rows.
 
     found_bytes: of what is found, in whole tiles. stored_bytes: those of them that go to HBM.

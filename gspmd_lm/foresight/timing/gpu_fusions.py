@@ -10,13 +10,55 @@ from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.units import bits
 
 ARITHMETIC = {
-    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "complex", "convert", "cosine", "divide", "erf",
-    "exponential", "exponential-minus-one", "floor", "imag", "is-finite", "log", "log-plus-one", "logistic", "maximum",
-    "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "real", "reduce-precision", "remainder",
-    "rng-bit-generator", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left",
-    "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan",
-    "tanh", "xor",
-}  # fmt: skip
+    "abs",
+    "add",
+    "and",
+    "atan2",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "compare",
+    "complex",
+    "convert",
+    "cosine",
+    "divide",
+    "erf",
+    "exponential",
+    "exponential-minus-one",
+    "floor",
+    "imag",
+    "is-finite",
+    "log",
+    "log-plus-one",
+    "logistic",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negate",
+    "not",
+    "or",
+    "popcnt",
+    "power",
+    "real",
+    "reduce-precision",
+    "remainder",
+    "rng-bit-generator",
+    "round-nearest-afz",
+    "round-nearest-even",
+    "rsqrt",
+    "select",
+    "shift-left",
+    "shift-right-arithmetic",
+    "shift-right-logical",
+    "sign",
+    "sine",
+    "sqrt",
+    "stochastic-convert",
+    "subtract",
+    "tan",
+    "tanh",
+    "xor",
+}
 # Operations of a fusion that a core does in a cycle of the boost clock, of the 128 of any kind that it can begin:
 # fusions with the 65 of a GELU by the complement of erf did 84 to 96 on one H100, in BERT, DeBERTa, SAM and Swin.
 OPERATIONS_PER_CYCLE = 90
@@ -121,10 +163,12 @@ def _added_sectors(scatter: Instruction) -> int:
     taken, windows, batches, minor = (
         gathers.whole_numbers(text)
         for text in (
-            scatter.attributes["inserted_window_dims"], scatter.attributes["update_window_dims"],
-            scatter.attributes.get("input_batching_dims", ""), result.layout.partition(":")[0],
+            scatter.attributes["inserted_window_dims"],
+            scatter.attributes["update_window_dims"],
+            scatter.attributes.get("input_batching_dims", ""),
+            result.layout.partition(":")[0],
         )
-    )  # fmt: skip
+    )
     last = len(result.dimensions) - 1
     of_windows = [d for d in range(last + 1) if d not in (*taken, *batches)]
     sizes = dict(zip(of_windows, (updates.dimensions[d] for d in windows), strict=True))

@@ -32,8 +32,10 @@ CONVERTING_SLOWDOWN = 2.0
 # A GPU multiplies in tiles of a result. Tiles are dealt out to its cores in waves, and the last wave leaves some idle.
 # These are the tiles of cuBLAS's kernels in those steps, by their names. To begin a tile takes as long as so many more
 # bytes of the contracted dimension: kernels store a tile of 16 bits while they compute the next one.
-GPU_TILES = tuple(rows * columns for rows, columns in (
-    (128, 128), (192, 96), (128, 160), (176, 128), (128, 192), (128, 256), (192, 192), (320, 128)))  # fmt: skip
+GPU_TILES = tuple(
+    rows * columns
+    for rows, columns in ((128, 128), (192, 96), (128, 160), (176, 128), (128, 192), (128, 256), (192, 192), (320, 128))
+)
 GPU_TILE_BYTES = 100
 # A result in float32, and what is added to it, is stored while the next tile is computed, but takes so many times as
 # long as its bytes: cuBLAS's kernels for logits and gradients of their weights, in those steps.
@@ -51,23 +53,61 @@ HOST_DECISION_S = 46e-6
 ON_CHIP_SPEED = 22
 
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "optimization-barrier", "add-dependency", "domain", "while", "call", "conditional",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "optimization-barrier",
+    "add-dependency",
+    "domain",
+    "while",
+    "call",
+    "conditional",
+}
 _FREE_CALLS = {
-    "AllocateBuffer", "ConcatBitcast", "SliceId", "AssumeGatherIndicesInBound", "Sharding", "MoveToHost",
-    "MoveToDevice", "annotate_device_placement", "AsyncCollectiveStart", "AsyncCollectiveDone",
-    "PrepareAsyncCallStart", "PrepareAsyncCallDone", "GatherScatterIndicesBitpacked",
-}  # fmt: skip
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "SliceId",
+    "AssumeGatherIndicesInBound",
+    "Sharding",
+    "MoveToHost",
+    "MoveToDevice",
+    "annotate_device_placement",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "GatherScatterIndicesBitpacked",
+}
 # The compiler's own kernels that only move their bytes, by call target or op_name.
 _MOVING_KERNELS = ("ZeroCrop", "ragged-dot-metadata", "X64SplitLow", "X64SplitHigh", "X64Combine")
 _GROUPED = "/grouped/"  # in the names of what kernels/grouped.py computes
 _TILE = re.compile(r"tile_([mkn])\W+(\d+)")  # in what MaxText's grouped kernels say of themselves
 # Opcodes whose time is that of their bytes, or too short to matter.
 _BY_BYTES = gpu_fusions.ARITHMETIC | {
-    "bitcast-convert", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "fusion", "gather",
-    "iota", "map", "pad", "reduce", "reduce-window", "reshape", "reverse", "scatter", "slice", "transpose",
-}  # fmt: skip
+    "bitcast-convert",
+    "broadcast",
+    "concatenate",
+    "copy",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "fusion",
+    "gather",
+    "iota",
+    "map",
+    "pad",
+    "reduce",
+    "reduce-window",
+    "reshape",
+    "reverse",
+    "scatter",
+    "slice",
+    "transpose",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,8 +75,13 @@ class Simulation:
     @property
     def operations(self) -> list[Instruction]:
         """The operations that ran: of the branches of a conditional, those of one."""
-        left_out = {one for conditional, chosen in self.branches.items() for body in conditional.bodies
-                    if body is not chosen for one in body.operations}  # fmt: skip
+        left_out = {
+            one
+            for conditional, chosen in self.branches.items()
+            for body in conditional.bodies
+            if body is not chosen
+            for one in body.operations
+        }
         return [one for one in self.module.operations if one not in left_out]
 
     def _instruction(self, instruction: Instruction, operands: list[InFlight]) -> InFlight:
@@ -200,8 +205,9 @@ class Simulation:
                 self._in_flight[meeting] = transfer
         return None
 
-    def _transfer(self, seconds: float, links: Sequence[str], track: str, kind: str, instruction: Instruction,
-                  waits_for: str) -> Event:  # fmt: skip
+    def _transfer(
+        self, seconds: float, links: Sequence[str], track: str, kind: str, instruction: Instruction, waits_for: str
+    ) -> Event:
         """A new transfer. It begins when all the links that it needs are free: first come, first served."""
         begin_s = max([self.clock_s, *(self._free_at_s.get(link, 0.0) for link in links)])
         for link in links:

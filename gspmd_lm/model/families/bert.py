@@ -69,8 +69,12 @@ def _totals_of_replaced(module: Any, params: Any, batch: Batch) -> dict[str, jax
 
 
 def _means_of_replaced(sums: ReplacedSums, count: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": sums.loss / count, "accuracy": sums.correct / count,
-            "recall": sums.found / jnp.maximum(sums.replaced, 1), "target_tokens": count}  # fmt: skip
+    return {
+        "loss": sums.loss / count,
+        "accuracy": sums.correct / count,
+        "recall": sums.found / jnp.maximum(sums.replaced, 1),
+        "target_tokens": count,
+    }
 
 
 def _scores_of_replaced(totals: Mapping[str, float]) -> dict[str, float]:

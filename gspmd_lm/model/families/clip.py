@@ -132,8 +132,12 @@ def _totals_of_pairs(module: Any, params: Any, batch: Batch) -> dict[str, jax.Ar
 
 
 def _means_of_pairs(sums: PairSums, count: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": sums.loss / count, "image_of_text": sums.correct_texts / count,
-            "text_of_image": sums.correct_images / count, "pairs": count}  # fmt: skip
+    return {
+        "loss": sums.loss / count,
+        "image_of_text": sums.correct_texts / count,
+        "text_of_image": sums.correct_images / count,
+        "pairs": count,
+    }
 
 
 def _scores_of_pairs(totals: Mapping[str, float]) -> dict[str, float]:

@@ -87,7 +87,7 @@ def attend(
 
 def fused_per_device(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, *segments: jax.Array, **options: Any
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attention by a fused kernel, whose heads and rows devices share. `segments` and `options`: see `fused`."""
     keys = [spec.replace("kv_heads", keys_axis()) for spec in (K, V)]
     inputs = Q, *keys, HEAD, *(SEGMENTS, KEY_SEGMENTS)[: len(segments)]
@@ -95,10 +95,18 @@ def fused_per_device(
 
 
 def fused(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, segments_BT: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None, *, kernel: str, cfg: config.ModelConfig, one_text: bool = False,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    heads_RN: jax.Array,
+    segments_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+    *,
+    kernel: str,
+    cfg: config.ModelConfig,
+    one_text: bool = False,
     interpret: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attention by a fused kernel on the heads and rows of one device. XLA does not partition such a kernel.
 
     heads_RN: see `head_numbers`. key_segments_BS: of keys that are other tokens than the queries. A query without a key
@@ -131,9 +139,14 @@ def as_wide(v_BSKH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
 
 
 def attend_to_cache(
-    q_B1NH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, slot: jax.Array, start_B: jax.Array,
-    cfg: config.ModelConfig, own_RN: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+    q_B1NH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    slot: jax.Array,
+    start_B: jax.Array,
+    cfg: config.ModelConfig,
+    own_RN: jax.Array | None = None,
+) -> jax.Array:
     """Attention of one new token per row, in `slot`, to the slots of the cache that hold its text, [B, 1, N, H].
 
     start_B: int32, the first slot of each row's text.
@@ -217,9 +230,15 @@ def _reach(cfg: config.ModelConfig) -> list[str]:
 
 
 def attend_masked(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: TokenPlaces, keys: TokenPlaces,
-    heads_RN: jax.Array, cfg: config.ModelConfig, shards: int = 1,
-) -> jax.Array:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    queries: TokenPlaces,
+    keys: TokenPlaces,
+    heads_RN: jax.Array,
+    cfg: config.ModelConfig,
+    shards: int = 1,
+) -> jax.Array:
     """Attention as XLA compiles it, of some queries to the keys that they see, [B, T, N, H].
 
     shards: of the batch. Each expands the bias of all relative positions to that of all pairs of tokens. So devices
@@ -367,9 +386,14 @@ def head_numbers(cfg: config.ModelConfig, own_RN: jax.Array | None) -> jax.Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_sums(
-    passes: tuple[Any, Any], cfg: config.ModelConfig, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array,
-    heads_RN: jax.Array, kernel_args: tuple[Any, ...],
-) -> jax.Array:  # fmt: skip
+    passes: tuple[Any, Any],
+    cfg: config.ModelConfig,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    heads_RN: jax.Array,
+    kernel_args: tuple[Any, ...],
+) -> jax.Array:
     """Attention by a kernel whose passes, forward and backward, give and take softmax sums, [B, T, N, H].
 
     `kernel_args` are the other arguments of both. heads_RN: the sinks, if the config has any.

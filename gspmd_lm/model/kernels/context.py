@@ -110,9 +110,14 @@ def zigzag_sharded(batch: dict[str, Any], mask: str = "causal") -> dict[str, Any
 
 
 def attend(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens, cfg: config.ModelConfig,
-    own_RN: jax.Array | None = None, interpret: bool = False,
-) -> jax.Array:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: Tokens,
+    cfg: config.ModelConfig,
+    own_RN: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """Attention to keys and values that are placed as `keys_spec` says, [B, T, N, H]: see `attention.attend`.
 
     With a slot, a single token of each row attends to the row's cache. A row that is not in zigzag, such as a prompt,
@@ -148,9 +153,13 @@ def rows_are_texts(tokens: Tokens, cfg: config.ModelConfig) -> bool:
 
 
 def attend_to_memory(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, tokens: Tokens, cfg: config.ModelConfig,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    tokens: Tokens,
+    cfg: config.ModelConfig,
     interpret: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Cross-attention to the keys of encoder output, [B, T, N, H].
 
     A token attends to the keys of the segment with its own's number. A token without any, such as padding, gets 0.

@@ -28,9 +28,14 @@ _UNSEEN = -1e30  # finite: a query that sees no key then has a sum that vanishes
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig,
-    packed: Documents | CallRanges | None = None, *, causal: bool = True,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    cfg: config.ModelConfig,
+    packed: Documents | CallRanges | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array]:
     """The result of the kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N], float32.
 
     A causal query sees the keys before it, no more than the window of the config. Any other query sees all keys. Either
@@ -56,9 +61,17 @@ def forward(
 
 
 def backward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, out_BTNH: jax.Array,
-    lse_BTN: jax.Array, dout_BTNH: jax.Array, packed: Documents | CallRanges | None = None, *, causal: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    cfg: config.ModelConfig,
+    out_BTNH: jax.Array,
+    lse_BTN: jax.Array,
+    dout_BTNH: jax.Array,
+    packed: Documents | CallRanges | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys."""
     qkv, width = (q_BTNH, k_BSKH, as_wide(v_BSKH, k_BSKH)), v_BSKH.shape[-1]
     call = functools.partial(_call, kernels._dot_product_attention_bwd_p, cfg, causal, qkv)
@@ -95,8 +108,15 @@ def _of(ranges: Ranges, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(ranges.mine_BT.reshape(*ranges.mine_BT.shape, *(1,) * (new.ndim - 2)), new, old)
 
 
-def _call(primitive: Any, cfg: config.ModelConfig, causal: bool, qkv: Any, after: Any = (),
-          part: CallRanges | None = None, **options: Any) -> list[jax.Array]:  # fmt: skip
+def _call(
+    primitive: Any,
+    cfg: config.ModelConfig,
+    causal: bool,
+    qkv: Any,
+    after: Any = (),
+    part: CallRanges | None = None,
+    **options: Any,
+) -> list[jax.Array]:
     """The results of a primitive. `after`: what a backward pass takes of the forward pass."""
     none, masks = jnp.zeros(0, qkv[0].dtype), kernels.MaskType
     where, mask = [none] * 4, masks.CAUSAL if causal else masks.NO_MASK
@@ -107,10 +127,21 @@ def _call(primitive: Any, cfg: config.ModelConfig, causal: bool, qkv: Any, after
     if _SCORE_MOD:
         options |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return primitive.bind(
-        *qkv, none, *where, none, none, *after, scale=scores_scale(cfg), seed=0, dropout_rate=0.0,
-        variadic_args=(False, False), mask_type=mask, layout=kernels.AttentionLayout.BTNH.value,
-        sliding_window_length=cfg.attention.window or None, **options,
-    )  # fmt: skip
+        *qkv,
+        none,
+        *where,
+        none,
+        none,
+        *after,
+        scale=scores_scale(cfg),
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=mask,
+        layout=kernels.AttentionLayout.BTNH.value,
+        sliding_window_length=cfg.attention.window or None,
+        **options,
+    )
 
 
 def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple[list[jax.Array], list[int]]:
@@ -122,12 +153,11 @@ def _one_by_one(primitive: Any, arrays: Any, axes: Any, **options: Any) -> tuple
     count = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     calls = [
         primitive.bind(
-            *(x if axis is None else jnp.take(x, number, axis)
-              for x, axis in zip(arrays, axes, strict=True)),
+            *(x if axis is None else jnp.take(x, number, axis) for x, axis in zip(arrays, axes, strict=True)),
             **options,
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
     return [jnp.stack(results) for results in zip(*calls, strict=True)], [0] * len(calls[0])
 
 

@@ -102,9 +102,13 @@ def ranges_of_plane(queries: jax.Array, keys: jax.Array, cfg: config.ModelConfig
 
 
 def scores_by_distance(
-    q_BTNH: jax.Array, k_BSNH: jax.Array, heads_RN: jax.Array, queries_BT: jax.Array, keys_BS: jax.Array,
+    q_BTNH: jax.Array,
+    k_BSNH: jax.Array,
+    heads_RN: jax.Array,
+    queries_BT: jax.Array,
+    keys_BS: jax.Array,
     relative: config.RelativeVectors,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The terms that are added to the products of queries and keys before both are scaled, [B, N, T, S].
 
     heads_RN: the query and the key of each range, see `parts.relative.range_projections`. queries_BT, keys_BS: the

@@ -141,9 +141,13 @@ def product(
 
     shape = jax.ShapeDtypeStruct((len(padded_MD), F), dtype)
     call = pl.pallas_call(
-        kernel, shape, grid=(len(blocks[0]) * count,), interpret=interpret, name="grouped",
+        kernel,
+        shape,
+        grid=(len(blocks[0]) * count,),
+        interpret=interpret,
+        name="grouped",
         compiler_params=triton.CompilerParams(num_warps=4 if block <= 64 else 8, num_stages=3),
-    )  # fmt: skip
+    )
     return call(*(x.astype(jnp.int32) for x in blocks), padded_MD, w_EDF, *scales)
 
 
@@ -168,24 +172,29 @@ def outer(padded_MD: jax.Array, padded_MF: jax.Array, sizes_E: jax.Array, interp
             x_mD, dy_mF = (
                 triton.load(array.at[pl.ds(at, INNER), place], mask=_both(mask_m1, _row(inside)), other=0.0)
                 for array, place, inside in (
-                    (x, pl.ds(line, lines), inside_D), (dy, pl.ds(column, columns), inside_F),
+                    (x, pl.ds(line, lines), inside_D),
+                    (dy, pl.ds(column, columns), inside_F),
                 )
-            )  # fmt: skip
+            )
             return total_DF + triton.dot(x_mD.T, dy_mF)
 
         turns = (stop - start + INNER - 1) // INNER
         total_DF = jax.lax.fori_loop(0, turns, add, jnp.zeros((lines, columns), jnp.float32))
         triton.store(
-            dw.at[e, pl.ds(line, lines), pl.ds(column, columns)], total_DF.astype(dw.dtype),
+            dw.at[e, pl.ds(line, lines), pl.ds(column, columns)],
+            total_DF.astype(dw.dtype),
             mask=_both(_column(inside_D), _row(inside_F)),
-        )  # fmt: skip
+        )
 
     ends_E = jnp.cumsum(sizes_E).astype(jnp.int32)
     call = pl.pallas_call(
-        kernel, jax.ShapeDtypeStruct((len(sizes_E), D, F), padded_MD.dtype),
-        grid=(across * down, len(sizes_E)), interpret=interpret, name="grouped_outer",
+        kernel,
+        jax.ShapeDtypeStruct((len(sizes_E), D, F), padded_MD.dtype),
+        grid=(across * down, len(sizes_E)),
+        interpret=interpret,
+        name="grouped_outer",
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
-    )  # fmt: skip
+    )
     return call(ends_E - sizes_E.astype(jnp.int32), ends_E, padded_MD, padded_MF)
 
 

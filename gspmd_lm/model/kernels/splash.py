@@ -63,9 +63,16 @@ class _Mask(masks.Mask):
 
 
 def kernel(
-    q_BTNH: jax.Array, keys: int, cfg: config.ModelConfig, *, places_T: np.ndarray | None = None, piece: int = 0,
-    devices: int = 1, everything: bool = False, **options: Any,
-) -> Any:  # fmt: skip
+    q_BTNH: jax.Array,
+    keys: int,
+    cfg: config.ModelConfig,
+    *,
+    places_T: np.ndarray | None = None,
+    piece: int = 0,
+    devices: int = 1,
+    everything: bool = False,
+    **options: Any,
+) -> Any:
     """The kernel for the heads of `q_BTNH` and queries of all `devices`, which are at `places_T` in the text.
 
     Without positions, queries are in the order of the text. Neighbours within a `piece` of the positions are neighbours
@@ -76,15 +83,24 @@ def kernel(
     itemsize = q_BTNH.dtype.itemsize
     rows, columns = splash_block(piece or len(places_T), H, itemsize), splash_block(keys, H, itemsize)
     sizes = splash.BlockSizes(
-        block_q=rows, block_kv=columns, block_kv_compute=columns,
-        block_q_dkv=rows, block_kv_dkv=columns, block_kv_dkv_compute=columns, use_fused_bwd_kernel=True,
-    )  # fmt: skip
+        block_q=rows,
+        block_kv=columns,
+        block_kv_compute=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_kv_dkv_compute=columns,
+        use_fused_bwd_kernel=True,
+    )
     everything = everything or cfg.attention.mask == "full"
     one: Any = masks.FullMask((len(places_T), keys)) if everything else _Mask(places_T, keys, cfg.attention.window)
     return splash.make_splash_mha(
-        masks.MultiHeadMask([one] * N), block_sizes=sizes, head_shards=1, q_seq_shards=devices,
-        attn_logits_soft_cap=cfg.attention.softcap or None, **options,
-    )  # fmt: skip
+        masks.MultiHeadMask([one] * N),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=devices,
+        attn_logits_soft_cap=cfg.attention.softcap or None,
+        **options,
+    )
 
 
 def device_kernel(made: Any, devices: int, device: jax.Array) -> Any:
@@ -99,9 +115,14 @@ def device_kernel(made: Any, devices: int, device: jax.Array) -> Any:
 
 
 def attend(
-    made: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, heads_RN: jax.Array, cfg: config.ModelConfig,
+    made: Any,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    heads_RN: jax.Array,
+    cfg: config.ModelConfig,
     segments: tuple[jax.Array, jax.Array] | None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Attention by a kernel, [B, T, N, H]. `segments` are those of queries and of keys; heads_RN: the sinks, if any."""
     if cfg.attention.sinks or k_BSKH.shape[1] // made.kwargs["block_sizes"].block_kv_dkv > MOST_BLOCKS:
         return with_sums((forward, backward), cfg, q_BTNH, k_BSKH, v_BSKH, heads_RN, (made, segments))
@@ -120,9 +141,13 @@ def _call_kernel(
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, made: Any,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    cfg: config.ModelConfig,
+    made: Any,
     segments: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """The result of a kernel, [B, T, N, H], and the logarithm of its softmax sums, [B, T, N]."""
     masks_of = made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info
     whole = splash.SplashAttentionKernel(*masks_of, **made.kwargs | {"save_residuals": True})
@@ -131,9 +156,16 @@ def forward(
 
 
 def backward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, cfg: config.ModelConfig, out_BTNH: jax.Array,
-    lse_BTN: jax.Array, dout_BTNH: jax.Array, made: Any, segments: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    cfg: config.ModelConfig,
+    out_BTNH: jax.Array,
+    lse_BTN: jax.Array,
+    dout_BTNH: jax.Array,
+    made: Any,
+    segments: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, keys and values, given the result and the softmax sums over all keys.
 
     Splash's own derivative is over the keys of the kernel alone, and it holds the gradients of queries once for each
@@ -144,8 +176,15 @@ def backward(
     at_once = next(n for n in range(min(MOST_BLOCKS, blocks), 0, -1) if blocks % n == 0)
     heads_first = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH * scale, out_BTNH, dout_BTNH, lse_BTN))
     q_BNTH, out_BNTH, dout_BNTH, lse_BNT = heads_first
-    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
-             "interpret")  # fmt: skip
+    names = (
+        "mask_value",
+        "is_mqa",
+        "block_sizes",
+        "residual_checkpoint_name",
+        "mask_function",
+        "attn_logits_soft_cap",
+        "interpret",
+    )
     options, table = [made.kwargs[name] for name in names], made.dkv_mask_info
 
     def chunk(dq_BNTH: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
