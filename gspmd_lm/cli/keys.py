@@ -28,7 +28,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 
 KEYS = Verb(
     "keys",
-    "Print the keys of a config and of a rules file, and the names of axes and arrays: all, or those with a word.",
+    "Print the keys of a config and of a rules file, and names of arrays: all, or those with a word.",
     [
         ("keys", "All keys, which --set can set too."),
         ("keys rope", "Those with rope in their names or meanings."),

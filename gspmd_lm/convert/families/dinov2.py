@@ -41,7 +41,7 @@ _FIELDS = (
     *(Renamed("hidden_size", "embed", 768), Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS)),
     *(Renamed("num_attention_heads", "heads", 12), PLAIN_LAYERNORM, ONE_WIDTH, GELU),
     Given({"attention.mask": "full", "attention.out_bias": True, "feed_forward.bias": True, "positions": "learned"}),
-    *(Flag("qkv_bias", ("attention.qkv_bias",), True), ImagePatches("none"), Classes(), Dinov2Sizes()),
+    *(Flag("qkv_bias", ("attention.qkv_bias",), True), ImagePatches("none", size=14), Classes(), Dinov2Sizes()),
     *(Renamed("layer_norm_eps", "norm.eps", 1e-6), Renamed("layerscale_value", "residual.layer_scale", 1.0)),
     Fixed("use_swiglu_ffn", False, "is a gated feed-forward network, which is not supported"),
 )
