@@ -228,7 +228,7 @@ def _computed(cfg, params, batch, placed=None):
     def run(params, batch):
         with placed_by(placed):
             found = apply(cfg, params, batch) if cfg.classes else logits(*decode(cfg, params, batch), cfg)
-            return found[..., 0] if cfg.classes.of == "tokens" else found
+            return found[..., 0] if cfg.classes and cfg.classes.of == "tokens" else found
 
     return np.asarray(jax.jit(run)(params, jax.tree.map(jnp.asarray, batch)))
 

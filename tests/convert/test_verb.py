@@ -349,7 +349,7 @@ def test_transformers_ends_its_texts(run, trained, tmp_path):
     assert (tokens.eos_token, tokens.eos_token_id, model.generation_config.eos_token_id) == ("</s>", 1, 1)
     with torch.no_grad():  # logits that are largest for the end
         model.lm_head.weight.zero_()
-        model.model.norm.kind.weight.zero_()
+        model.model.norm.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.eye(64)[1])
     made = model.generate(torch.tensor([[0]]), max_new_tokens=9, do_sample=False)
     assert made.tolist() == [[0, 1]]
