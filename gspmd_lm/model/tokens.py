@@ -53,7 +53,14 @@ class Tokens(NamedTuple):
     @property
     def rows(self) -> "Tokens":
         """The fields that have a row for each row of the batch, so that they can be split along with it."""
-        return Tokens(self.positions_BT, self.segments_BT, self.places_BT, self.keys_BT)
+        return Tokens(
+            self.positions_BT,
+            self.segments_BT,
+            self.places_BT,
+            self.keys_BT,
+            memory_BSM=self.memory_BSM,
+            memory_segments_BS=self.memory_segments_BS,
+        )
 
     def lengths(self, tokens: int) -> int | jax.Array:
         """The lengths of rows, on which some rotary positions depend: [B, 1], or `tokens` for all."""
