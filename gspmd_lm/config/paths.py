@@ -76,7 +76,7 @@ def known_names(folder: str) -> list[str]:
 
 
 def short_name(path: str, folder: str) -> str:
-    """The name under which `find_file` finds a file of `folder`, such as tp8; the path of any other file."""
+    """The short name of a file, such as tp8, if `find_file` finds it in `folder` by that name; else `path` itself."""
     name = Path(path).stem
     found = found_file(name, folder) if Path(path).parent.name == folder else None
     return name if found and found.resolve() == Path(path).resolve() else path

@@ -44,7 +44,7 @@ OTHER_WORDS = {
 }  # fmt: skip
 
 
-def is_end_of(words: str | None, path: str) -> bool:
+def is_end_of(words: str, path: str) -> bool:
     """Whether the path of a key ends with `words`, one of its names or several, such as experts.count."""
     return f".{path}".endswith(f".{words}")
 
@@ -92,7 +92,8 @@ def explain_problem(problem: Any, settings: type) -> list[str]:
     if kind == "unexpected_keyword_argument":
         section, key = problem["loc"][:-1], str(problem["loc"][-1])
         near = did_you_mean(key, _fields_at(settings, section))
-        elsewhere = [path for path in _paths(settings) if is_end_of(key, path) or is_end_of(OTHER_WORDS.get(key), path)]
+        words = key, OTHER_WORDS.get(key, key)
+        elsewhere = [path for path in _paths(settings) if any(is_end_of(word, path) for word in words)]
         below = ".".join([*(str(part) for part in section if isinstance(part, str)), ""])
         elsewhere.sort(key=lambda path: not path.startswith(below))  # a section inside of this one comes first
         message = f"unknown key{f' (did you mean {elsewhere[0]}?)' if elsewhere else near}"

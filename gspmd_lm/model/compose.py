@@ -86,7 +86,7 @@ def branch_of(cfg: config.ModelConfig) -> Callable[..., Branch]:
 
 
 def branch_norm(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
-    """The norm of a branch, whose name ends with `end`."""
+    """A function that makes a norm of a branch; `end` is the end of the norm's name. Without a norm, the identity."""
     return (lambda module, name: Norm(cfg, name=f"{name}_{end}")) if is_normed else lambda module, name: same
 
 
@@ -128,7 +128,7 @@ def attention_part(cfg: config.ModelConfig, keeps: bool) -> Callable[[], Part]:
 
 
 def cross_attention(cfg: config.ModelConfig) -> list[Callable[[], Part]]:
-    """A function that makes the cross-attention of a layer to encoder output; None if the layer has none."""
+    """Functions that make the cross-attention of a layer to encoder output; [] if the layer has none."""
     if not cfg.reads:
         return []
     cfg = cfg.memory_config
@@ -145,9 +145,7 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     """The steps that this config adds to attention."""
     parts: dict[str, Any] = {"norms": head_norms(cfg)}
     if cfg.attention.qkv_bias:
-        parts["biased"] = "q" + "k" * cfg.attention.key_bias + "v"
-        if cfg.attention.shared_kv_layers:
-            parts["biased"] = "q"
+        parts["biased"] = "q" if cfg.attention.shared_kv_layers else "q" + "k" * cfg.attention.key_bias + "v"
     if cfg.positions == "rope":
         parts["turns"] = (functools.partial(rotate, cfg),)
     if cfg.attention.temperature:

@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
     @nn.nowrap
     def mean(self, squares: jax.Array) -> jax.Array:
-        """The mean of the squares that are normed together."""
+        """The mean of the squares over the last dimension, [..., 1]."""
         return squares.mean(-1, keepdims=True)
 
 

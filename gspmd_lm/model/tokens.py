@@ -52,15 +52,11 @@ class Tokens(NamedTuple):
 
     @property
     def rows(self) -> "Tokens":
-        """The fields that have a row for each row of the batch, so that they can be split along with it."""
-        return Tokens(
-            self.positions_BT,
-            self.segments_BT,
-            self.places_BT,
-            self.keys_BT,
-            memory_BSM=self.memory_BSM,
-            memory_segments_BS=self.memory_segments_BS,
-        )
+        """The arrays that have a row for each row of the batch, so that they can be split along with it.
+
+        Their names say so: B is the first of their axes.
+        """
+        return Tokens(**{name: x for name, x in self._asdict().items() if name.rpartition("_")[2].startswith("B")})
 
     def lengths(self, tokens: int) -> int | jax.Array:
         """The lengths of rows, on which some rotary positions depend: [B, 1], or `tokens` for all."""

@@ -16,7 +16,10 @@ class Replicas(NamedTuple):
     batch: Mapping[str, int]  # the mesh axes that split rows, the outermost first, and their sizes
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of each replica. A dimension of one replica would keep compilers from reduce-scattering."""
+        """`function` mapped over the first dimension, the replicas; without replicas, `function` itself.
+
+        A mapped dimension of size 1 would keep compilers from making a reduce-scatter.
+        """
         over = self.split.over
         return jax.vmap(function, axis_name=REPLICAS, spmd_axis_name=over) if over else function
 

@@ -69,17 +69,18 @@ def read_run(path: epath.Path, step: int) -> dict[str, Any]:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], place: str) -> None:
     """Raises an InputError that begins with `place` and lists each difference of two models' facts."""
-    found = sorted(_differences("", _complete(ModelConfig, saved, wanted), wanted))
-    names = [name for name, _, _ in found if name not in _FREE]
-    differences = [
-        f"  {name}: {one} in the checkpoint, {other} in the config" for name, one, other in found if name in names
-    ]
-    if differences:
+    every = sorted(_differences("", _complete(ModelConfig, saved, wanted), wanted))
+    found = {
+        name: f"  {name}: {one} in the checkpoint, {other} in the config"
+        for name, one, other in every
+        if name not in _FREE
+    }
+    if found:
         fix = "  fix   use the config it was saved with, or another --workdir"
-        if all(name.startswith("padded_") for name in names):
-            sets = " ".join(f"--set model.{name}={wanted.get(name, 0)}" for name in names)
+        if all(name.startswith("padded_") for name in found):
+            sets = " ".join(f"--set model.{name}={wanted.get(name, 0)}" for name in found)
             fix = f"  fix   padding is part of the weights: convert again, with {sets}, into another --workdir"
-        raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *differences, fix]))
+        raise InputError("\n".join([f"{place}: a checkpoint of another architecture", *found.values(), fix]))
 
 
 def _differences(name: str, saved: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:

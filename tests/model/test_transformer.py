@@ -15,6 +15,7 @@ from gspmd_lm.model import block, mlp, norm
 from gspmd_lm.model import rope as ropes
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families import init
+from gspmd_lm.model.tokens import Tokens
 from tests.courses import weights
 
 T = 12
@@ -286,3 +287,12 @@ def test_gelu_rounds_once():
     found, slope = jax.jit(jax.vmap(jax.value_and_grad(mlp.gelu)))(x)
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(np.asarray(slope, np.float32), slopes, rtol=2**-8, atol=1e-6)
+
+
+def test_the_arrays_with_a_row_for_each_row_of_the_batch_are_split_along_with_it():
+    """The encoder output is one of them, and its segments are: cross-attention reads those of its own rows."""
+    rows = Tokens(*Tokens._fields).rows
+    assert {name for name, x in rows._asdict().items() if x} == {
+        "positions_BT", "segments_BT", "places_BT", "keys_BT", "start_B", "length_B", "memory_BSM",
+        "memory_segments_BS", "input_BTY",
+    }  # fmt: skip

@@ -32,10 +32,6 @@ class Dinov2Sizes:
         return {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "use_mask_token": False}
 
 
-def _other_sizes(model: config.ModelConfig) -> dict[str, int]:
-    return {"O": 2 * model.embed}
-
-
 _LAYER, _EMBEDDINGS = "dinov2.encoder.layer.{}", "dinov2.embeddings"
 _FIELDS = (
     *(Renamed("hidden_size", "embed", 768), Renamed("num_hidden_layers", "layers", 12, most=MOST_LAYERS)),

@@ -1,4 +1,4 @@
-"""GPT-NeoX, and the names of tensors that it, BLOOM and Falcon took from Megatron."""
+"""GPT-NeoX, and the tensor names that GPT-NeoX, BLOOM and Falcon inherited from Megatron."""
 
 from gspmd_lm.convert.families.gpt2 import QKV
 from gspmd_lm.convert.family import (

@@ -101,7 +101,7 @@ class _Candidate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """The identity of a moved tensor, from the op_name metadata of the program."""
+    """The source of a moved tensor in the model, from the op_name metadata of the program."""
 
     name: OpName
     instructions: Sequence[Instruction]  # those that may have its source line, the best first

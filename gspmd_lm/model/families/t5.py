@@ -1,6 +1,7 @@
 """Encoder-decoders: the layers of a decoder attend to the output of an encoder (T5, arXiv 1910.10683; BART)."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -58,6 +59,8 @@ class Encoder(Stack):
 class EncoderDecoder(Decoder):
     """An encoder of sources and a decoder of texts, which share the token table."""
 
+    encoder: ClassVar[type[Encoder]] = Encoder
+
     @nn.compact
     def __call__(
         self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
@@ -71,7 +74,7 @@ class EncoderDecoder(Decoder):
         x_BTD, table, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
         if f"{SOURCE}positions" in batch:
             assert cfg.encoder_config
-            batch = Encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)
+            batch = self.encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)
         return self.decode(x_BTD, table, keys_BT, batch, cache)
 
 

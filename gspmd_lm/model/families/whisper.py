@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.cache import Cache
-from gspmd_lm.model.decoder import Decoded, Decoder
-from gspmd_lm.model.ends import before_blocks, embed_tokens
+from gspmd_lm.model.ends import before_blocks
 from gspmd_lm.model.families import t5
 from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.objectives import Input, Shape
@@ -43,20 +41,13 @@ class SoundEncoder(t5.Encoder):
         return embed_frames(self, self.cfg, source, dropout_key)
 
 
-class SoundDecoder(Decoder):
-    """An encoder of sounds and a decoder of the texts that are spoken in them."""
+class SoundDecoder(t5.EncoderDecoder):
+    """An encoder of sounds and a decoder of the texts that are spoken in them.
 
-    @nn.compact
-    def __call__(
-        self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None, cache: Cache[jax.Array] | None = None
-    ) -> Decoded:
-        """`batch` is that of `t5.EncoderDecoder`, with source_frames as `embed_frames` reads them for source_tokens."""
-        cfg = self.cfg
-        x_BTD, table, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
-        if f"{t5.SOURCE}positions" in batch:
-            assert cfg.encoder_config
-            batch = SoundEncoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key)
-        return self.decode(x_BTD, table, keys_BT, batch, cache)
+    Instead of source_tokens, its batch holds source_frames, which `embed_frames` reads.
+    """
+
+    encoder = SoundEncoder
 
 
 def embed_frames(
