@@ -54,7 +54,7 @@ def _model(raw):
     row = architecture.family_of(raw, "x")
     settings = architecture.model_settings(row, raw, "x")
     return row, from_dict(
-        {"name": "x", "objective": architecture.objective_of(settings), "model": nest(settings), "data": {"seq": 1},
+        {"name": "x", "model": nest(settings), "data": {"seq": 1},
          "train": {"steps": 1}}, "x"
     ).model  # fmt: skip
 
