@@ -238,7 +238,8 @@ class ModelConfig:
             self.attention, mask="full", relative_positions=None, window=0, chunk=0, linear=None, latent=None,
             sinks=False, temperature=None, shared_kv_layers=0,
         )  # fmt: skip
-        return dataclasses.replace(self, attention=attention, positions="none", vision=None)
+        own: dict[str, Any] = {"positions": "none", "vision": None, "encoder": None, "memory_width": self.reads}
+        return dataclasses.replace(self, attention=attention, **own)
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:

@@ -68,8 +68,8 @@ def _has(model: Any, key: str) -> bool:
 def problems(config: Any, wanted: Objective | None) -> list[str]:
     """What of a config does not fit what its model predicts, in words. wanted: the objective that its file names."""
     model, data, key = config.model, config.data, _deciding_key(config.model)
-    objective, one_stack = _FOLLOWS[key], not model.vision
-    what = f"objective: {objective}" if one_stack or objective == "contrastive" else "model.vision.queries"
+    objective = _FOLLOWS[key]
+    what = "model.vision.queries" if model.queries_config else f"objective: {objective}"
     needed = " or ".join(f"model.{key}" for key, follows in _FOLLOWS.items() if follows == wanted)
     fewest, most, classes = _CLASSES[data.label_kind]
     found = {
@@ -93,7 +93,9 @@ def problems(config: Any, wanted: Objective | None) -> list[str]:
             model.row_multiple > 1 and not model.windows and not (model.vision and model.encoder),
     }  # fmt: skip
     wrong = [message for message, is_wrong in found.items() if is_wrong]
-    records = _PAIRS if model.vision else _IMAGES if model.patches and model.classes else _RECORDS[objective]
+    what, records = (what, _PAIRS) if model.vision else (what, _RECORDS[objective])
+    if model.patches and model.classes:
+        what, records = "model.patches", _IMAGES
     return wrong + _wrong_records(data, what, records) + _wrong_lengths(config) + _wrong_images(config, objective)
 
 
@@ -132,7 +134,7 @@ def _wrong_lengths(config: Any) -> list[str]:
     if queries:
         rows = queries.context
         needs = f"model.vision.queries has {rows} rows, and a token stands behind them"
-        text = f"model.vision.queries has {rows} rows, and a text has a token before and behind them"
+        text = f"model.vision.queries has {rows} rows, and a text has a token before it"
         least.append((needs, rows + 1, *source_seq) if encoder else (text, rows + 2, *seq))
     too_long = [f"{key}={rows} is longer than {limit}={most}" for key, rows, limit, most in longest if rows > most]
     too_short = [f"{needs}: set {key}={rows} to {most} or more" for needs, most, key, rows in least if rows < most]
