@@ -115,8 +115,8 @@ def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
     [
         (
             {"objective": "causal", "attention.mask": "full"},
-            "objective: causal needs model.vision.queries or model.attention.mask: causal. With model.attention.mask: full"
-            ", it is masked: leave objective out, or change the model",
+            "objective: causal needs model.vision.queries or model.attention.mask: causal. "
+            "With model.attention.mask: full, it is masked: leave objective out, or change the model",
         ),
         (
             {"embedding.token_types": 2},
