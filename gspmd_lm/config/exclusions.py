@@ -15,8 +15,9 @@ EXCLUSIONS: tuple[Groups, ...] = (
     # What layers or their stacks are.
     (
         ("vision.projection",), ("windows", "masks"), ("convolution",), ("shared_layers",), ("experts",), ("encoder",),
-        ("attention.shared_kv_layers", "feed_forward.sparse_layers"),
+        ("attention.shared_kv_layers",),
     ),
+    (("encoder", "vision.projection", "convolution", "shared_layers"), ("feed_forward.sparse_layers",)),
     (
         ("encoder", "vision.projection", "windows"),
         ("residual.streams", "attention.window", "attention.chunk", "attention.linear", "attention.latent",
@@ -39,7 +40,7 @@ EXCLUSIONS: tuple[Groups, ...] = (
     ),
     (("residual.laurel_rank",), ("block: parallel", "norm.pre: false", "norm.sum", "windows")),
     (("experts",), ("feed_forward.sparsity",)),
-    (("classes",), ("masks",), ("experts",), ("encoder", "vision", "logits")),
+    (("classes",), ("masks", "experts", "encoder", "vision", "logits")),
     (("shared_layers",), ("residual.layer_embed", _EIGHT_BITS)),
     (("convolution",), ("patches", "lora", "residual.streams", "vision")),
     (("encoder",), ("attention.mask: full", _ALIBI)),

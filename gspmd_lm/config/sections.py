@@ -163,8 +163,8 @@ class Experts(Section):
         """What of a model leaves no layer to experts."""
         if self.dense_layers // self.step < model.layers // self.step:
             return []
-        keys = f"experts.dense_layers={self.dense_layers} and experts.step={self.step}"
-        return [f"{keys} leave no layer of layers={model.layers} with experts"]
+        name = "step" if self.dense_layers < model.layers else "dense_layers"
+        return [f"experts.{name}={getattr(self, name)} leaves no layer of layers={model.layers} with experts"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
