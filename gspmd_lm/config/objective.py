@@ -93,7 +93,7 @@ def problems(config: Any, wanted: Objective | None) -> list[str]:
             model.row_multiple > 1 and not model.windows and not (model.vision and model.encoder),
     }  # fmt: skip
     wrong = [message for message, is_wrong in found.items() if is_wrong]
-    what, records = (what, _PAIRS) if model.vision else (what, _RECORDS[objective])
+    records = _PAIRS if model.vision else _RECORDS[objective]
     if model.patches and model.classes:
         what, records = "model.patches", _IMAGES
     return wrong + _wrong_records(data, what, records) + _wrong_lengths(config) + _wrong_images(config, objective)
