@@ -135,8 +135,8 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
         with checkpoint.run_checkpoints(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
-        after = small(objective="classes", data={"label_kind": kind}, train={"init_from": str(folder / name)},
-                      **shared | {"classes.count": classes})  # fmt: skip
+        after = small(objective="classes", data={"label_kind": kind, "fields": ("text",), "label": "mood"},
+                      train={"init_from": str(folder / name)}, **shared | {"classes.count": classes})  # fmt: skip
         found, step = init_from.find(after), built(after, "fsdp2_tp4")
         assert sorted(found.new) == new
         number, given = found.restore(step)
