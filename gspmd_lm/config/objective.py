@@ -33,7 +33,9 @@ _GUESSED = _Records("texts, without data.fields, data.label and data.messages_fi
 _PAIRS = _Records("data.fields=[source, text], without data.label", (2,))
 _IMAGES = _Records("data.fields=[image] and data.label", (1,), label=True)
 _RECORDS: dict[Objective, _Records] = {
-    "causal": _Records("texts or conversations, and a model with model.classes has labels", conversations=True),
+    "causal": _Records(
+        "texts or conversations, without data.fields and data.label, which belong to model.classes", conversations=True
+    ),
     "masked": _GUESSED,
     "replaced": _GUESSED,
     "classes": _Records("data.fields=[text] or [text, text], and data.label", (1, 2), label=True),
