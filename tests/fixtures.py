@@ -98,7 +98,7 @@ def small():
         "tests",
     )  # fmt: skip
 
-    def make(*, optimizer=None, data=None, train=None, objective="causal", **model):
+    def make(*, optimizer=None, data=None, train=None, objective=None, **model):
         changed = {
             "objective": objective,
             "model": with_values(base.model, model),

@@ -99,6 +99,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
 def _write_sidecars(workdir: epath.Path, published: pretrained.Pretrained, carried: Mapping[str, bytes]) -> None:
     """Writes config.yaml and the files that came with the weights."""
     plain = configs.to_dict(published.config)
+    del plain["objective"]  # it follows from the model, of which fine-tuning may set another head
     del plain["optimizer"]["learning_rate"]  # so that fine-tuning has its own, and adapters theirs
     if published.tokenizer and plain["data"]["tokenizer"] == str(published.tokenizer):
         # Tokenizers can only be read from local files.

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.data import MOST_OF_SEVERAL, Data
+from gspmd_lm.config.data import Data
 from gspmd_lm.config.layers import AttentionTemperature as AttentionTemperature
 from gspmd_lm.config.layers import Convolution as Convolution
 from gspmd_lm.config.layers import LatentAttention as LatentAttention
@@ -19,11 +19,12 @@ from gspmd_lm.config.layers import RelativePositions as RelativePositions
 from gspmd_lm.config.layers import RelativeVectors as RelativeVectors
 from gspmd_lm.config.layers import RopeScaling as RopeScaling
 from gspmd_lm.config.masks import Masks as Masks
-from gspmd_lm.config.masks import problems_of_masks
 from gspmd_lm.config.media import Frames as Frames
 from gspmd_lm.config.media import Images as Images
 from gspmd_lm.config.media import Patches as Patches
 from gspmd_lm.config.model import ModelConfig
+from gspmd_lm.config.objective import Objective, problems
+from gspmd_lm.config.objective import objective_of as objective_of
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.config.sections import Attention as Attention
 from gspmd_lm.config.sections import Classes as Classes
@@ -38,7 +39,18 @@ from gspmd_lm.config.stacks import Encoder as Encoder
 from gspmd_lm.config.stacks import Queries as Queries
 from gspmd_lm.config.stacks import Vision as Vision
 from gspmd_lm.config.types import STRICT as _STRICT
-from gspmd_lm.config.types import Count, Decay, NotNegative, Positive, Seed, Share, Size, explain_problem
+from gspmd_lm.config.types import (
+    Count,
+    Decay,
+    NonEmpty,
+    NonEmptyText,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    Size,
+    explain_problem,
+)
 from gspmd_lm.config.types import Stack as Stack
 from gspmd_lm.config.types import StackName as StackName
 from gspmd_lm.config.values import default_at as default_at
@@ -72,7 +84,8 @@ class Optimizer:
     weight_decay: NotNegative = 0.1  # on matrices only
     b1: Decay = 0.9  # the decay of the mean of gradients
     b2: Decay = 0.95  # the decay of the mean of their squares
-    eps: NotNegative = 1e-8  # added to the denominator of an update
+    # Added to the denominator of an update. Without it, a gradient of 0 would be divided by 0.
+    eps: Annotated[float, pydantic.Field(ge=1e-30)] = 1e-8
     # In which the mean of gradients is kept: the momentum of lion and muon. null: that of the weights.
     mu_dtype: Literal["float32", "bfloat16"] | None = None
     clip_norm: NotNegative = 1.0  # 0 means none
@@ -80,21 +93,15 @@ class Optimizer:
     def __post_init__(self):
         if self.mu_dtype and self.name == "adafactor":
             raise ValueError(f"mu_dtype={self.mu_dtype}: adafactor keeps no mean of gradients; leave mu_dtype out")
-        if self.eps < 1e-30 and self.name in ("adamw", "muon"):
-            raise ValueError(f"eps={self.eps}: must be 1e-30 or more: a gradient of 0 would be divided by 0")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Samples:
     """Texts that the model writes at each evaluation, to see what it has learnt. They change nothing in training."""
 
-    prompts: tuple[str, ...]  # the beginnings that are continued, one text for each
+    prompts: NonEmpty[NonEmptyText]  # the beginnings that are continued, one text for each
     tokens: Size = 64  # how many are written after a prompt
     temperature: NotNegative = 0.8  # 0 takes the most likely token
-
-    def __post_init__(self):
-        if not self.prompts or not all(self.prompts):
-            raise ValueError(f"prompts={list(self.prompts)} must have at least one prompt, and none that is empty")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -141,12 +148,13 @@ class Config:
     """Everything that decides what is computed. The rules file decides where it is computed."""
 
     name: str  # of the run's folder and its reports; by default that of the file
-    # What is predicted. causal: each next token. masked: the tokens that were hidden (BERT). classes: the class of a
-    # text, one of model.classes; or what else data.label_kind says. seq2seq: each next token of a text that is made
-    # from a source, which model.encoder reads. contrastive: which image of the batch belongs to a text, and which text
-    # to an image, which model.vision encodes. replaced: which tokens were replaced (ELECTRA). masks: which pixels of an
-    # image are of the object that a prompt means, by model.masks.
-    objective: Literal["causal", "masked", "classes", "seq2seq", "contrastive", "replaced", "masks"] = "causal"
+    # What is predicted. It follows from the model, and null takes what follows. causal: each next token. masked: the
+    # tokens that were hidden, with model.attention.mask: full (BERT). classes: the class of a text or an image, one of
+    # model.classes; or what else data.label_kind says. seq2seq: each next token of a text that is made from a source,
+    # which model.encoder reads. contrastive: which image of the batch belongs to a text, and which text to an image,
+    # which model.vision encodes. replaced: which tokens were replaced (ELECTRA). masks: which pixels of an image are of
+    # the object that a prompt means (SAM).
+    objective: Objective | None = None
     model: ModelConfig
     data: Data = dataclasses.field(default_factory=Data)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -155,15 +163,9 @@ class Config:
     def __post_init__(self):
         if not self.name.isprintable() or {*self.name} & {*"/\\"} or self.name in (".", ".."):
             raise ValueError(f"name: {self.name!r} names a folder, so it has no slash and no control character")
-        if self.data.seq > self.model.context and not self.model.patches:
-            raise ValueError(f"data.seq={self.data.seq} is longer than model.context={self.model.context}")
-        if wrong := self._wrong_objective():
+        if wrong := problems(self, self.objective):
             raise ValueError("\n".join(wrong))
-        if self.data.held_out == 0 and (self.train.keeps_best or self.train.samples):
-            raise ValueError(
-                "train.keep_best, train.patience and train.samples belong to evaluation, for which data.held_out=0 "
-                "leaves no rows: set data.held_out, such as 0.02"
-            )
+        object.__setattr__(self, "objective", objective_of(self.model))
 
     @property
     def source_seq(self) -> int:
@@ -194,99 +196,6 @@ class Config:
             "queries": (queries, "model.vision.queries.rows", queries.context if queries else 0),
         }  # fmt: skip
         return {name: (stack, key, rows) for name, (stack, key, rows) in found.items() if stack}
-
-    def _wrong_objective(self) -> list[str]:
-        """The settings of other sections that contradict `objective`, in words."""
-        model, objective, data, classes = self.model, self.objective, self.data, self.model.classes
-        queries, vision = model.vision.queries if model.vision else None, model.vision_config
-        predicts = "model.vision.queries" if queries else f"objective: {objective}"
-        problems = {
-            f"model.attention.mask: full shows a token what objective: {objective} asks for: "
-            "set objective: masked or attention.mask: causal":
-                objective in ("causal", "seq2seq") and model.attention.mask == "full",
-            f"objective: {objective} needs model.attention.mask: full":
-                objective in ("masked", "replaced") and model.attention.mask == "causal",
-            "objective: classes needs model.classes, and model.classes needs objective: classes":
-                (objective in ("classes", "replaced")) != bool(classes),
-            "objective: replaced needs model.classes.of: tokens, which needs objective: replaced":
-                classes and (objective == "replaced") != (classes.of == "tokens"),
-            "model.classes.count: 1 is the number that data.label_kind: number predicts, which needs it":
-                objective == "classes" and (model.num_classes == 1) != (self.data.label_kind == "number"),
-            f"data.label_kind: classes supports up to {MOST_OF_SEVERAL} classes, and model.classes.count is "
-            f"{model.num_classes}": self.data.label_kind == "classes" and model.num_classes > MOST_OF_SEVERAL,
-            "objective: classes needs model.attention.mask: full: a text is read at its first token":
-                objective == "classes" and model.attention.mask == "causal",
-            "objective: contrastive needs model.vision, and model.vision needs objective: contrastive":
-                (objective == "contrastive") != bool(model.vision and not queries),
-            "model.vision.queries needs objective: causal or seq2seq":
-                queries and objective not in ("causal", "seq2seq"),
-            f"model.vision.queries has {queries and queries.rows} rows, and a text has a token before it: set data.seq="
-            f"{data.seq} to more than both": queries and not model.encoder and data.seq <= queries.rows + 1,
-            f"model.vision.queries has {queries and queries.rows} rows, and a token stands behind them: set "
-            f"data.source_seq={self.source_seq} to as many, or above for padding":
-                queries and model.encoder and self.source_seq <= queries.rows,
-            "model.memory_width belongs to vision.queries, which sets it": model.memory_width > 0,
-            f"model.vision gives {vision and vision.context} rows of an image: set data.source_seq="
-            f"{self.image_rows} to as many, or above for padding": vision and self.image_rows < vision.context,
-            "objective: seq2seq needs model.encoder, and model.encoder needs objective: seq2seq":
-                (objective == "seq2seq") != bool(model.encoder),
-            f"data.source_seq={self.source_seq} is longer than the encoder's context":
-                (encoder := model.encoder_config) and not model.frames and self.source_seq > encoder.context,
-            f"model.frames gives {encoder and encoder.context} rows of a sound: set data.source_seq={self.source_seq} "
-            "to as many, or above for padding":
-                encoder and model.frames and self.source_seq < encoder.context,
-            "model.frames needs model.encoder, which reads them": model.frames and not encoder,
-            f"model.row_multiple={model.row_multiple} needs model.windows, or model.vision and model.encoder":
-                model.row_multiple > 1 and not model.windows and not (model.vision and model.encoder),
-            "data.fields needs label too: the texts and the label of a record belong together":
-                data.fields and not data.label and not queries and objective not in ("seq2seq", "contrastive", "masks"),
-            f"data.fields={list(data.fields)}: a record of texts has one or two":
-                len(data.fields) > 2 and objective != "masks",
-            f"{predicts} needs data.fields=[source, text], without data.label":
-                (queries or objective in ("seq2seq", "contrastive")) and (data.label or len(data.fields) not in (0, 2)),
-            f"model.embedding.token_types goes with objective: masked, replaced or classes, not {objective}":
-                model.embedding.token_types > 0 and objective not in ("masked", "replaced", "classes"),
-            f"{predicts} needs data.packing: documents, which keeps texts and padding apart":
-                (queries or objective != "causal") and data.packing != "documents",
-            f"train.samples needs objective: causal, not {objective}, and no images":
-                (queries or objective != "causal") and self.train.samples is not None,
-        }  # fmt: skip
-        wrong = [message for message, is_wrong in problems.items() if is_wrong]
-        return wrong + problems_of_masks(self) + self._wrong_patches()
-
-    def _wrong_patches(self) -> list[str]:
-        """What does not go with images."""
-        model, data = self.model, self.data
-        key, patches = "model.patches", model.patches
-        if model.vision:
-            key, patches = "model.vision.patches", model.vision.patches
-        if not patches:
-            plane = model.attention.relative_positions and model.attention.relative_positions.side
-            return ["model.attention.relative_positions.side needs model.patches"] if plane else []
-        rows, relative = patches.rows, model.attention.relative_positions
-        problems = {
-            f"data.images.resize={data.images.resize} is below {key}.image={patches.image}":
-                0 < data.images.resize < patches.image,
-            f"data.images: mean and std need 1 number, or {patches.channels}, one for each channel":
-                {len(data.images.mean), len(data.images.std)} - {1, patches.channels},
-        }  # fmt: skip
-        problems |= {} if not model.patches else {
-            f"model.patches does not go with data.label_kind: {data.label_kind}": data.label_kind != "class",
-            "model.patches needs objective: classes or masks": self.objective not in ("classes", "masks"),
-            f"data.fields={list(data.fields)}: a record of an image with a class has one":
-                self.objective == "classes" and len(data.fields) > 1,
-            f"model.patches has {model.patches.side} patches on a side, and one learned row: set "
-            "attention.relative_positions.side and patches.distillation":
-                relative and not model.windows and (relative.side, model.patches.first) != (model.patches.side, 1),
-            f"model.patches has no tokens: set vocab={model.vocab} to 0": model.vocab > 0,
-            f"model.patches gives {rows} rows of an image: set context={model.context} to {rows}":
-                model.context != rows,
-            f"model.patches gives {rows} rows of an image: set data.seq={data.seq} to {rows}, or above for padding":
-                data.seq < rows,
-            f"model.patches goes with positions: learned or none, not {model.positions}":
-                model.positions not in ("learned", "none"),
-        }  # fmt: skip
-        return [message for message, is_wrong in problems.items() if is_wrong]
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Config:

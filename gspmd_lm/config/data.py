@@ -7,7 +7,7 @@ import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.media import Images
-from gspmd_lm.config.types import STRICT, BelowOne, Count, Positive, Seed, Size
+from gspmd_lm.config.types import STRICT, BelowOne, Count, NonEmpty, Positive, Seed, Size
 
 MOST_OF_SEVERAL = 31  # classes of which a text may have several: one bit for each in a label, and none for its sign
 
@@ -42,7 +42,7 @@ class Source:
 
 _Text = Annotated[str, pydantic.Tag("<text>")]
 _Several = Annotated[
-    tuple[Annotated[_Text | Annotated[Source, pydantic.Tag("<one>")], pydantic.Discriminator(_tag_entry)], ...],
+    NonEmpty[Annotated[_Text | Annotated[Source, pydantic.Tag("<one>")], pydantic.Discriminator(_tag_entry)]],
     pydantic.Tag("<list>"),
 ]
 
@@ -94,23 +94,10 @@ class Data:
         for one in self.held_out_sources:
             if one.weight:
                 wrong.append(f"held_out: {one.path} has a weight, but evaluation reads each row once: drop the weight")
-        for name, value in (("source", self.source), ("held_out", self.held_out)):
-            if value == ():
-                wrong.append(f"{name}: the list is empty")
-        every = self.sources + self.held_out_sources
-        fields = {one.messages_field for one in every}
+        fields = {one.messages_field for one in self.sources + self.held_out_sources}
         if "" in fields and len(fields) > 1:
             wrong.append("source: some entries have a messages_field and others have none: texts and conversations "
                          "do not mix")  # fmt: skip
-        elif "" not in fields and self.packing != "documents":
-            field = self.messages_field or min(fields)
-            wrong.append(f"messages_field={field} needs packing: documents, which keeps conversations apart")
-        if len(self.fields) > 3:
-            wrong.append(f"fields={list(self.fields)}: a record has at most three")
-        if self.label and not self.fields:
-            wrong.append("label needs fields too: the texts and the label of a record belong together")
-        if self.fields and fields != {""}:
-            wrong.append("fields and messages_field: records hold labelled texts or conversations, not both")
         if wrong:
             raise ValueError("\n".join(wrong))
 

@@ -1,79 +1,80 @@
-"""What of a model does not go together: each part, and the settings that are not supported beside it."""
+"""What of a model does not go together: settings of which only one group is supported in a model."""
 
+import itertools
 from typing import Any
 
 from gspmd_lm.config import core_yaml
-from gspmd_lm.config.values import default_at, value_at
+from gspmd_lm.config.values import Section, default_at, differing, value_at
 
-_ALIBI = ("positions: alibi", "positions: alibi_bf16")
-# Of two stacks of blocks, neither may have these.
-_TWO_STACKS = (
-    "experts", "residual.layer_embed", "residual.streams", "attention.window", "attention.chunk", "attention.linear",
-    "attention.latent", "attention.relative_vectors", "attention.shared_kv_layers", "feed_forward.sparse_layers",
-    "padded_heads", "embedding.token_types", "block: parallel",
+Groups = tuple[tuple[str, ...], ...]
+_ALIBI = "positions: alibi or alibi_bf16"
+_EIGHT_BITS = "weight_dtype: int8 or fp8"
+# In each row, no setting of one group is supported beside one of another group. A path means that the setting, or one
+# of its section, is not its default. A path with values means that the setting has one of these values.
+EXCLUSIONS: tuple[Groups, ...] = (
+    # What layers or their stacks are.
+    (
+        ("vision.projection",), ("windows", "masks"), ("convolution",), ("shared_layers",), ("experts",), ("encoder",),
+        ("attention.shared_kv_layers",),
+    ),
+    (("encoder", "vision.projection", "convolution", "shared_layers"), ("feed_forward.sparse_layers",)),
+    (
+        ("encoder", "vision.projection", "windows"),
+        ("residual.streams", "attention.window", "attention.chunk", "attention.linear", "attention.latent",
+         "attention.relative_vectors", "padded_heads"),
+    ),
+    (("encoder", "vision.projection"), ("residual.layer_scale",), ("block: parallel",)),
+    # What is added to the scores of attention.
+    (("attention.relative_positions",), ("attention.relative_vectors",), ("attention.sinks",), (_ALIBI,)),
+    (("attention.mask: full",), ("attention.window", "attention.linear", _ALIBI)),
+    (("attention.mask: causal",), ("attention.relative_vectors", "convolution", "patches", "classes")),
+    (
+        ("attention.latent",),
+        ("attention.qkv_bias", "attention.qk_norm", "attention.value_norm", "attention.gate",
+         "attention.shared_kv_layers"),
+    ),
+    (
+        ("attention.relative_vectors",),
+        ("attention.latent", "attention.qk_norm", "attention.softcap", "attention.qkv_bias: false", "positions: rope",
+         "lora", "patches", "shared_layers"),
+    ),
+    (("residual.laurel_rank",), ("block: parallel", "norm.pre: false", "norm.sum", "windows")),
+    (("experts",), ("feed_forward.sparsity",)),
+    (("classes",), ("masks", "experts", "encoder", "vision", "logits")),
+    (("shared_layers",), ("residual.layer_embed", _EIGHT_BITS)),
+    (("convolution",), ("patches", "lora", "residual.streams", "vision")),
+    (("encoder",), ("attention.mask: full", _ALIBI)),
+    (("vision",), ("attention.mask: full", "patches", "frames", "embedding.width", "residual.streams", "lora")),
+    (
+        ("vision.projection",),
+        ("attention.relative_positions", "layer_pattern", "logits", "embedding.tied"),
+    ),
+    (("windows", "masks"), ("attention.sinks", "lora", "matmul_dtype")),
+    (("windows",), ("attention.temperature",)),
+    (("masks",), ("attention.qk_norm", "padded_heads")),
+    (("patches",), ("embedding.token_types", "embedding.width", "embedding.position_offset")),
+    (("lora",), ("frozen",)),
 )  # fmt: skip
-# A path means that the setting is not its default, and a path with a value that it has this value.
-NOT_WITH: dict[str, tuple[str, ...]] = {
-    "attention.mask: full": ("attention.window", "attention.linear", *_ALIBI),
-    "attention.mask: causal": ("attention.relative_vectors", "convolution", "windows"),
-    "attention.sinks": _ALIBI,
-    "attention.relative_positions": ("attention.sinks", *_ALIBI),
-    "attention.latent": (
-        "attention.qkv_bias", "attention.qk_norm", "attention.value_norm", "attention.gate",
-        "attention.shared_kv_layers",
-    ),
-    "attention.relative_vectors": (
-        "attention.latent", "attention.relative_positions", "attention.qk_norm", "attention.softcap",
-        "attention.sinks", "attention.qkv_bias: false", "positions: rope", "lora", "patches", "shared_layers",
-    ),
-    "experts": ("attention.shared_kv_layers", "feed_forward.sparsity"),
-    "residual.laurel_rank": ("block: parallel", "norm.pre: false", "norm.sum"),
-    "residual.layer_scale": ("block: parallel", "encoder"),
-    "classes": ("logits.transform", "logits.bias", "logits.softcap", "experts", "encoder"),
-    "shared_layers": (
-        "experts", "encoder", "feed_forward.sparse_layers", "attention.shared_kv_layers", "residual.layer_embed",
-        "weight_dtype: int8", "weight_dtype: fp8",
-    ),
-    "convolution": (
-        "encoder", "patches", "experts", "feed_forward.sparse_layers", "shared_layers", "attention.shared_kv_layers",
-        "lora", "residual.streams",
-    ),
-    "encoder": (*_TWO_STACKS, *_ALIBI),
-    "vision": (
-        "embedding.width", "patches", "classes", "residual.layer_embed", "residual.streams", "convolution", "frames",
-        "attention.mask: full", "lora",
-    ),
-    "vision.projection": (
-        *_TWO_STACKS, "encoder", "attention.relative_positions", "layer_pattern", "logits.transform", "logits.bias",
-        "embedding.tied", "residual.layer_scale", "shared_layers",
-    ),
-    "windows": (
-        "attention.latent", "attention.sinks", "attention.temperature", "attention.shared_kv_layers",
-        "attention.chunk", "residual.laurel_rank", "residual.streams", "shared_layers", "padded_heads", "lora",
-        "matmul_dtype",
-    ),
-    "masks": (
-        "encoder", "vision", "experts", "shared_layers", "attention.qk_norm", "attention.sinks",
-        "attention.relative_vectors", "padded_heads", "lora", "matmul_dtype",
-    ),
-    "patches": ("embedding.token_types", "embedding.width", "embedding.position_offset"),
-    "lora": ("frozen",),
-}  # fmt: skip
 
 
 def contradictions(model: Any) -> list[str]:
     """A sentence for each two settings of a model that do not go together."""
-    return [
-        f"{part} does not go with {other}"
-        for part, others in NOT_WITH.items()
-        if _has(model, part)
-        for other in others
-        if _has(model, other)
-    ]
+    found: dict[str, None] = {}
+    for row in EXCLUSIONS:
+        present = [[name for setting in group for name in _find(model, setting)] for group in row]
+        for group, other_group in itertools.combinations(present, 2):
+            pairs = itertools.product(group, other_group)
+            found |= dict.fromkeys(f"{one} does not go with {other}" for one, other in pairs)
+    return list(found)
 
 
-def _has(model: Any, setting: str) -> bool:
-    path, colon, value = setting.partition(": ")
-    if colon:
-        return value_at(model, path) == core_yaml.scalar(value)
-    return value_at(model, path) != default_at(type(model), path)
+def _find(model: Any, setting: str) -> list[str]:
+    """The settings of a model that are meant by a path, or by a path and values."""
+    path, _, values = setting.partition(": ")
+    value, default = value_at(model, path), default_at(type(model), path)
+    if values:
+        wanted = [core_yaml.scalar(one) for one in values.split(" or ")]
+        return [f"{path}: {core_yaml.dump(value, flow=True).split()[0]}"] if value in wanted else []
+    if isinstance(value, Section) and isinstance(default, Section):
+        return [f"{path}.{name}" for name, _, _ in differing(value, default)]
+    return [path] if value != default else []

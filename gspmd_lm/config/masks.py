@@ -1,7 +1,8 @@
 """The section `model.masks` of a config: the decoder of the mask of the object that a prompt means."""
 
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 from pydantic.dataclasses import dataclass
 
 from gspmd_lm.config.types import STRICT, Size
@@ -19,7 +20,7 @@ class Masks:
     has 4 x 4 pixels for each patch.
     """
 
-    embed: Size = 256  # the width of the image behind the neck, and of tokens
+    embed: Annotated[Size, pydantic.Field(multiple_of=8)] = 256  # the width of the image behind the neck, and of tokens
     layers: Size = 2  # how many layers tokens and image go through
     heads: Size = 8  # of attention
     mlp: Size = 2048  # the hidden width of the feed-forward network of tokens
@@ -45,26 +46,8 @@ class Masks:
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not fit masks."""
-        patches, narrow = model.patches, self.embed / self.narrowing / self.heads
-        problems = {
-            "masks needs patches without a row before them: set patches.class_row to false":
-                not patches or patches.first,
-            f"masks.embed={self.embed} / narrowing={self.narrowing} does not divide over heads={self.heads}":
-                narrow % 1 or self.embed % self.heads,
-            f"masks.embed={self.embed} must be a multiple of 8": self.embed % 8,
-        }  # fmt: skip
-        return [message for message, is_wrong in problems.items() if is_wrong]
-
-
-def problems_of_masks(config: Any) -> list[str]:
-    """What of a whole config does not go with its masks, or with its objective: masks."""
-    data, masks, patches = config.data, config.model.masks, config.model.patches
-    predicted = config.objective == "masks"
-    problems = {
-        "objective: masks needs model.masks, and model.masks needs objective: masks": predicted != bool(masks),
-        "objective: masks needs data.fields=[image, mask] or [image, mask, prompt], without data.label":
-            predicted and (data.label or len(data.fields) not in (0, 2, 3)),
-        "model.masks does not go with data.images.resize and keep_ratio, which cut off what may be an object: set "
-        "data.images.pad": masks and (data.images.keep_ratio or data.images.resize > patches.image),
-    }  # fmt: skip
-    return [message for message, is_wrong in problems.items() if is_wrong]
+        narrow = self.embed / self.narrowing / self.heads
+        if narrow % 1 or self.embed % self.heads:
+            said = f"masks.embed={self.embed} / narrowing={self.narrowing}"
+            return [f"{said} does not divide over heads={self.heads}"]
+        return []

@@ -95,8 +95,8 @@ class ModelConfig:
             wrong += rope.scaling.problems(rope.dim or self.head_dim, rope.theta)
         if attention.qk_norm_kind in ("joint", "unscaled") and self.norm.kind != "rmsnorm":
             wrong.append(f"attention.qk_norm_kind: {attention.qk_norm_kind} needs norm.kind: rmsnorm")
-        keys = dict(sliding="attention.window", chunked="attention.chunk", linear="attention.linear", shifted="windows",
-                    whole="windows", reading="memory_width")  # fmt: skip
+        keys = dict(sliding="attention.window", chunked="attention.chunk", linear="attention.linear",
+                    shifted="windows.shift", whole="windows", reading="memory_width")  # fmt: skip
         wrong += [f"layer_pattern has {kind} layers: set {key}" for kind, key in keys.items()
                   if kind in self.layer_pattern and not value_at(self, key)]  # fmt: skip
         if not self.layer_pattern and sum(map(bool, (attention.window, attention.chunk, attention.linear))) > 1:
@@ -105,6 +105,9 @@ class ModelConfig:
             wrong.append("lora.targets: a plain MLP has no w_gate, only w_up and w_down")
         if self.matmul_dtype and self.weight_dtype in ("int8", "fp8") and self.matmul_dtype != self.weight_dtype:
             wrong.append(f"matmul_dtype: {self.matmul_dtype} does not go with weight_dtype: {self.weight_dtype}")
+        if not self.patches or self.patches.first:
+            wrong += [f"{name} needs patches without a row before them: set patches, with class_row: false"
+                      for name in ("windows", "masks") if value_at(self, name)]  # fmt: skip
         wrong += contradictions(self) + self._wrong_layers()
         parts = ["attention.latent", "experts", "encoder", "vision", "masks", "attention.relative_vectors", "windows"]
         wrong += [line for name in parts if (part := value_at(self, name)) for line in part.problems(self)]
@@ -235,7 +238,8 @@ class ModelConfig:
             self.attention, mask="full", relative_positions=None, window=0, chunk=0, linear=None, latent=None,
             sinks=False, temperature=None, shared_kv_layers=0,
         )  # fmt: skip
-        return dataclasses.replace(self, attention=attention, positions="none", vision=None)
+        own: dict[str, Any] = {"positions": "none", "vision": None, "encoder": None, "memory_width": self.reads}
+        return dataclasses.replace(self, attention=attention, **own)
 
     @property
     def layer_kinds(self) -> tuple["ModelConfig", ...]:

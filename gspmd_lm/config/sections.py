@@ -161,11 +161,10 @@ class Experts(Section):
 
     def problems(self, model: Any) -> list[str]:
         """What of a model leaves no layer to experts."""
-        if self.dense_layers >= model.layers:
-            return [f"experts.dense_layers={self.dense_layers} leaves no layer of layers={model.layers} with experts"]
-        if self.dense_layers // self.step == model.layers // self.step:
-            return [f"experts.step={self.step} leaves no layer of layers={model.layers} with experts"]
-        return []
+        if self.dense_layers // self.step < model.layers // self.step:
+            return []
+        name = "step" if self.dense_layers < model.layers else "dense_layers"
+        return [f"experts.{name}={getattr(self, name)} leaves no layer of layers={model.layers} with experts"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import pydantic
 
@@ -20,6 +20,9 @@ NotNegative = Annotated[float, pydantic.Field(ge=0)]
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 BelowOne = Annotated[float, pydantic.Field(ge=0, lt=1)]
 Decay = Annotated[float, pydantic.Field(ge=0, le=0.9999999)]  # what is nearer to 1 is 1 in float32
+NonEmptyText = Annotated[str, pydantic.Field(min_length=1)]
+Item = TypeVar("Item")
+NonEmpty = Annotated[tuple[Item, ...], pydantic.Field(min_length=1)]
 # What layers may differ in.
 LayerKind = Literal["sliding", "chunked", "linear", "shifted", "whole", "reading", "full", "nope"]
 # Modules of layers in a loop.
@@ -70,12 +73,15 @@ _KINDS = {
     "string_type": "must be text",
     "tuple_type": "must be a list",
     "dataclass_type": "must be a mapping",
+    "too_short": "must have at least one entry",
+    "string_too_short": "must not be empty",
 }
 _BOUNDS = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("below", "lt"),
     "less_than_equal": ("at most", "le"),
+    "multiple_of": ("a multiple of", "multiple_of"),
 }
 
 

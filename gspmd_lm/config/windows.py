@@ -46,15 +46,12 @@ class Windows:
 
     def problems(self, model: Any) -> list[str]:
         """What of a model does not fit windows."""
-        if not (patches := model.patches):
-            return ["windows needs patches"]
+        if not (patches := model.patches):  # which the model says it lacks
+            return []
         sides = [patches.side / 2**number for number in range(1 + len(self.levels))]
         relative, kinds = model.attention.relative_positions, {*model.layer_pattern}
         problems = {
             "windows needs kv_heads equal to heads": model.kv_heads != model.heads,
-            f"windows goes with positions: learned or none, not {model.positions}":
-                model.positions not in ("learned", "none"),
-            "windows needs patches without a row before them: set patches.class_row to false": patches.first,
             f"windows.size={self.size} does not divide the patches on a side of a level: "
             f"{', '.join(f'{side:g}' for side in sides)}":
                 (self.shift or self.levels) and any(side % self.size for side in sides),
@@ -63,7 +60,6 @@ class Windows:
                 kinds - {"full", "shifted", "whole"},
             "windows.vectors and layers of kind whole do not go with attention.relative_positions and levels":
                 (self.vectors or "whole" in kinds) and (relative or self.levels),
-            "layer_pattern has shifted layers: set windows.shift": "shifted" in kinds and not self.shift,
             f"windows has windows of {self.size} patches on a side: set attention.relative_positions.side to as many, "
             "learned_row and shared to false":
                 relative and (relative.side != self.size or relative.learned_row or relative.shared),

@@ -119,7 +119,7 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
                              f"  fix   a model whose text part is one of {', '.join(texts)}")  # fmt: skip
         rows = [row for row in rows if row.text_type == of_text]
     named = [row for row in named if row in rows]
-    asked = [row for row in rows if objective_of(_read(row, raw)[1]) == objective] if len(rows) > 1 else []
+    asked = [row for row in rows if _find_objective(row, raw) == objective] if len(rows) > 1 else []
     if found := [*(row for row in named if row in asked), *asked, *named, *rows]:
         return found[0]
     known = [kind for row in FAMILIES for kind in (row.model_type, *row.also)]
@@ -135,39 +135,29 @@ def family_of(raw: Mapping[str, Any], place: str, objective: str = "") -> Family
 
 
 def asked_objective(overrides: Sequence[str], place: str) -> str:
-    """The objective that overrides set; '' for none."""
+    """The objective that overrides set, or that follows from what they set of a model; '' for none."""
     laid: dict[str, Any] = {}
     config.override(laid, overrides, place)
-    return str(laid.get("objective") or "")
+    head = isinstance(laid.get("model"), dict) and "classes" in laid["model"]
+    return str(laid.get("objective") or (config.objective_of(laid["model"]) if head else ""))
 
 
-def objective_of(values: Mapping[str, Any]) -> str:
-    """What a model of these settings predicts."""
-    if values.get("encoder"):
-        return "seq2seq"
-    if vision := values.get("vision"):
-        queries = vision.get("queries") if isinstance(vision, dict) else vision.queries
-        return "causal" if queries else "contrastive"
-    if values.get("masks"):
-        return "masks"
-    if values.get("classes.of") == "tokens":
-        return "replaced"
-    return (
-        "classes" if values.get("classes.count") else "masked" if values.get("attention.mask") == "full" else "causal"
-    )
+def _find_objective(row: Family, raw: Mapping[str, Any]) -> str:
+    """The objective of a model that a config.json describes, read as one of a family."""
+    return config.objective_of(config.nest(_read(row, raw)[1]))
 
 
 def _sections(name: str, values: Values, seq: int) -> dict[str, Any]:
     """The sections of a config that follow from the settings of its model."""
     seq = padded_rows(values["context"]) if "patches" in values else seq
-    one_number = values.get("classes.count") == 1 and objective_of(values) == "classes"
+    one_number = values.get("classes.count") == 1 and values.get("classes.of") != "tokens"
     of_data = {"seq": seq} | ({"label_kind": "number"} if one_number else {})
     if "frames" in values:
         of_data["source_seq"] = padded_rows(values["encoder"]["context"])
     if isinstance(vision := values.get("vision"), dict):
         rows = config.Patches(**vision["patches"]).rows
         of_data["source_seq"] = padded_rows(vision["queries"]["rows"] + 1 if values.get("encoder") else rows)
-    return {"name": name, "objective": objective_of(values), "model": config.nest(values), "data": of_data}
+    return {"name": name, "model": config.nest(values), "data": of_data}
 
 
 def _letters(word: str) -> str:
@@ -291,7 +281,7 @@ def describe(model: config.ModelConfig, like: Mapping[str, Any] | None) -> tuple
     the table that can express the model. If none can, raises an InputError that names the settings in the way.
     """
     if like is not None:
-        row = family_of(like, CONFIG, objective_of(config.flat(model)))
+        row = family_of(like, CONFIG, config.objective_of(model))
         if row.heads:
             like = {**like, "architectures": [row.architecture]}
         if not differences(row, like, model):

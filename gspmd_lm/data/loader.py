@@ -44,7 +44,7 @@ class Loader:
     shares: tuple[int, ...] = ()  # how many of BLOCK rows each part of packing.Joined gets
     tokenizer: Path | None = None  # the tokenizer.json that was trained on the source
     classes: tuple[str, ...] = ()  # the labels of labelled texts; the place of one is its number in `labels`
-    masks: packing.Masks | None = None  # they are put among the tokens of rows
+    token_masks: packing.Masks | None = None  # they are put among the tokens of rows
 
     @property
     def epochs_per_step(self) -> float:
@@ -92,8 +92,8 @@ class Loader:
         """
         numbers = np.arange(self.batch, dtype=np.int32)[batch_rows]
         arrays = self.rows.read(self.indices_at(step, numbers))
-        if self.masks:
-            arrays = self.masks.put(arrays, step * self.batch + numbers.astype(np.int64))
+        if self.token_masks:
+            arrays = self.token_masks.put(arrays, step * self.batch + numbers.astype(np.int64))
         return arrays | {"row": numbers}
 
     def batches(
@@ -234,7 +234,7 @@ def open_loaders(
             shares=shares,
             tokenizer=made,
             classes=tokens.classes if isinstance(tokens, labelled.Labelled) else (),
-            masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
+            token_masks=dataclasses.replace(all_masks, seed=seed) if all_masks else None,
         )
 
     train = loader_of("training", cached.train, source.parts)
@@ -263,7 +263,7 @@ def _media_loaders(config: Config, found: media.Opened) -> tuple[Loader, Loader 
 
 
 def _check_objective(config: Config) -> None:
-    """Raises InputError if the records of the data are not those that the objective needs."""
+    """Raises InputError if the data names no records, and the objective needs some."""
     data, objective = config.data, config.objective
     if objective == "seq2seq" and not data.fields and sources.random_rows(data.source) is None:
         raise InputError(
@@ -273,16 +273,6 @@ def _check_objective(config: Config) -> None:
         raise InputError(
             "objective: classes: data.fields and data.label do not say what a text and its label are\n"
             "  fix   --set data.fields=[text] --set data.label=label, with the names of the data's own fields"
-        )
-    if objective == "causal" and data.fields:
-        raise InputError(
-            "data.fields: objective: causal predicts tokens, not labels\n"
-            "  fix   set objective to classes, or leave data.fields and data.label out"
-        )
-    if objective in ("masked", "replaced") and (data.conversations or data.fields):
-        key = "fields" if data.fields else "messages_field"
-        raise InputError(
-            f"data.{key}: {objective} tokens are guessed in texts, not in records\n  fix   leave data.{key} out"
         )
 
 
@@ -363,7 +353,7 @@ def _open_random(config: Config, count: int, masked: bool) -> tuple[Loader, Load
             fingerprint=f"random-{count}-{data.seq}-{vocab}-{data.seed}-{use}"
             + (f"-{config.source_seq}" if seq2seq else "")
             + (f"-{config.objective} {data.masked_share}" if masked else ""),
-            masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
+            token_masks=packing.Masks(mask, vocab, (), data.masked_share, seed) if masked else None,
         )
 
     return split_loader(True), split_loader(False) if data.held_out_share else None

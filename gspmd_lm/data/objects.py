@@ -93,7 +93,7 @@ def open_media(config: Config, progress: Progress | None = None, known: Sequence
     `loader.open_loaders`. Raises InputError where the source does not hold them.
     """
     model = config.model
-    if model.masks:
+    if config.objective == "masks":
         return open_objects(config, progress)
     if model.patches:
         return images.open_images(config, progress, known)

@@ -257,7 +257,7 @@ class Estimator:
             }
         key = remat.policy, names
         if key not in costs.transfers:
-            one_stream = config and not (config.model.encoder or config.model.masks)
+            one_stream = config and config.objective not in ("seq2seq", "masks")
             kind = DecoderTransfers if one_stream else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
             costs.transfers[key] = kind(part, self.traces.arrays).all

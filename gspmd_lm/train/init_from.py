@@ -20,7 +20,7 @@ from gspmd_lm.train.step import Step
 from gspmd_lm.workdir import checkpoint, layout
 
 # The head of an encoder, which is specific to its objective.
-_HEAD = ("classes", "logits.transform", "logits.bias", "embedding.tied")
+_HEAD = ("classes", "logits", "embedding.tied")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,9 @@ def _with_ends(run: Config, begun: Config | None) -> Config:
     changed: dict[str, Any] = {}
     if begun and run.model.attention.mask == begun.model.attention.mask == "full":
         model |= {name: value_at(begun.model, name) for name in _HEAD}
-        data = dataclasses.replace(run.data, label_kind=begun.data.label_kind)
-        changed = {"objective": begun.objective, "data": data}
+        # Of its own records, which fit its head, and in rows of the run's length.
+        data = dataclasses.replace(begun.data, seq=run.data.seq, source_seq=run.data.source_seq)
+        changed = {"objective": None, "data": data}
     try:
         return dataclasses.replace(run, **changed, model=with_values(run.model, model))
     except ValueError:

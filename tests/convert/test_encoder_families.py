@@ -54,7 +54,7 @@ def _model(raw):
     row = architecture.family_of(raw, "x")
     settings = architecture.model_settings(row, raw, "x")
     return row, from_dict(
-        {"name": "x", "objective": architecture.objective_of(settings), "model": nest(settings), "data": {"seq": 1},
+        {"name": "x", "model": nest(settings), "data": {"seq": 1},
          "train": {"steps": 1}}, "x"
     ).model  # fmt: skip
 
@@ -139,6 +139,7 @@ def test_a_folder_gets_the_head_that_is_asked_for(tmp_path):
                if not name.startswith("classifier")}  # fmt: skip
     folder = _folder(tmp_path / "in", _config("BertForMaskedLM") | {"architectures": ["BertModel"]}, tensors)
     asked = pretrained.open_folder(folder, ["objective=classes", "model.classes.count=4"])
+    assert pretrained.open_folder(folder, ["model.classes.count=4"]).config == asked.config  # classes ask for it too
     assert [*asked.new] == ["classifier", "classifier_bias"] and not any("another head" in one for one in asked.notes)
     params, again = (ours.on_one_device(asked) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, params, again)

@@ -224,6 +224,6 @@ def model_of(row, raw):
 
     values = architecture.model_settings(row, raw, "x")
     return config.from_dict(
-        {"name": "x", "objective": architecture.objective_of(values), "model": nest(values), "data": {"seq": 1},
+        {"name": "x", "model": nest(values), "data": {"seq": 1},
          "train": {"steps": 1}}, "x",
     ).model  # fmt: skip

@@ -174,7 +174,7 @@ def test_a_text_has_several_classes_or_none():
     _lines("a.jsonl", [{"a": "x", "b": "y", "label": [*range(32)]}])
     with pytest.raises(InputError, match=r"label: 32 classes, and .*classes supports up to 31\n  fix "):
         _open(31, label_kind="classes")
-    with pytest.raises(InputError, match=r"classes supports up to 31 classes, and model\.classes\.count is 32"):
+    with pytest.raises(InputError, match=r"a model\.classes\.count from 2 to 31, not 32"):
         _config(32, label_kind="classes")
 
 
@@ -280,10 +280,13 @@ def test_a_row_of_tsv_with_too_many_fields_is_told():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"label": ""}, "fields needs label too"),
-        ({"fields": []}, "label needs fields too"),
-        ({"fields": ["a", "b", "c"]}, "a record of texts has one or two"),
-        ({"messages_field": "m"}, "labelled texts or conversations, not both"),
+        (
+            {"label": ""},
+            r"classes needs data.fields=\[text\] or \[text, text\], and data.label: this config has data.f",
+        ),
+        ({"fields": []}, r"and data.label: this config has data.label="),
+        ({"fields": ["a", "b", "c"]}, r"needs data.fields=\[text\] or \[text, text\], and data.label: this config has"),
+        ({"messages_field": "m"}, r"data.label: this config has .* and data.messages_field"),
         ({"masked_share": 1.0}, "masked_share: must be below 1"),
     ],
 )

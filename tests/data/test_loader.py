@@ -310,7 +310,7 @@ def test_a_stopped_build_of_conversations_goes_on(conversations, folder, monkeyp
         ),
         ("b.txt", "text", {}, r"b\.txt: no records, which data\.messages_field=messages needs\n  fix   name \.jsonl"),
         ("b.jsonl", "{}", {"tokenizer": "bytes"}, r"bytes has no chat template"),
-        ("b.jsonl", "{}", {"packing": "stream"}, r"data: messages_field=messages needs packing: documents"),
+        ("b.jsonl", "{}", {"packing": "stream"}, r"data\.messages_field needs data\.packing: documents"),
         (
             "b.jsonl",
             '{"messages": []}',

@@ -79,7 +79,7 @@ def test_tokens_in_place_of_others_are_told_apart_from_all_true_ones():
 
 
 def _unmasked(opened):
-    return dataclasses.replace(opened, masks=None)
+    return dataclasses.replace(opened, token_masks=None)
 
 
 def test_each_epoch_has_other_masks_and_a_restart_or_other_hosts_the_same():
@@ -98,7 +98,7 @@ def test_each_epoch_has_other_masks_and_a_restart_or_other_hosts_the_same():
         for name, part in train.rows_at(7, range(4 * host, 4 * host + 4)).items():
             assert (part == whole[name][4 * host : 4 * host + 4]).all()
     numbers, arrays = np.arange(16), train.rows.read(range(16))
-    targets = [one.masks.put(arrays, numbers)["targets"] for one in (train, again, other)]
+    targets = [one.token_masks.put(arrays, numbers)["targets"] for one in (train, again, other)]
     assert (targets[0] == targets[1]).all() and (targets[0] != targets[2]).any()
     evaluations = [_rows(one, range(one.steps_per_epoch)) for one in (held_out, _open(seed=1, batch=8)[1])]
     rows = len(held_out.rows)
@@ -120,9 +120,9 @@ def test_bytes_are_masked_by_the_byte_0_and_trained_tokenizers_have_a_mask():
     read = train.rows_at(0, slice(None))
     assert ((read["tokens"] == 0) & (read["targets"] >= 0)).sum() > 50 and not np.isin(read["targets"], (0, 256)).any()
     made, _ = _open(tokenizer="bpe:300")
-    assert made.tokenizer and made.masks
-    assert tokenizer.load_tokenizer(str(made.tokenizer)).special[tokenizer.MASK] == made.masks.mask
-    assert (made.rows_at(0, slice(None))["tokens"] == made.masks.mask).any()
+    assert made.tokenizer and made.token_masks
+    assert tokenizer.load_tokenizer(str(made.tokenizer)).special[tokenizer.MASK] == made.token_masks.mask
+    assert (made.rows_at(0, slice(None))["tokens"] == made.token_masks.mask).any()
 
 
 def test_random_rows_are_masked_too():
@@ -139,8 +139,8 @@ def test_random_rows_are_masked_too():
             {"tokenizer": "plain.json"},
             r'has no mask token \(special tokens: .*\n  fix .*named <mask>(.|\n)*"mask_token"',
         ),
-        ({"fields": ["text"], "label": "text"}, r"data\.fields: masked tokens are guessed in texts, not in records"),
-        ({"messages_field": "text"}, r"data\.messages_field: masked tokens"),
+        ({"fields": ["text"], "label": "text"}, r"objective: masked needs texts, (.|\n)* has data\.fields="),
+        ({"messages_field": "text"}, r"objective: masked needs texts, (.|\n)* has data\.messages_field"),
     ],
 )
 def test_what_cannot_be_masked(data, message):

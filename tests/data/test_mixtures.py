@@ -184,7 +184,7 @@ def test_documents_that_are_held_out_are_left_out_of_training(folder, monkeypatc
         ((_entry("a", 1), _entry("b")), {}, "some entries have a weight and others have none"),
         ((_entry("a", 0.00001), _entry("b", 1)), {}, r"a\.jsonl: its weight 1e-05 is less than 1 in 10,000.*\n  fix "),
         ((_entry("a"),), {"held_out": [_entry("v", 2)]}, r"held_out: v\.jsonl has a weight"),
-        ((), {}, "source: the list is empty"),
+        ((), {}, r"data\.source: must have at least one entry, got \[\]"),
         (("a.jsonl", _entry("b") | {"messages_field": "m"}), {}, "texts and conversations do not mix"),
         ((_entry("a") | {"weight": 0},), {}, r"data\.source\.0\.weight: must be above 0, got 0"),
         ((_entry("a") | {"wieght": 1},), {}, r"data\.source\.0\.wieght: unknown key \(did you mean weight\?\)"),

@@ -109,5 +109,5 @@ def test_random_pairs_fill_their_rows():
 def test_what_does_not_fit_is_refused(data, words):
     with pytest.raises(InputError, match=words):
         _open(**data)
-    with pytest.raises(InputError, match=r"data\.fields needs label too"):
+    with pytest.raises(InputError, match=r"objective: causal needs texts or conv.*this config has data\.fields="):
         _open({name: value for name, value in MODEL.items() if name != "encoder"}, "causal", source_seq=0)

@@ -192,7 +192,7 @@ def test_what_is_no_sound_with_a_text_is_refused_with_its_place(what, words, fol
 
 def test_settings_that_contradict_each_other_are_refused(folder):
     for changes, words in (
-        ({"source_seq": 16}, r"model\.frames gives 20 rows of a sound: set data\.source_seq=16 to as many"),
+        ({"source_seq": 16}, r"model\.frames gives 20 rows of a sound: set data\.source_seq=16 to 20 or more"),
         ({"model": {"encoder": None}}, r"model\.frames needs model\.encoder"),
         ({"model": {"encoder": {"suppressed": [257]}}}, r"encoder\.suppressed=257, which is not below vocab=257"),
     ):

@@ -113,14 +113,30 @@ def test_texts_that_share_a_row_are_as_if_they_were_alone(bert):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"attention.mask": "full"}, "model.attention.mask: full shows a token what objective: causal asks for"),
+        (
+            {"objective": "causal", "attention.mask": "full"},
+            "objective: causal needs model.vision.queries or model.attention.mask: causal. "
+            "With model.attention.mask: full, it is masked: leave objective out, or change the model",
+        ),
         (
             {"embedding.token_types": 2},
             "model.embedding.token_types goes with objective: masked, replaced or classes, not causal",
         ),
         ({"objective": "masked"}, "objective: masked needs model.attention.mask: full"),
         ({"objective": "classes", "attention.mask": "full"}, "objective: classes needs model.classes"),
-        ({"classes.count": 2}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
+        ({"classes.count": 2}, "attention.mask: causal does not go with classes"),
+        (
+            {"attention.mask": "full", "classes.count": 2, "logits.z_loss": 0.1},
+            "classes does not go with logits.z_loss",
+        ),
+        (
+            {"attention.mask": "full", "data": {"messages_field": "m"}},
+            "objective: masked needs texts, without data.fields",
+        ),
+        (
+            {"data": {"fields": ("a",), "label": "b"}},
+            "objective: causal needs texts or conversations(.|\n)*data.label=b",
+        ),
         ({"attention.mask": "full", "attention.window": 4}, "attention.mask: full does not go with attention.window"),
         ({"attention.mask": "full", "positions": "alibi"}, "attention.mask: full does not go with positions: alibi"),
         (

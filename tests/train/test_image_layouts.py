@@ -91,10 +91,10 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": "masked", "classes": None}, "model.patches needs objective: classes"),
+        ({"objective": "masked", "classes": None}, "model.patches needs model.classes or model.masks"),
         ({"vocab": 61}, "model.patches has no tokens: set vocab=61 to 0"),
         ({"context": 16}, "model.patches gives 17 rows of an image: set context=16 to 17"),
-        ({"data": {"seq": 16}}, "set data.seq=16 to 17, or above for padding"),
+        ({"data": {"seq": 16}}, "set data.seq=16 to 17 or more"),
         ({"positions": "rope"}, "model.patches goes with positions: learned or none, not rope"),
         (
             {"attention.relative_positions": RelativePositions(side=3, ranges=28)},
@@ -111,7 +111,7 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
         ),
         ({"embedding.token_types": 2}, "patches does not go with embedding.token_types"),
         ({**SWIN, "kv_heads": 4}, "windows needs kv_heads equal to heads"),
-        ({**SWIN, "positions": "sinusoidal"}, "windows goes with positions: learned or none, not sinusoidal"),
+        ({**SWIN, "positions": "sinusoidal"}, "model.patches goes with positions: learned or none, not sinusoidal"),
         ({**SWIN, "lora": Lora(targets=("wq",))}, "windows does not go with lora"),
         ({**SWIN, "layer_pattern": ("full", "nope")}, "windows goes with layers of kind full, shifted and whole"),
         ({**SWIN, "windows": Windows(size=2, shift=2)}, "windows.shift=2 must be below windows.size=2"),
@@ -124,13 +124,19 @@ def test_rules_that_levels_of_windows_do_not_go_with_are_refused(layout, changes
             {**SWIN, "attention.relative_positions": RelativePositions(side=4, ranges=52)},
             "set attention.relative_positions.side to as many",
         ),
-        ({**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17}, "set patches.class_row to false"),
+        (
+            {**SWIN, "patches": Patches(image=16, size=4, pool="mean"), "context": 17},
+            "set patches, with class_row: false",
+        ),
         (
             {**SWIN, "windows": None, "attention.relative_positions": None},
             "layer_pattern has shifted layers: set windows",
         ),
         ({"row_multiple": 8}, "model.row_multiple=8 needs model.windows"),
-        ({"data": {**ROWS, "fields": ("image", "text"), "label": "of"}}, "a record of an image with a class has one"),
+        (
+            {"data": {**ROWS, "fields": ("image", "text"), "label": "of"}},
+            r"model.patches needs data.fields=\[image\] and data.label: this",
+        ),
         ({"data": {**ROWS, "images": Images(resize=8)}}, "data.images.resize=8 is below model.patches.image=16"),
         ({"data": {**ROWS, "images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
     ],

@@ -126,10 +126,10 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": "classes"}, "objective: masks needs model.masks, and model.masks needs objective"),
-        ({"classes.count": 3}, "objective: classes needs model.classes, and model.classes needs objective: classes"),
+        ({"objective": "classes"}, "objective: classes needs model.classes. With model.masks, it is masks: leave obj"),
+        ({"classes.count": 3}, "classes does not go with masks"),
+        ({"attention.mask": "causal", "windows": None, "layer_pattern": ()}, "mask: causal does not go with patches"),
         ({"masks": None}, "objective: masks needs model.masks"),
-        ({"masks": Masks(embed=36)}, "masks.embed=36 must be a multiple of 8"),
         ({"masks": Masks(embed=32, heads=6)}, "masks.embed=32 / narrowing=2 does not divide over heads=6"),
         (
             {"masks": Masks(embed=32), "shared_layers": True, "layer_pattern": ()},
@@ -145,8 +145,10 @@ def test_rules_that_masks_do_not_go_with_are_refused(layout, words, small):
             {"attention.relative_positions": RelativePositions(side=4, ranges=49, learned_row=False, shared=False)},
             "windows.vectors and layers of kind whole do not go with attention.relative_positions",
         ),
-        ({"data": {**ROWS, "images": Images(resize=30)}}, "model.masks does not go with data.images.resize and keep"),
-        ({"data": {**ROWS, "fields": ("a", "b", "c", "d")}}, "a record has at most three"),
+        ({"data": {**ROWS, "images": Images(resize=30)}}, "objective: masks does not go with data.images.resize and k"),
+        ({"data": {**ROWS, "fields": ("a",)}}, r"masks needs data.fields=\[image, mask\] or \[image, mask, prompt\]"),
+        ({"data": {**ROWS, "fields": ("a", "b"), "label": "c"}}, r"prompt\], without data.label: this config has"),
+        ({"data": {**ROWS, "messages_field": "m"}}, r"without data.label: this config has data.messages_field"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, words, small):

@@ -110,13 +110,13 @@ def test_the_data_has_what_a_batch_holds(kind, folder):
          r"has 2 labels, and model\.classes\.count is 3(.|\n)*fix   --set model\.classes\.count=2"),
         ("classes", ("model.embedding.token_types=1", "data.fields=[text, text]"),
          r"and model\.embedding\.token_types is 1\n  fix "),
-        ("classes", ("model.classes.count=1",), r"model\.classes\.count: 1 is the number"),
+        ("classes", ("model.classes.count=1",), r"label_kind: class(es)? goes with a model\.classes\.count "),
         ("replaced", ("model.classes.count=2",), r"model\.classes: of: tokens needs count: 1"),
-        ("replaced", ("objective=classes",), r"objective: replaced needs model\.classes\.of: tokens, which needs"),
-        ("replaced", ("data.fields=[text]", "data.label=mood"), r"replaced tokens are guessed in texts"),
-        ("masked", ("data.fields=[text]", "data.label=mood"), r"masked tokens are guessed in texts"),
+        ("replaced", ("objective=classes",), r"With model\.classes\.of: tokens, it is replaced: leave"),
+        ("replaced", ("data.fields=[text]", "data.label=mood"), r"objective: replaced needs texts, without"),
+        ("masked", ("data.fields=[text]", "data.label=mood"), r"objective: masked needs texts, without data.fields"),
         ("masked", ("data.fields=[text]", "data.label=mood", "objective=causal", "model.attention.mask=causal",
-                    "model.embedding.token_types=0"), r"objective: causal predicts tokens, not labels\n  fix "),
+                    "model.embedding.token_types=0"), r"objective: causal needs texts or conversations"),
     ],
 )  # fmt: skip
 def test_data_of_another_objective_is_refused(kind, changes, message, folder):
@@ -135,8 +135,8 @@ def test_a_head_that_weights_lack_is_new(folder, small, built):
         with checkpoint.run_checkpoints(folder / name, before) as checkpoints:
             checkpoints.save(0, {"params": params}, {"data": "", "rules": ""})
         (folder / name / "config.yaml").write_text(yaml.safe_dump(to_dict(before)))
-        after = small(objective="classes", data={"label_kind": kind}, train={"init_from": str(folder / name)},
-                      **shared | {"classes.count": classes})  # fmt: skip
+        after = small(objective="classes", data={"label_kind": kind, "fields": ("text",), "label": "mood"},
+                      train={"init_from": str(folder / name)}, **shared | {"classes.count": classes})  # fmt: skip
         found, step = init_from.find(after), built(after, "fsdp2_tp4")
         assert sorted(found.new) == new
         number, given = found.restore(step)

@@ -153,10 +153,10 @@ def test_a_source_and_its_text_are_dropped_apart(small, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"encoder": Encoder()}, "objective: seq2seq needs model.encoder"),
+        ({"encoder": Encoder(), "objective": "causal"}, "With model.encoder, it is seq2seq: leave objective out"),
         ({"objective": "seq2seq"}, "objective: seq2seq needs model.encoder"),
-        ({**T5, "attention.mask": "full"}, "model.attention.mask: full shows a token what objective: seq2seq asks for"),
-        ({**T5, "data": {"source_seq": 25}}, "data.source_seq=25 is longer than the encoder's context"),
+        ({**T5, "attention.mask": "full"}, "encoder does not go with attention.mask: full"),
+        ({**T5, "data": {"source_seq": 25}}, "data.source_seq=25 is longer than model.encoder.context=24"),
         ({**T5, "attention.window": 4}, "encoder does not go with attention.window"),
         ({**T5, "encoder": Encoder(heads=6)}, "encoder.heads=6 and encoder.kv_heads=0, which do not divide"),
         ({**T5, "encoder": Encoder(start_token=61)}, "encoder.start_token=61, which is not below vocab=61"),

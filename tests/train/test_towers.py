@@ -133,9 +133,12 @@ def test_the_loss_is_the_mean_of_both_cross_entropies_and_rows_of_padding_are_no
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": "causal"}, "objective: contrastive needs model.vision, and model.vision needs objective"),
+        (
+            {"objective": "causal"},
+            "objective: causal needs (.|\n)*With model.vision, it is contrastive: leave objective out",
+        ),
         ({"vision": None}, "objective: contrastive needs model.vision"),
-        ({"data": {"source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16 to as many"),
+        ({"data": {"source_seq": 16}}, "model.vision gives 17 rows of an image: set data.source_seq=16 to 17 or more"),
         ({"data": {"images": Images(resize=8)}}, "data.images.resize=8 is below model.vision.patches.image=16"),
         ({"data": {"images": Images(std=(0.5, 0.5))}}, "mean and std need 1 number, or 3"),
         ({"data": {"packing": "stream"}}, "objective: contrastive needs data.packing: documents"),
@@ -179,7 +182,7 @@ READING = BLIP2["vision"].queries
         (
             {},
             {"objective": "contrastive"},
-            "objective: contrastive needs model.vision(.|\n)*objective: causal or seq2seq",
+            "objective: contrastive needs model.vision. With model.vision.queries, it is causal: leave objective out",
         ),
         (
             {},

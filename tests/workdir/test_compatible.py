@@ -53,7 +53,7 @@ OTHER = {
     "attention.latent": config.LatentAttention(kv_rank=8, v_head_dim=4), "frames": config.Frames(),
     "attention.key_bias": False,
     "residual.layer_scale": 0.1, "convolution": config.Convolution(), "windows": config.Windows(size=2),
-    "masks": config.Masks(), "memory_width": 8,
+    "masks": config.Masks(several=2), "memory_width": 8,
     "vision": config.Vision(patches=Patches(image=8, size=4), projection=8),
 }  # fmt: skip
 SAME = {
@@ -66,7 +66,7 @@ SAME = {
 OF_STREAMS = ("residual.layer_embed", "feed_forward.sparse_layers")  # which have no effect alone
 STREAMS = {"residual.streams": 2, "feed_forward.sparsity": 0.5}
 IMAGES = {
-    "objective": "classes", "classes.count": 3, "attention.mask": "full", "vocab": 0, "padded_vocab": 0, "context": 16,
+    "attention.mask": "full", "vocab": 0, "padded_vocab": 0, "context": 16,
     "patches": Patches(image=8, size=2, class_row=False, pool="mean"), "positions": "none",
 }  # fmt: skip
 MIXTURE = {"experts.count": 8, "experts.per_token": 2, "experts.shared_mlp": 16, "experts.groups": 2}
@@ -76,7 +76,8 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
     weights = {"params": {"w": jnp.ones(3)}}
     bases = {"dense": small(), "mixture": small(**MIXTURE), "streams": small(**STREAMS),
              "rotated": small(**{"attention.rope.dim": 2}),
-             "narrow": small(**{"embedding.width": 24}), "images": small(**IMAGES),
+             "narrow": small(**{"embedding.width": 24}), "images": small(**IMAGES, **{"classes.count": 3}),
+             "objects": small(**IMAGES, masks=config.Masks()),
              "learned": small(positions="learned"),
              "classes": small(objective="classes", data={"label_kind": "number"},
                               **{"classes.count": 1, "attention.mask": "full"}),
@@ -92,7 +93,8 @@ def test_every_setting_that_makes_another_model_is_refused(small, tmp_path):
         section = name.partition(".")[0]
         base = "streams" if name in OF_STREAMS else {"experts": "mixture", "classes": "classes"}.get(section, "dense")
         base = {"embedding.input": "narrow", "attention.relative_vectors": "full", "convolution": "full",
-                "vision": "learned", "windows": "images", "masks": "images"}.get(name, base)  # fmt: skip
+                "patches": "full", "vision": "learned", "windows": "images",
+                "masks": "objects"}.get(name, base)  # fmt: skip
         base = "rotated" if name == "attention.latent" else base  # which needs numbers that are rotated, and others
         folder, base = tmp_path / base, bases[base]
         assert value_at(base.model, name) != value
