@@ -19,7 +19,8 @@ import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from gspmd_lm.runtime import startup
-from gspmd_lm.runtime.preemption import Agreement, StopSignal
+from gspmd_lm.runtime.endings import StopSignal
+from gspmd_lm.runtime.preemption import Agreement
 here = startup.start(platform="cpu", simulated_devices=2, {flags})
 print("found:", here.device_count, here.process_count, here.is_main)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
