@@ -50,7 +50,8 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
             yield beating.check
         return
-    lock, holder = filelock.FileLock(workdir / LOCK), Path(workdir / HOLDER)
+    lock = filelock.FileLock(workdir / LOCK, thread_local=False)  # any thread may end this process, and give it back
+    holder = Path(workdir / HOLDER)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
