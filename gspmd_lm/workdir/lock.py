@@ -148,7 +148,9 @@ def _read_life(process: Any) -> list[str] | None:
 def _is_gone(holder: dict[str, Any]) -> bool:
     """Whether a holder was a process of this machine that has ended. False if that cannot be known."""
     life, mine = holder.get("life"), _read_life("self")
-    return bool(life and mine) and life[:-1] == mine[:-1] and _read_life(holder.get("process")) != life
+    if not isinstance(life, list) or mine is None or life[:-1] != mine[:-1]:
+        return False
+    return _read_life(holder.get("process")) != life
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:

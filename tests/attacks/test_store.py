@@ -15,6 +15,7 @@ import urllib.request
 
 import pytest
 
+from gspmd_lm.errors import STOPPED
 from tests.attacks import bucket
 from tests.attacks.runs import RANDOM, SMALL
 from tests.launched import ROOT, free_port
@@ -126,11 +127,11 @@ def test_a_second_run_waits_and_takes_over_from_one_that_ends(start):
     second = start("gs://bucket/shared", "--steps=100000", "--set=train.steps=100000")
     wait_for(second, "holds the lock; waiting until it ends or is silent")
     first.send_signal(signal.SIGTERM)
-    said = finish(first)
+    said = finish(first, STOPPED)
     stopped = int(said.split("stopped at step ")[1].split()[0])
     wait_for(second, "loss ")
     second.send_signal(signal.SIGTERM)
-    assert f"restored step {stopped} of" in finish(second)
+    assert f"restored step {stopped} of" in finish(second, STOPPED)
 
 
 def test_a_living_run_is_not_disturbed(start, objects):
@@ -140,7 +141,7 @@ def test_a_living_run_is_not_disturbed(start, objects):
     output = finish(start("gs://bucket/alive", "--steps=5"), 2)
     assert f"process {first.pid} on" in output and "is writing there" in output
     first.send_signal(signal.SIGTERM)
-    finish(first)
+    finish(first, STOPPED)
 
 
 def test_programs_are_found_again_in_a_bucket(start):
