@@ -18,11 +18,11 @@ from gspmd_lm.errors import WRONG_INPUT, InputError, RunFailed, exit_code
 from gspmd_lm.files import json_value
 
 WAIT_S = 300.0  # for all processes
-WRONG_S = 8.0  # until an address that does not work counts as wrong
+WRONG_S = 5.0  # until an address that does not work counts as wrong
 NEW_NAME_S = 60.0  # the same for the name of a pod, which Kubernetes makes known some time after the pod has started
-FIRST_REPORT_S = 5.0  # until the first line about those who are missing
+FIRST_REPORT_S = 4.0  # until the first line about those who are missing
 REPORT_S = 30.0  # between two such lines
-_ANSWER_S = 5.0  # how long one connection may keep the others waiting
+_ANSWER_S = 3.0  # how long one connection may keep the others waiting
 _PAUSE_S = 0.5
 _HELLO = {"process": int, "processes": int}  # what a process says to process 0
 _ANSWER = {"error": str | None}  # what it answers: None at once, and later a message, or '' when all are there
@@ -45,7 +45,7 @@ def meet(address: str, count: int, number: int, say: Say) -> None:
     host, _, text = address.rpartition(":")
     host, port = host.strip("[]"), int(text)
     if not 0 < port < 2**16:
-        raise InputError(f"--coordinator={address}: {port} is no port\n  fix   one from 1 to 65535")
+        raise InputError(f"coordinator {address}: {port} is no port\n  fix   one from 1 to 65535")
     _resolve(host, port, address, say)
     if number:
         _join(host, port, address, count, number, say)
@@ -65,11 +65,11 @@ def _resolve(host: str, port: int, address: str, say: Say) -> None:
             if time.monotonic() > until:
                 if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
                     raise RunFailed(
-                        f"--coordinator={address}: the name {host} cannot be looked up now ({reason})\n"
+                        f"coordinator {address}: the name {host} cannot be looked up now ({reason})\n"
                         "  fix   see that this host reaches its name server, or give the number of that host"
                     ) from error
                 raise InputError(
-                    f"--coordinator={address}: the host {host} is not known here ({reason})\n"
+                    f"coordinator {address}: the host {host} is not known here ({reason})\n"
                     "  fix   give the name or the number of the host of process 0, as this host knows it"
                 ) from error
             if not said:
@@ -88,9 +88,10 @@ def _listener(port: int, address: str) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                 raise InputError(
-                    f"--coordinator={address}: process 0 cannot listen at port {port} here "
+                    f"coordinator {address}: process 0 cannot listen at port {port} here "
                     f"({os.strerror(error.errno or 0)})\n"
-                    "  fix   give all processes another port, which is free on the host of process 0"
+                    "  fix   give all processes another port that is free there, with --coordinator, or with "
+                    "JAX_COORDINATOR_PORT where a launcher names the host"
                 ) from error
         time.sleep(_PAUSE_S)
 
@@ -130,7 +131,7 @@ def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
                     )
                 if not is_right and now > began + WRONG_S:
                     raise InputError(
-                        f"--coordinator={address}: {host} is another machine than {socket.gethostname()}, where "
+                        f"coordinator {address}: {host} is another machine than {socket.gethostname()}, where "
                         "process 0 runs\n"
                         "  fix   start the process with --process_id=0 there, or give an address of this machine"
                     )
@@ -209,7 +210,7 @@ def _join(host: str, port: int, address: str, count: int, number: int, say: Say)
         strange_since = (strange_since or now) if strange else None
         if strange_since and time.monotonic() > strange_since + WRONG_S:
             raise RunFailed(
-                f"--coordinator={address}: another program than process 0 of this run answers there\n"
+                f"coordinator {address}: another program than process 0 of this run answers there\n"
                 "  fix   give the address at which process 0 listens; if this process alone was started again, "
                 "start all processes again"
             )

@@ -283,15 +283,17 @@ def _find_processes(
     """
     if coordinator:
         return coordinator, num_processes, process_id, None
-    job, step = (os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID"))
-    if job.isdecimal() and step.isdecimal():
-        # jax chooses the port by the job alone, and two steps of a job may share a host. The range of ports is jax's.
-        os.environ.setdefault("JAX_COORDINATOR_PORT", str(2**16 - 2**12 + (int(job) + 1031 * int(step)) % 2**12))
     from jax._src import clusters  # jax has no public name for what it finds
 
+    given = {name: os.environ.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "COORDINATOR_PORT")}
     address, count, number, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, math.ceil(rendezvous.resolve_s())
+        given["COORDINATOR_ADDRESS"], None, None, None, None, math.ceil(rendezvous.resolve_s())
     )
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if address and step.isdecimal() and not any(given.values()):
+        # jax chooses the port by the job alone, and two steps of a job may share a host. The range of ports is jax's.
+        host, _, port = address.rpartition(":")
+        address = f"{host}:{2**16 - 2**12 + (int(port) + 1031 * int(step)) % 2**12}"
     return address, count, number, None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else devices
 
 
