@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 
-from gspmd_lm.errors import STOPPED
+from gspmd_lm.errors import STOPPED, WRONG_INPUT
 from tests.attacks import bucket
 from tests.attacks.runs import RANDOM, SMALL
 from tests.launched import ROOT, free_port
@@ -156,7 +156,7 @@ def test_a_run_that_lost_a_process_starts_again_at_once(start, objects, victim):
     first = together()
     wait_for(first[0], "loss ")
     first[victim].kill()
-    finish(first[1 - victim], 1)
+    assert first[1 - victim].wait(60) not in (0, WRONG_INPUT, STOPPED)  # jax may abort it before it ends by itself
     assert objects.exists(held) == (victim == 0)  # process 0 holds it, and cannot give it back when it is killed
     second = together()
     wait_for(second[0], "loss ")
