@@ -19,6 +19,7 @@ PARTS = {
     "train step lowered": ["gspmd_lm.train.step:Step.lower_train"],
     "initial state lowered": ["gspmd_lm.train.step:Step.lower_init"],
     "compiled": ["gspmd_lm.runtime.compiler:compile"],  # whatever was lowered last
+    "checkpoint restored": ["gspmd_lm.train.loop:Run._restore"],
     "report": ["gspmd_lm.foresight.explain:report"],
     "trackers": ["gspmd_lm.workdir.trackers:load", "gspmd_lm.workdir.log:Log"],
 }

@@ -141,6 +141,7 @@ def test_what_is_held_is_given_back_once():
     assert given == [1]
     with pytest.raises(ValueError, match="x"), endings.giving_back(lambda: given.append(2)):
         raise ValueError("x")
+    endings.do_last_acts(0, "")
     assert given == [1, 2]
 
 

@@ -247,9 +247,9 @@ def test_steps_of_a_slurm_job_meet_at_ports_of_their_own_and_a_process_alone_at_
     monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
     for step in ("0", "1"):
         monkeypatch.setenv("SLURM_STEP_ID", step)
-        startup._join("gpu", None, None, None)
+        startup._join("tpu", None, None, None)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
-    startup._join("gpu", None, None, None)
+    startup._join("tpu", None, None, None)
     ports = [61440 + 70000 % 4096, 61440 + 70000 % 4096 + 1031, 1234]  # the first one is what jax takes for the job
     joined = [both for port in ports for both in ((f"head:{port}", 2, 0), (f"head:{port}", 2, 0, [3]))]
     assert met == (joined if tasks == "2" else [])
