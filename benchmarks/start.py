@@ -1,6 +1,7 @@
 """CPU-seconds from the start of a process to the end of its first step, with an empty and with a warm compile cache.
 
-They are of the whole process and of its parts. With --before, runs of another checkout alternate with ours.
+A restart also restores the checkpoint of the warm start. The seconds are of the whole process and of its parts. With
+--before, runs of another checkout alternate with ours.
 
     git worktree add ../before COMMIT
     python -m benchmarks.start --before=../before [--config=bench_4m] [--rules=tp8] [--rounds=3] [--write]
@@ -21,17 +22,24 @@ ROOT = Path(__file__).parent.parent
 CHILD = Path(__file__).with_name("start_parts.py")
 
 
-def start(checkout: Path, kind: str, arguments: list[str], folder: str, cache: str) -> tuple[dict[str, float], int]:
-    """The CPU-seconds of a start, and how many lines it printed before its first step."""
-    with tempfile.TemporaryDirectory(dir=folder) as workdir:
-        found = Path(workdir) / "found.json"
-        command = [sys.executable, str(CHILD), kind, str(found), *arguments, f"--workdir={workdir}/run"]
-        environment = os.environ | {"GSPMD_LM_CACHE": cache, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        lines = done.stdout.splitlines()
-        return json.loads(found.read_text()), next(at for at, line in enumerate(lines) if line.startswith("step"))
+STARTS = {"cold": ("first", 1), "warm": ("second", 1), "restart": ("second", 2)}  # name -> workdir, last step
+
+
+def start(checkout: Path, kind: str, arguments: list[str], folder: str, name: str) -> tuple[dict[str, float], int]:
+    """The CPU-seconds of a start of STARTS, and how many lines it printed before its first step.
+
+    folder: holds the workdirs and the caches of all starts.
+    """
+    workdir, steps = STARTS[name]
+    found = Path(folder) / "found.json"
+    command = [sys.executable, str(CHILD), kind, str(found), *arguments]
+    command += [f"--workdir={folder}/{workdir}", f"--steps={steps}"]
+    environment = os.environ | {"GSPMD_LM_CACHE": f"{folder}/cache", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    lines = done.stdout.splitlines()
+    return json.loads(found.read_text()), next(at for at, line in enumerate(lines) if line.startswith("step"))
 
 
 def main() -> None:
@@ -42,14 +50,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     checkouts = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    arguments = [f"--config={options.config}", f"--rules={options.rules}", "--steps=1"]
+    arguments = [f"--config={options.config}", f"--rules={options.rules}"]
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     lines = {}
     for turn, kind in itertools.product(range(options.rounds), ("whole", "parts")):
         for name in sorted(checkouts, reverse=bool(turn % 2)):
             with tempfile.TemporaryDirectory() as folder:
-                for cache in ("cold", "warm"):
-                    found, lines[name] = start(checkouts[name], kind, arguments, folder, f"{folder}/cache")
+                for cache in STARTS:
+                    found, lines[name] = start(checkouts[name], kind, arguments, folder, cache)
                     kept = seconds.setdefault((name, cache), {})
                     for part, taken_s in found.items():
                         if (part == "whole") == (kind == "whole"):
@@ -70,11 +78,12 @@ def main() -> None:
     ]
     titles = {f"{row['commit']}, {row['cache']}": row["cpu_s"] for row in rows}
     table = [
-        {"part": part} | {title: parts.get(part, "") for title, parts in titles.items()} for part in rows[0]["cpu_s"]
+        {"part": part} | {title: parts.get(part, "") for title, parts in titles.items()}
+        for part in dict.fromkeys(part for row in rows for part in row["cpu_s"])
     ]
     print(measure.markdown(table, {"part": "CPU-seconds, least of the rounds"} | {title: title for title in titles}))
     if options.before:
-        for cache in ("cold", "warm"):
+        for cache in STARTS:
             now, before = (seconds[name, cache]["whole"] for name in ("now", "before"))
             ratios = ", ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(now, before, strict=True))
             print(f"{cache}: {min(now) / min(before):.2f} of before, in each round {ratios}")

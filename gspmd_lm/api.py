@@ -196,7 +196,8 @@ def train(
 
     Returns:
         The values last logged by name, such as loss and step_time_s; none where the run stands there already. It has
-        the run's `workdir`, and shows its losses in a notebook.
+        the run's `workdir`, and shows its losses in a notebook. Its `has_work_left` is true where SIGTERM or Ctrl-C
+        ended the run, which is saved then, before its last step: the same call goes on.
 
     Raises:
         InputError: what is wrong with the config, the rules or the workdir.

@@ -1,18 +1,37 @@
-"""The two errors that a user sees, the words of a hint or a choice, and the check of a whole number."""
+"""The errors that a user sees with their exit codes, the words of a hint or a choice, the check of a whole number."""
 
 import difflib
 import re
+import signal
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+# Exit codes. A loop around a run starts it again after any code but 0 and WRONG_INPUT.
+FAILED = 1
+WRONG_INPUT = 2  # the same command would fail again
+STOPPED = 75  # with work left: the same command goes on
+
 
 class InputError(ValueError):
-    """The user's input is wrong. The message names the place and a fix; the command line exits with 2."""
+    """The user's input is wrong. The message names the place and a fix."""
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, though its input is right. The message says why and what to do; the exit code is 1."""
+    """A run cannot go on, though its input is right. The message says why and what to do."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was stopped at once, by an impatient user."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The code with which a process ends that could not handle an error."""
+    if isinstance(error, InputError):
+        return WRONG_INPUT
+    if isinstance(error, KeyboardInterrupt):
+        return STOPPED if isinstance(error, Stopped) else 128 + signal.SIGINT
+    return FAILED
 
 
 def printable(message: str) -> str:

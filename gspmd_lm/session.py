@@ -242,8 +242,10 @@ def task_rows(task: Config | Task, data: Any, held_out: Sequence[Any]) -> OpenRo
 
 def train(
     session: Session, steps: int | None = None, rows: OpenRows | None = None
-) -> tuple[dict[str, float], epath.Path]:
-    """Trains to step `steps`, or the config's last one. Returns what was logged last, and the workdir.
+) -> tuple[dict[str, float], epath.Path, bool]:
+    """Trains to step `steps`, or the config's last one.
+
+    Returns what was logged last, the workdir, and whether work is left because the run was asked to stop.
 
     rows: opens the data, of a model of one's own.
     """
@@ -251,7 +253,7 @@ def train(
         raise InputError(f"steps={steps}: not a step to stop at\n  fix   a whole number, or None for train.steps")
     built, warnings = build_step(session)
     with open_run(session, built, warnings, rows=rows) as run:
-        return train_to(run, steps), run.workdir
+        return train_to(run, steps), run.workdir, run.has_work_left
 
 
 def train_to(run: loop.Run, steps: int | None, step: int | None = None) -> dict[str, float]:

@@ -26,46 +26,43 @@ from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
-from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
+from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_code, printable
+from gspmd_lm.runtime import endings
 
 VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Never returns: runs one verb and exits with 0 on success, 2 for wrong input, else 1 or a signal's code."""
+    """Never returns: runs one verb and exits with its code, or, after an error, with that of `errors.exit_code`."""
     argv = list(sys.argv if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know all characters of a model's text
-    code, message, unprinted = 0, "", None
+    code, message, unprinted, failed = 0, "", None, True
     try:
-        code = _run(argv)
-    except InputError as error:
-        code, message = 2, str(error)
-    except RunFailed as error:
-        code, message = 1, str(error)
-    except KeyboardInterrupt:
-        code = 130
+        code, failed = _run(argv), False
+    except (InputError, RunFailed, KeyboardInterrupt) as error:
+        code, message = exit_code(error), str(error)
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None:
             unprinted = _printing_error("\n")
         if not unprinted:
-            code, message = 1, _system_error(error)
+            code, message = exit_code(error), _system_error(error)
             if not message and (processes := sys.modules.get("gspmd_lm.runtime.processes")):
                 message = processes.cause()
             if not message:
                 traceback.print_exc()
     unprinted = unprinted or _printing_error()
     if isinstance(unprinted, BrokenPipeError):  # `head` stops when it has what it wants
-        code = code or _NOBODY_READS
+        code, failed = code or _NOBODY_READS, True
     elif unprinted:
-        code, message = code or 1, message or _system_error(unprinted)
+        code, message, failed = code or exit_code(unprinted), message or _system_error(unprinted), True
     if message:
         print(printable(versions.with_documents(message)), file=sys.stderr)
     sys.stderr.flush()
-    if processes := sys.modules.get("gspmd_lm.runtime.processes"):  # a verb that needs no jax does not import it
-        processes.leave(code, message)
-        if code and processes.several():
-            os._exit(code)  # a normal exit waits in jax's shutdown barrier, which the others may never reach
+    endings.do_last_acts(code if failed else 0, message)
+    # A verb that needs no jax does not import `processes`.
+    if failed and (processes := sys.modules.get("gspmd_lm.runtime.processes")) and processes.several():
+        os._exit(code)  # a normal exit waits in jax's shutdown barrier, which the others may never reach
     sys.exit(code)
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from gspmd_lm.cli.verb import Flags, Verb, on_devices
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import STOPPED, InputError
+from gspmd_lm.runtime import endings
 from gspmd_lm.runtime.quiet import import_jax
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def _define(flags: Flags) -> None:
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
-    """Trains, and returns the exit code."""
+    """Trains, and returns the exit code: 0, or STOPPED if the run was asked to stop before its last step."""
+    with endings.StopSignal():  # until the steps, which are saved at a signal
+        return _run(values)
+
+
+def _run(values: flags.FlagValues) -> int:
     from gspmd_lm.cli import inputs
 
     # What is wrong with a file is told before jax is imported, which takes a second.
@@ -58,7 +64,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     with session.open_run(begun, built, warnings, True, values.compile_cache, profile, executable) as run:
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
-    return 0
+        return STOPPED if run.has_work_left else 0
 
 
 def _executable(values: flags.FlagValues, built: "Step") -> Any:

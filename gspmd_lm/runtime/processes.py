@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from gspmd_lm.errors import InputError
+from gspmd_lm.errors import FAILED, STOPPED, InputError
+from gspmd_lm.runtime import endings
 
 CONNECT_S = 20  # to connect to the first process
 LAST_S = 3  # how long the first process stays after it failed, so that the others can end
@@ -42,7 +43,6 @@ printf "%s\\n  fix   %s: %s\\n" "$what" "$fix" "$outcome" >&2
 
 _calls = 0  # keys that were asked for, which every process does in the same order
 _watch: "_Watch | None" = None
-_last_words: "subprocess.Popen[bytes] | None" = None
 
 
 def several() -> bool:
@@ -152,7 +152,9 @@ def _show_facts(facts: Mapping[str, Any], field: str) -> str:
 
 
 def watch(say: Callable[[str], None] = lambda _: None) -> None:
-    """Watches the other processes: if one dies, this one ends with code 1, and if one fails, with that one's code.
+    """Watches the other processes: if one dies, this one ends with FAILED, and if one fails, with that one's code.
+
+    The others hear it when this one ends.
 
     If the first process cannot be reached at a port of its own, `say` is told so. A death is then noticed by jax's
     heartbeat, after HEARTBEAT_S.
@@ -161,25 +163,12 @@ def watch(say: Callable[[str], None] = lambda _: None) -> None:
     if several() and _watch is None:
         try:
             _watch = _Watch()
+            endings.add_last_act(_watch.leave)
         except OSError as error:
             say(
                 f"warning: other processes are not watched ({error}): it takes jax up to {HEARTBEAT_S // 60} minutes "
                 "to notice that one has died"
             )
-
-
-def leave(code: int, message: str = "") -> None:
-    """Tells the other processes, and the shell of `last_words`, that this process ends by itself."""
-    global _last_words
-    if _watch:
-        _watch.leave(code, message)
-    if _last_words:
-        assert _last_words.stdin
-        with contextlib.suppress(OSError):
-            _last_words.stdin.write(b"ended\n")
-            _last_words.stdin.close()
-        _last_words.wait()
-        _last_words = None
 
 
 class _Watch:
@@ -215,9 +204,13 @@ class _Watch:
         self._begin(connection, connection.makefile("r", encoding="utf-8"), first)
 
     def leave(self, code: int, message: str) -> None:
+        """Tells the other processes that this one ends by itself."""
         self.leaving = True
+        notice: dict[str, Any] = {"code": code, "message": message, "process": self.index}
+        if code == STOPPED:  # it did not fail, so that the others have no errors of their own to wait for
+            notice |= {"message": f"process {self.index} was stopped", "grace_s": 0}
         for connection in self.connections.values():
-            _send(connection, {"code": code, "message": message, "process": self.index})
+            _send(connection, notice)
         # When the first process is gone, jax ends the others, which may still have something to say.
         deadline = time.monotonic() + LAST_S
         while code and self.index == 0 and self.present and time.monotonic() < deadline:
@@ -248,7 +241,7 @@ class _Watch:
         self.present.discard(other["process"])
         if notice is None:
             gone = f"process {other['process']} (pid {other['pid']} on {other['host']}) is gone without a word"
-            notice = {"code": 1, "message": gone, "process": other["process"], "grace_s": 0}
+            notice = {"code": FAILED, "message": gone, "process": other["process"], "grace_s": 0}
         if not notice["code"] or self.leaving:
             return  # it has finished, and waits for the others when jax ends
         self.cause = notice
@@ -260,10 +253,7 @@ class _Watch:
             time.sleep(0.1)
         if not self.leaving:
             self.leaving = True
-            sys.stdout.flush()
-            print(failure_message(notice), file=sys.stderr, flush=True)
-            leave(notice["code"], notice["message"])
-            os._exit(notice["code"])
+            endings.end(notice["code"], failure_message(notice))
 
 
 def cause() -> str:
@@ -314,7 +304,6 @@ def last_words(workdir: str, checkpoints: str) -> None:
     A process that is killed cannot print. So a shell waits for the end of a pipe that only this process holds. It looks
     whether the system counts one more process that it killed for want of memory, and whether anything was saved.
     """
-    global _last_words
     anew = "nothing was saved, so it begins anew"
     if "://" in workdir:  # a shell cannot look there
         anew = f"it goes on from the newest checkpoint in {workdir}, if there is one"
@@ -328,6 +317,12 @@ def last_words(workdir: str, checkpoints: str) -> None:
         "checkpoints": checkpoints,
         "counters": " ".join(OUT_OF_MEMORY_COUNTERS),
     }
-    _last_words = subprocess.Popen(
+    shell = subprocess.Popen(
         ["/bin/sh", "-c", _LAST_WORDS], env=os.environ | texts, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
+
+    def tell_shell(code: int, message: str) -> None:
+        with contextlib.suppress(OSError):
+            shell.communicate(b"ended\n")
+
+    endings.add_last_act(tell_shell)

@@ -1,112 +1,159 @@
-"""The meeting of the processes that three flags name, before jax is asked to join them.
+"""The meeting of the processes of a run, before jax is asked to join them.
 
 jax ends a process that waits in vain with a stack trace of C++, and one whose port is taken with a segmentation fault.
-So the processes first meet at the same port by themselves, and say who is missing.
+So the processes first meet at the same port by themselves. They say who is missing, and what is wrong with the address.
 """
 
 import contextlib
+import errno
 import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
-from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.errors import WRONG_INPUT, InputError, RunFailed, exit_code
 from gspmd_lm.files import json_value
 
 WAIT_S = 300.0  # for all processes
-RESOLVE_S = 60.0  # until the name of a host that was just started is known
-REPORT_S = 30.0  # between two lines about those who are missing
-_ANSWER_S = 5.0  # how long one connection may keep the others waiting
+WRONG_S = 5.0  # until an address that does not work counts as wrong
+NEW_NAME_S = 60.0  # the same for the name of a pod, which Kubernetes makes known some time after the pod has started
+FIRST_REPORT_S = 4.0  # until the first line about those who are missing
+REPORT_S = 30.0  # between two such lines
+_ANSWER_S = 3.0  # how long one connection may keep the others waiting
 _PAUSE_S = 0.5
+_HELLO = {"process": int, "processes": int}  # what a process says to process 0
+_ANSWER = {"error": str | None}  # what it answers: None at once, and later a message, or '' when all are there
 
 Say = Callable[[str], None]
+
+
+def resolve_s() -> float:
+    """How long the name of a host may be unknown, in seconds."""
+    return NEW_NAME_S if "KUBERNETES_SERVICE_HOST" in os.environ else WRONG_S
 
 
 def meet(address: str, count: int, number: int, say: Say) -> None:
     """Returns when all `count` processes of a run are there. number: of this process; 0 listens at `address`.
 
-    Raises InputError if the host is not known, if the port is taken, or if two processes say that they are the same;
-    RunFailed if one does not come within WAIT_S.
+    Raises InputError if the host is not known or is another machine than that of process 0, if the port is taken, or if
+    two processes say that they are the same; RunFailed if one does not come within WAIT_S, if another program answers
+    at the address, or if names cannot be looked up now.
     """
     host, _, text = address.rpartition(":")
-    port = int(text)
+    host, port = host.strip("[]"), int(text)
     if not 0 < port < 2**16:
-        raise InputError(f"--coordinator={address}: {port} is no port\n  fix   one from 1 to 65535")
-    _resolve(host.strip("[]"), port, address, say)
-    if count == 1:
-        _listener(port, address).close()
-    elif number:
-        _join(host.strip("[]"), port, address, count, number, say)
+        raise InputError(f"coordinator {address}: {port} is no port\n  fix   one from 1 to 65535")
+    _resolve(host, port, address, say)
+    if number:
+        _join(host, port, address, count, number, say)
     else:
-        _gather(port, address, count, say)
+        _gather(host, port, address, count, say)
 
 
 def _resolve(host: str, port: int, address: str, say: Say) -> None:
-    until, said = time.monotonic() + RESOLVE_S, False
+    limit_s = resolve_s()
+    until, said = time.monotonic() + limit_s, False
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return
         except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             if time.monotonic() > until:
+                if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+                    raise RunFailed(
+                        f"coordinator {address}: the name {host} cannot be looked up now ({reason})\n"
+                        "  fix   see that this host reaches its name server, or give the number of that host"
+                    ) from error
                 raise InputError(
-                    f"--coordinator={address}: the host {host} is not known here ({error})\n"
+                    f"coordinator {address}: the host {host} is not known here ({reason})\n"
                     "  fix   give the name or the number of the host of process 0, as this host knows it"
                 ) from error
             if not said:
-                say(f"waiting until the host {host} is known")
+                say(f"waiting up to {limit_s:.0f} s until the host {host} is known ({reason})")
                 said = True
             time.sleep(_PAUSE_S)
 
 
 def _listener(port: int, address: str) -> socket.socket:
-    """A socket that listens where jax will."""
-    both = socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096
-        )
-    except OSError as error:
-        raise InputError(
-            f"--coordinator={address}: process 0 cannot listen at port {port} here "
-            f"({os.strerror(error.errno or 0)})\n"
-            "  fix   give all processes another port, which is free on the host of process 0"
-        ) from error
+    """A socket that listens where jax will. A run that is just ending may keep the port for a moment."""
+    both, until = socket.has_dualstack_ipv6(), time.monotonic() + WRONG_S
+    family = socket.AF_INET6 if both else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise InputError(
+                    f"coordinator {address}: process 0 cannot listen at port {port} here "
+                    f"({os.strerror(error.errno or 0)})\n"
+                    "  fix   give all processes another port that is free there, with --coordinator, or with "
+                    "JAX_COORDINATOR_PORT where a launcher names the host"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
-def _gather(port: int, address: str, count: int, say: Say) -> None:
+def _is_here(host: str, port: int) -> bool:
+    """Whether an address that the name of a host stands for is one of this machine."""
+    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind((place[0], 0, *place[2:]))
+            return True
+    return False
+
+
+def _gather(host: str, port: int, address: str, count: int, say: Say) -> None:
     """Process 0: returns when all others have come, and has told them so."""
     there: dict[int, socket.socket] = {}
     told: list[socket.socket] = []  # of all that ever came
-    until = time.monotonic() + WAIT_S
-    report_at = time.monotonic() + REPORT_S
+    began = time.monotonic()
+    until, report_at = began + WAIT_S, began + FIRST_REPORT_S
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listener(port, address))
         listener.settimeout(_PAUSE_S)
+        # A call to itself shows whether an address that this machine does not have is translated to one that it has.
+        mark, is_right = secrets.token_hex(8), _is_here(host, port)
+        if not is_right:
+            with contextlib.suppress(OSError):
+                call = stack.enter_context(socket.create_connection((host, port), timeout=_ANSWER_S))
+                _send(call, {"process": 0, "processes": count, "mark": mark})
         try:
             while missing := [number for number in range(1, count) if not _is_open(there.get(number))]:
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if now > until:
                     raise RunFailed(
                         f"process 0 waited {WAIT_S:.0f} s at {address} for {_name_processes(missing)}, in vain\n"
                         f"  fix   start all {count} processes with the same command, and see that their hosts reach "
                         f"port {port} of this one (firewall)"
                     )
-                if time.monotonic() > report_at:
+                if not is_right and now > began + WRONG_S:
+                    raise InputError(
+                        f"coordinator {address}: {host} is another machine than {socket.gethostname()}, where "
+                        "process 0 runs\n"
+                        "  fix   start the process with --process_id=0 there, or give an address of this machine"
+                    )
+                if now > report_at:
                     say(f"waiting for {_name_processes(missing)} at {address}")
                     report_at += REPORT_S
                 with contextlib.suppress(TimeoutError):
                     connection = stack.enter_context(listener.accept()[0])
                     connection.settimeout(_ANSWER_S)
-                    if (hello := _line(connection)) is not None:
-                        number, before = hello["process"], there.get(hello["process"])
-                        there[number] = connection
-                        told.append(connection)
-                        _check(number, hello["processes"], count, _is_open(before))
+                    if (hello := _line(connection.makefile("r", encoding="utf-8"), _HELLO)) is None:
+                        continue
+                    is_right = True
+                    if hello.get("mark") == mark:
+                        continue
+                    number, before = hello["process"], there.get(hello["process"])
+                    there[number] = connection
+                    told.append(connection)
+                    _send(connection, {"error": None})
+                    _check(number, hello["processes"], count, number == 0 or _is_open(before))
         except (InputError, RunFailed) as error:
             for connection in told:
-                _send(connection, {"error": str(error), "code": isinstance(error, RunFailed)})
+                _send(connection, {"error": str(error), "code": exit_code(error)})
             raise
         for connection in there.values():
             _send(connection, {"error": ""})
@@ -138,21 +185,36 @@ def _is_open(connection: socket.socket | None) -> bool:
 
 def _join(host: str, port: int, address: str, count: int, number: int, say: Say) -> None:
     """Another process: returns when process 0 says that all are there."""
-    until = time.monotonic() + WAIT_S + 2 * _ANSWER_S  # process 0, which knows who is missing, ends first
-    report_at, failure = time.monotonic() + REPORT_S, "no answer"
-    while time.monotonic() < until:
+    began = time.monotonic()
+    until = began + WAIT_S + 2 * _ANSWER_S  # process 0, which knows who is missing, ends first
+    report_at, failure, strange_since = began + FIRST_REPORT_S, "no answer", None
+    while (now := time.monotonic()) < until:
+        strange = False
         try:
-            with socket.create_connection((host, port), timeout=_ANSWER_S) as connection:
+            with (
+                socket.create_connection((host, port), timeout=_ANSWER_S) as connection,
+                connection.makefile("r", encoding="utf-8") as lines,
+            ):
                 _send(connection, {"process": number, "processes": count})
-                connection.settimeout(max(_PAUSE_S, until - time.monotonic()))
-                if (answer := _line(connection)) is not None:
-                    if answer["error"]:
-                        raise (RunFailed if answer["code"] else InputError)(answer["error"])
-                    return
-                failure = "the connection was closed"
+                if _line(lines, _ANSWER) is None:
+                    failure, strange = "another program answers there", True
+                else:
+                    connection.settimeout(max(_PAUSE_S, until - now))
+                    if (answer := _line(lines, _ANSWER)) is not None:
+                        if answer["error"]:
+                            raise (InputError if answer["code"] == WRONG_INPUT else RunFailed)(answer["error"])
+                        return
+                    failure = "the connection was closed"
         except OSError as error:
             failure = error.strerror or str(error)
-        if time.monotonic() > report_at:
+        strange_since = (strange_since or now) if strange else None
+        if strange_since and time.monotonic() > strange_since + WRONG_S:
+            raise RunFailed(
+                f"coordinator {address}: another program than process 0 of this run answers there\n"
+                "  fix   give the address at which process 0 listens; if this process alone was started again, "
+                "start all processes again"
+            )
+        if now > report_at:
             say(f"waiting for process 0 at {address} ({failure})")
             report_at += REPORT_S
         time.sleep(_PAUSE_S)
@@ -167,16 +229,18 @@ def _name_processes(numbers: list[int]) -> str:
     return f"process{'es' * (len(numbers) > 1)} {shown}"
 
 
-def _line(connection: socket.socket) -> dict[str, Any] | None:
-    """The line of another process; None if there is none, or if it is a stranger's, who scans for open ports."""
+def _line(lines: TextIO, wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The next line of another process; None if a stranger has sent it, such as one who scans for open ports.
+
+    wanted: the names of its values, with their types. Raises TimeoutError if no line comes.
+    """
     try:
-        with connection.makefile("r", encoding="utf-8") as lines:
-            found = json_value(lines.readline(4096), "the line of a process")
+        found = json_value(lines.readline(4096), "the line of a process")
+    except TimeoutError:
+        raise
     except (OSError, ValueError):
         return None
-    is_ours = isinstance(found, dict) and (
-        isinstance(found.get("error"), str) or all(type(found.get(name)) is int for name in ("process", "processes"))
-    )
+    is_ours = isinstance(found, dict) and all(isinstance(found.get(name, lines), wanted[name]) for name in wanted)
     return found if is_ours else None
 
 

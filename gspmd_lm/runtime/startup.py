@@ -5,9 +5,11 @@ import ctypes
 import dataclasses
 import importlib.util
 import logging
+import math
 import mmap
 import os
 import re
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from platform import libc_ver
@@ -78,12 +80,12 @@ def start(
 
     `platform` takes precedence over JAX_PLATFORMS, and both over the platform that is found. `simulated_devices` is per
     process and counts only on cpu. Processes join as the three flags say. Without flags, jax finds the processes of
-    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM; there XLA aborts a process that waits for the others in vain
-    for 5 minutes. `num_processes=1` alone keeps this process by itself. With `keep_memory`, a process with simulated
-    devices keeps memory that it frees, which makes many steps faster and takes more memory.
+    Slurm, Open MPI, an indexed Kubernetes job or a TPU VM. `num_processes=1` alone keeps this process by itself. With
+    `keep_memory`, a process with simulated devices keeps memory that it frees, which makes many steps faster and takes
+    more memory.
 
     Raises InputError if a flag is wrong, if the platform cannot be used, or if jax cannot join the processes, and
-    RunFailed if one of those that the flags name does not come.
+    RunFailed if one of them does not come.
     """
     _check_flags(coordinator, num_processes, process_id)
     if simulated_devices < 1:
@@ -241,26 +243,58 @@ def _join(platform: str, coordinator: str | None, num_processes: int | None, pro
         _log.info("waiting for the other processes%s", f" at {coordinator}" if coordinator else "")
     else:
         _log.info("looking for other processes of a TPU slice; --num_processes=1 says that there are none")
+    with _naming_flags():
+        address, count, number, local_devices = _find_processes(coordinator, num_processes, process_id)
+    if address is None or count is None or number is None or count == 1:
+        return  # this process is alone, and needs no port
+    rendezvous.meet(address, count, number, _log.info)
     # It takes SIGTERM, also where nobody asks for it, and agrees on a step that may be past: Orbax asks it about steps
     # that it has saved, which sets it back. preemption.py takes its place.
     jax.config.update("jax_enable_preemption_service", False)
-    if coordinator is not None and num_processes is not None and process_id is not None:
-        rendezvous.meet(coordinator, num_processes, process_id, _log.info)
-    try:
+    with _naming_flags():
         jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            cluster_detection_method="deactivate" if coordinator else None,
+            address,
+            count,
+            number,
+            local_devices,
+            cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=processes.HEARTBEAT_S,
         )
+
+
+@contextlib.contextmanager
+def _naming_flags() -> Iterator[None]:
+    """A context whose errors, which are jax's, become one that names the flags."""
+    try:
+        yield
     except (ValueError, RuntimeError) as error:
-        if coordinator is None and "coordinator_address should be defined" in str(error):
-            return  # jax does not recognise the environment: this process is alone
         raise InputError(
             f"the other processes cannot be joined: {error}\n"
             "  fix   give --coordinator, --num_processes and --process_id, or run by itself with --num_processes=1"
         ) from error
+
+
+def _find_processes(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """The address of process 0, the count of processes, the number of this one, and its devices; None if unknown.
+
+    They are what the flags say, or else what jax finds in the environment of Slurm, Open MPI, Kubernetes or TPU VMs.
+    """
+    if coordinator:
+        return coordinator, num_processes, process_id, None
+    from jax._src import clusters  # jax has no public name for what it finds
+
+    given = {name: os.environ.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "COORDINATOR_PORT")}
+    address, count, number, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        given["COORDINATOR_ADDRESS"], None, None, None, None, math.ceil(rendezvous.resolve_s())
+    )
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if address and step.isdecimal() and not any(given.values()):
+        # jax chooses the port by the job alone, and two steps of a job may share a host. The range of ports is jax's.
+        host, _, port = address.rpartition(":")
+        address = f"{host}:{2**16 - 2**12 + (int(port) + 1031 * int(step)) % 2**12}"
+    return address, count, number, None if os.environ.get("JAX_LOCAL_DEVICE_IDS") else devices
 
 
 def _launched_in_parallel(platform: str) -> bool:

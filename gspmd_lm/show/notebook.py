@@ -90,11 +90,14 @@ class FoundPlan(Plan):
 
 
 class Trained(dict[str, float]):
-    """The values that a run logged last, by name, and its `workdir`."""
+    """The values that a run logged last, by name, and its `workdir`.
 
-    def __init__(self, last: Mapping[str, float], workdir: epath.Path):
+    `has_work_left` says whether the run was stopped, by SIGTERM or Ctrl-C, before its last step.
+    """
+
+    def __init__(self, last: Mapping[str, float], workdir: epath.Path, has_work_left: bool = False):
         super().__init__(last)
-        self.workdir = workdir
+        self.workdir, self.has_work_left = workdir, has_work_left
 
     @property
     def run(self) -> history.RunHistory:

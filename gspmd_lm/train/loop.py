@@ -17,7 +17,8 @@ from gspmd_lm.data.batches import Batches
 from gspmd_lm.data.loader import Loader
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import processes, startup
-from gspmd_lm.runtime.preemption import Agreement, StopSignal
+from gspmd_lm.runtime.endings import StopSignal
+from gspmd_lm.runtime.preemption import Agreement
 from gspmd_lm.train import init_from, progress, saving
 from gspmd_lm.train.init_from import InitFrom
 from gspmd_lm.train.programs import TrainPrograms
@@ -54,6 +55,7 @@ class Run:
     check_lock: Callable[[], None] = lambda: None  # raises RunFailed if another run now writes to the workdir
     writer: SampleWriter | None = None  # of the texts of train.samples
     evaluates: bool = False  # whether the programs of evaluation are compiled
+    has_work_left: bool = False  # whether training was asked to stop before its last step
 
     @property
     def step(self) -> Step:
@@ -335,6 +337,7 @@ class _Training:
     def _say_how_it_ended(self) -> None:
         train, best = self.config, self.best
         if self.interrupted:
+            self.run.has_work_left = self.done < self.stop and not self._ends_early
             self.say(f"stopped at step {self.done} on request; the same command goes on from there")
         elif self._ends_early:
             self.say(

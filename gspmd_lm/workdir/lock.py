@@ -1,5 +1,7 @@
 """A lock with which one run at a time writes to a workdir. A run that died does not keep it.
 
+Whatever ends a process, the process gives the lock back first, unless it is killed.
+
 On a file system this is the system's own lock, which ends with the process that holds it. An object store has no locks.
 There it is an object that can be created only if it does not exist, and that its holder rewrites as long as it lives.
 """
@@ -25,6 +27,7 @@ from etils import epath
 from gspmd_lm import files
 from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.files import json_object
+from gspmd_lm.runtime import endings
 from gspmd_lm.workdir.layout import CONFIG, HOLDER, LOCK
 
 BEAT_S = 30.0
@@ -47,7 +50,8 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         with _Beating(f"{workdir}/{HOLDER}", say) as beating:
             yield beating.check
         return
-    lock, holder = filelock.FileLock(workdir / LOCK), Path(workdir / HOLDER)
+    lock = filelock.FileLock(workdir / LOCK, thread_local=False)  # any thread may end this process, and give it back
+    holder = Path(workdir / HOLDER)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
@@ -58,15 +62,17 @@ def hold(workdir: epath.Path, say: Say) -> Iterator[Callable[[], None]]:
         return
     except OSError as error:
         raise InputError(f"{workdir}: cannot be written in ({files.reason(error)})\n  fix   --workdir=DIR") from error
-    try:
+
+    def give_back() -> None:
+        with contextlib.suppress(OSError):  # what the folder does not let the run write is said by the run
+            holder.unlink(missing_ok=True)
+        lock.release()
+
+    with endings.giving_back(give_back):
         if left := _read(holder):
             say(f"{workdir}: the lock of {_describe_holder(left)} is taken over: that process is gone")
         files.replace(holder, json.dumps(_me()))
         yield functools.partial(_check_there, Path(workdir))
-    finally:
-        with contextlib.suppress(OSError):  # what the folder does not let the run write is said by the run
-            holder.unlink(missing_ok=True)
-        lock.release()
 
 
 @contextlib.contextmanager
@@ -119,10 +125,32 @@ def already_running(workdir: object, holder: dict[str, Any] | None) -> InputErro
 def _me() -> dict[str, Any]:
     return {
         "process": os.getpid(),
+        "life": _read_life("self"),
         "host": socket.gethostname(),
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
     }
+
+
+def _read_life(process: Any) -> list[str] | None:
+    """What tells a living process of this machine from all others; None if it is gone, or if the system has no /proc.
+
+    It is the boot of the machine, the namespace of process numbers (a container has its own), and when it started.
+    """
+    try:
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return None if state in "ZX" else [boot, os.readlink("/proc/self/ns/pid"), numbers[18]]
+    except OSError:
+        return None
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether a holder was a process of this machine that has ended. False if that cannot be known."""
+    life, mine = holder.get("life"), _read_life("self")
+    if not isinstance(life, list) or mine is None or life[:-1] != mine[:-1]:
+        return False
+    return _read_life(holder.get("process")) != life
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
@@ -146,8 +174,9 @@ def _parse_lock(written: bytes) -> dict[str, Any] | None:
 class _Beating:
     """A lock that is an object of a store: created only if it does not exist, and rewritten every BEAT_S.
 
-    It is stale if a waiting start saw no new beat for STALE_S. It is also stale if its last beat is older than STALE_S
-    and no new one came for longer than BEAT_S. The first rule needs no clock but the waiting process's own.
+    It is stale if its holder was a process of this machine that is gone. It is stale if a waiting start saw no new beat
+    for STALE_S. It is also stale if its last beat is older than STALE_S and no new one came for longer than BEAT_S. The
+    first two rules need no clock but the waiting process's own.
     """
 
     def __init__(self, url: str, say: Say):
@@ -158,16 +187,23 @@ class _Beating:
         self.mine = _me() | {"token": secrets.token_hex(8)}
         self.lost = ""
         self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> "_Beating":
-        self._acquire()
-        self.thread = threading.Thread(target=self._beat, daemon=True)
-        self.thread.start()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(endings.giving_back(self._give_back))
+            self._acquire()
+            self.thread.start()
+            self.held = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.held.close()
+
+    def _give_back(self) -> None:
         self.ended.set()
-        self.thread.join(BEAT_S)
+        if self.thread.is_alive():
+            self.thread.join(BEAT_S)
         if not self.lost and (held := self._read()) and held.get("token") == self.mine["token"]:
             self.store.rm_file(self.path)
 
@@ -193,8 +229,10 @@ class _Beating:
                 seen, seen_at = written, now
             silent_s, beat = now - seen_at, holder.get("beat") if holder else None
             aged = isinstance(beat, float) and time.time() - beat > STALE_S and silent_s >= BEAT_S * 1.5
-            if aged or silent_s > STALE_S:
-                self.say(f"{self.url}: the lock of {who} is taken over: it was silent for {STALE_S / 60:.0f} minutes")
+            gone = holder is not None and _is_gone(holder)
+            if gone or aged or silent_s > STALE_S:
+                why = "that process is gone" if gone else f"it was silent for {STALE_S / 60:.0f} minutes"
+                self.say(f"{self.url}: the lock of {who} is taken over: {why}")
                 with contextlib.suppress(FileNotFoundError):
                     self.store.rm_file(self.path)
                 continue

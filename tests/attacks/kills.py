@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from gspmd_lm.errors import STOPPED
 from tests.attacks.runs import ENDS_S, PATIENCE_S, RANDOM, SMALL, arrays, checkpoints, finished, start
 from tests.attacks.slowed import slowed
 from tests.launched import free_port
@@ -314,7 +315,7 @@ def signals(folder, record, count, victim, sent):
     saved = checkpoints(workdir)
     if len(sent) == 1:
         said = log.with_name(f"{log.stem}-0.txt").read_text()
-        good = all(code == 0 for code in codes) and f"stopped at step {saved[-1]} on request" in said
+        good = all(code == STOPPED for code in codes) and f"stopped at step {saved[-1]} on request" in said
     else:  # the second one ends the run at once, so that what was saved last stays the newest
         good = None not in codes and bool(saved)
     record({"kind": "signals", "kills": [{"at": f"{names} to process {victim} of {count}"}], "codes": codes,

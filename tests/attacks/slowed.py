@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+from gspmd_lm.errors import STOPPED
 from tests.attacks.runs import PATIENCE_S, RANDOM, SMALL, arrays, checkpoints
 from tests.launched import ROOT, free_port
 
@@ -130,7 +131,7 @@ def slowed(folder, record, draw):
     why = []
     if None in codes:
         why.append("not all ended")
-    if step and sent == ["SIGTERM"] and not (codes == [0, 0] and promised):
+    if step and sent == ["SIGTERM"] and not (codes == [STOPPED] * 2 and promised):
         why.append("SIGTERM was not followed")
     if [int(at) for at in promised] != saved[-1:] * len(promised):
         why.append(f"promised {promised}, saved {saved}")

@@ -15,6 +15,7 @@ import urllib.request
 
 import pytest
 
+from gspmd_lm.errors import STOPPED, WRONG_INPUT
 from tests.attacks import bucket
 from tests.attacks.runs import RANDOM, SMALL
 from tests.launched import ROOT, free_port
@@ -117,7 +118,7 @@ def test_a_run_is_saved_killed_and_resumed(start, store, objects, tmp_path):
     assert losses(remote) == losses((tmp_path / "local/metrics.jsonl").read_text())  # each step once, bit for bit
     assert not objects.exists("bucket/killed/lock.json")
     output = finish(start("gs://bucket/killed", *flags, f"--steps={saved + 9}"))
-    assert f"stands at step {saved + 9}, nothing to do" in output
+    assert f"the checkpoint is at step {saved + 9}: nothing to do" in output
 
 
 def test_a_second_run_waits_and_takes_over_from_one_that_ends(start):
@@ -126,11 +127,11 @@ def test_a_second_run_waits_and_takes_over_from_one_that_ends(start):
     second = start("gs://bucket/shared", "--steps=100000", "--set=train.steps=100000")
     wait_for(second, "holds the lock; waiting until it ends or is silent")
     first.send_signal(signal.SIGTERM)
-    said = finish(first)
+    said = finish(first, STOPPED)
     stopped = int(said.split("stopped at step ")[1].split()[0])
     wait_for(second, "loss ")
     second.send_signal(signal.SIGTERM)
-    assert f"restored step {stopped} of" in finish(second)
+    assert f"restored step {stopped} of" in finish(second, STOPPED)
 
 
 def test_a_living_run_is_not_disturbed(start, objects):
@@ -140,7 +141,40 @@ def test_a_living_run_is_not_disturbed(start, objects):
     output = finish(start("gs://bucket/alive", "--steps=5"), 2)
     assert f"process {first.pid} on" in output and "is writing there" in output
     first.send_signal(signal.SIGTERM)
-    finish(first)
+    finish(first, STOPPED)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_that_lost_a_process_starts_again_at_once(start, objects, victim):
+    workdir, held = f"gs://bucket/lost{victim}", f"bucket/lost{victim}/lock.json"
+
+    def together():
+        port = free_port()
+        where = "--rules=dp8", "--set=train.steps=100000", f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
+        return [start(workdir, *where, f"--process_id={number}") for number in range(2)]
+
+    first = together()
+    wait_for(first[0], "loss ")
+    first[victim].kill()
+    assert first[1 - victim].wait(60) not in (0, WRONG_INPUT, STOPPED)  # jax may abort it before it ends by itself
+    assert objects.exists(held) == (victim == 0)  # process 0 holds it, and cannot give it back when it is killed
+    second = together()
+    wait_for(second[0], "loss ")
+    said = second[0].log.read_text()
+    assert ("holds the lock; waiting" in said) == ("taken over: that process is gone" in said) == (victim == 0)
+    second[1].send_signal(signal.SIGTERM)
+    for process in second:
+        finish(process, STOPPED)
+    assert not objects.exists(held)
+
+
+def test_a_run_that_is_stopped_before_its_first_step_leaves_no_lock(start, objects):
+    process = start("gs://bucket/early")
+    wait_for(process, "workdir gs://")
+    assert objects.exists("bucket/early/lock.json")
+    process.send_signal(signal.SIGTERM)
+    assert "nothing had to be saved" in finish(process, STOPPED)
+    assert not objects.exists("bucket/early/lock.json")
 
 
 def test_programs_are_found_again_in_a_bucket(start):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import venv
@@ -15,6 +16,7 @@ import pytest
 
 import gspmd_lm
 from gspmd_lm import cli
+from gspmd_lm.errors import STOPPED
 from tests.launched import free_port
 from tests.quick import QUICK_FLAGS
 
@@ -35,6 +37,7 @@ SMALL = [
 THEN_A_TASK = """
 import sys
 from gspmd_lm import cli
+from gspmd_lm.errors import STOPPED
 try:
     cli.main(sys.argv)
 except SystemExit as end:
@@ -184,6 +187,19 @@ def test_processes_that_were_not_given_the_same_end_before_the_first_step(tmp_pa
         assert all(difference in output for difference in differences)
         assert "step " not in output and "Traceback" not in output
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_ends_all_processes_with_the_code_of_a_stop(tmp_path):
+    where = f"--workdir={tmp_path}/run", f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"
+    first, second = (start(*SMALL, "--rules=fsdp2_tp4", *where, f"--process_id={number}") for number in range(2))
+    assert any(line.startswith("workdir ") for line in first.stdout)
+    second.send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [STOPPED] * 2
+    assert "process 1 was stopped\n  fix   start all processes again" in outputs[0]
+    assert "nothing had to be saved" in outputs[1]
+    assert not (tmp_path / "run/lock.json").exists()
 
 
 @pytest.mark.slow

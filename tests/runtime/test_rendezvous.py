@@ -1,4 +1,4 @@
-"""The meeting of processes that flags name: who is missing, taken ports, unknown hosts, strangers."""
+"""The meeting of the processes of a run: who is missing, addresses that are wrong, taken ports, strangers."""
 
 import contextlib
 import socket
@@ -11,12 +11,16 @@ from gspmd_lm.errors import InputError, RunFailed
 from gspmd_lm.runtime import rendezvous
 from tests.launched import free_port
 
+ALLOWED_S = {name: value for name, value in vars(rendezvous).items() if name.endswith("_S")}
+
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     for name, seconds in (
         ("WAIT_S", 2.0),
-        ("RESOLVE_S", 0.1),
+        ("WRONG_S", 0.6),
+        ("NEW_NAME_S", 0.6),
+        ("FIRST_REPORT_S", 0.3),
         ("REPORT_S", 0.5),
         ("_ANSWER_S", 0.3),
         ("_PAUSE_S", 0.05),
@@ -24,13 +28,13 @@ def hurried(monkeypatch):
         monkeypatch.setattr(rendezvous, name, seconds)
 
 
-def met(port, *processes):
+def met(port, *processes, host="127.0.0.1"):
     """What became of each process, which are pairs of a number and the count that it was told: '' or its error."""
     ends = {}
 
     def run(at, number, told):
         try:
-            rendezvous.meet(f"127.0.0.1:{port}", told, number, lambda line: said.append(line))
+            rendezvous.meet(f"{host}:{port}", told, number, lambda line: said.append(line))
             ends[at] = ""
         except (InputError, RunFailed) as error:
             ends[at] = f"{type(error).__name__} {error}"
@@ -65,15 +69,101 @@ def test_one_line_says_who_is_missing():
     assert said[0] == f"waiting for process 0 at 127.0.0.1:{port} (Connection refused)"
 
 
-def test_a_taken_port_an_unknown_host_and_no_port():
+def test_a_person_waits_ten_seconds_at_most_for_the_first_word():
+    """And the process needs some of these seconds to start."""
+    for name in ("WRONG_S", "FIRST_REPORT_S"):
+        assert ALLOWED_S["_ANSWER_S"] < ALLOWED_S[name] < 10 - ALLOWED_S["_ANSWER_S"]
+
+
+def test_a_taken_port_and_no_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=rf"listen at port {port} here \(Address already in use\)\n  fix   give"):
             rendezvous.meet(f"127.0.0.1:{port}", 2, 0, print)
-    with pytest.raises(InputError, match=r"the host no-such-host\.invalid is not known here"):
-        rendezvous.meet("no-such-host.invalid:12377", 2, 1, print)
+        threading.Timer(0.2, taken.close).start()  # a run that is ending
+        assert met(port, (0, 2), (1, 2))[0] == ["", ""]
     with pytest.raises(InputError, match="70000 is no port"):
         rendezvous.meet("127.0.0.1:70000", 2, 1, print)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "end"),
+    [
+        (socket.EAI_NONAME, InputError, "the host head is not known here (as said)"),
+        (socket.EAI_AGAIN, RunFailed, "the name head cannot be looked up now (as said)"),
+    ],
+)
+def test_a_name_that_is_not_known(monkeypatch, number, kind, end):
+    """Names that do not exist are wrong input; a name server that does not answer may answer later."""
+
+    def unknown(*given, **named):
+        raise socket.gaierror(number, "as said")
+
+    said = []
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
+    with pytest.raises(kind) as error:
+        rendezvous.meet("head:12377", 2, 1, said.append)
+    assert str(error.value).startswith(f"coordinator head:12377: {end}\n  fix   ")
+    assert said == ["waiting up to 1 s until the host head is known (as said)"]
+
+
+def test_kubernetes_has_more_time_to_make_a_name_known(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert rendezvous.resolve_s() == rendezvous.WRONG_S
+    monkeypatch.setattr(rendezvous, "NEW_NAME_S", 60.0)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert rendezvous.resolve_s() == 60
+
+
+def test_the_address_of_another_machine_is_told_to_process_0(monkeypatch):
+    port = free_port()
+    (end,), _ = met(port, (0, 2), host="192.0.2.1")  # an address for documents, which no machine has
+    assert end.startswith(f"InputError coordinator 192.0.2.1:{port}: 192.0.2.1 is another machine than ")
+    assert end.endswith("where process 0 runs\n  fix   start the process with --process_id=0 there, or give an address "
+                        "of this machine")  # fmt: skip
+    # An address that is translated to this machine, as a service of Kubernetes has one, and one that others come by.
+    monkeypatch.setattr(rendezvous, "_is_here", lambda host, port: False)
+    first = threading.Thread(target=rendezvous.meet, args=(f"127.0.0.1:{port}", 2, 0, print))
+    first.start()
+    time.sleep(1)
+    assert met(port, (1, 2))[0] == [""]
+    first.join()
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n", b'{"error": 7}\n'])
+def test_another_program_at_the_address_is_told_to_the_others(answer):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    connection.recv(4096)
+                    connection.sendall(answer)
+                    connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        (end,), _ = met(other.getsockname()[1], (1, 2))
+        other.shutdown(socket.SHUT_RDWR)
+    assert "another program than process 0 of this run answers there\n  fix   give the address at which" in end
+
+
+def test_a_program_that_is_silent_is_waited_for():
+    """It may be process 0 behind somebody who scans for open ports."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (end,), said = met(silent.getsockname()[1], (1, 2))
+    assert "in vain (timed out)" in end and "waiting for process 0" in said[0] and "(timed out)" in said[0]
+
+
+def test_two_that_are_process_0():
+    port = free_port()
+    first = threading.Thread(target=lambda: ends.extend(met(port, (0, 2))[0]))
+    ends = []
+    first.start()
+    with connected(port) as other:
+        other.sendall(b'{"process": 0, "processes": 2, "mark": "of another host"}\n')
+        first.join()
+    assert ends[0].startswith("InputError two processes were told --process_id=0\n")
 
 
 def test_numbers_that_two_have_are_said_by_all():

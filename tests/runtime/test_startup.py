@@ -19,7 +19,8 @@ import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from gspmd_lm.runtime import startup
-from gspmd_lm.runtime.preemption import Agreement, StopSignal
+from gspmd_lm.runtime.endings import StopSignal
+from gspmd_lm.runtime.preemption import Agreement
 here = startup.start(platform="cpu", simulated_devices=2, {flags})
 print("found:", here.device_count, here.process_count, here.is_main)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -228,15 +229,30 @@ def test_what_looks_like_one_of_several_processes(monkeypatch):
 
 @pytest.mark.parametrize(("tasks", "said"), [("1", "looking for other processes"), ("4", "waiting for the other")])
 def test_a_run_alone_does_not_say_that_it_waits_for_others(tasks, said, monkeypatch, caplog):
-    def initialize(*given, **named):
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setenv("SLURM_NTASKS", tasks)
-    monkeypatch.setattr(startup.jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(startup.jax.config, "update", lambda *given: None)
+    monkeypatch.setenv("SLURM_NTASKS", tasks)  # and nothing else that Slurm says
     with caplog.at_level("INFO", "gspmd_lm"):
         startup._join("tpu", None, None, None)
     assert [record.message.startswith(said) for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("tasks", ["1", "2"])
+def test_steps_of_a_slurm_job_meet_at_ports_of_their_own_and_a_process_alone_at_none(tasks, monkeypatch):
+    met = []
+    slurm = {"JOB_ID": "70000", "STEP_NODELIST": "head,b", "NTASKS": tasks, "PROCID": "0", "LOCALID": "3"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(startup.rendezvous, "meet", lambda *given: met.append(given[:3]))
+    monkeypatch.setattr(startup.jax.distributed, "initialize", lambda *given, **named: met.append(given))
+    monkeypatch.setattr(startup.jax.config, "update", lambda *given: None)
+    monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
+    for step in ("0", "1"):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        startup._join("tpu", None, None, None)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
+    startup._join("tpu", None, None, None)
+    ports = [61440 + 70000 % 4096, 61440 + 70000 % 4096 + 1031, 1234]  # the first one is what jax takes for the job
+    joined = [both for port in ports for both in ((f"head:{port}", 2, 0), (f"head:{port}", 2, 0, [3]))]
+    assert met == (joined if tasks == "2" else [])
 
 
 @pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_jobs.py has Slurm

@@ -290,10 +290,13 @@ def test_being_asked_to_stop_saves_and_a_second_run_goes_on(run, straight, tmp_p
     first.train(12)
     monkeypatch.undo()
     signal.signal(signal.SIGTERM, before)
+    assert first.has_work_left
     promise = "stopped at step 3 on request; the same command goes on from there"
     assert lost == [] and promise not in said[0] and promise in first.console.file.getvalue()
     assert state_of(first)[0] == 3
-    run(tmp_path).train(12)
+    second = run(tmp_path)
+    second.train(12)
+    assert not second.has_work_left
     same(state_of(run(tmp_path))[1], straight[1][1])
 
 

@@ -15,6 +15,7 @@ import pytest
 from etils import epath
 
 from gspmd_lm.errors import InputError, RunFailed
+from gspmd_lm.runtime import endings
 from gspmd_lm.workdir import lock
 
 HOLD = """
@@ -162,6 +163,46 @@ def test_on_a_store_a_silent_lock_is_taken_over_whatever_it_says(store, clock):
             assert json.loads(store.cat_file("/run/lock.json"))["process"] == os.getpid()
         who = "process 7 on elsewhere, since tomorrow," if b"7" in written else "a process that left no name"
         assert f"{who} holds the lock; waiting" in said[0] and f"the lock of {who} is taken over" in said[-1]
+
+
+def test_on_a_store_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over_at_once(store, clock):
+    held = lock._Beating(URL, print).mine
+    for life in (["another boot", *held["life"][1:]], [held["life"][0], "pid:[1]", held["life"][2]], held["life"]):
+        store.pipe_file("/run/lock.json", json.dumps(held | {"life": life, "token": "x"}).encode())
+        with lock._Beating(URL, print):
+            assert clock.now_s > 0  # a process that lives here, or one that cannot be seen from here
+        clock.now_s = 0.0
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    life, said = lock._read_life(dead.pid), []
+    dead.kill()
+    while lock._read_life(dead.pid):  # nobody has waited for it yet
+        pass
+    for process in (dead.pid, os.getpid()):  # its number may belong to another process since
+        store.pipe_file("/run/lock.json", json.dumps(held | {"process": process, "life": life, "token": "x"}).encode())
+        with lock._Beating(URL, said.append):
+            assert clock.now_s == 0
+        assert said[-1].endswith(", is taken over: that process is gone")
+    dead.communicate()
+
+
+@pytest.mark.parametrize("place", ["a store", "a folder"])
+def test_a_process_that_any_thread_ends_gives_its_lock_back(store, place, tmp_path):
+    def hold():
+        return lock._Beating(URL, print) if place == "a store" else lock.hold(epath.Path(tmp_path), print)
+
+    def is_held():
+        return store.exists("/run/lock.json") if place == "a store" else (tmp_path / "lock.json").exists()
+
+    with contextlib.ExitStack() as first:
+        first.enter_context(hold())
+        assert is_held()
+        ending = threading.Thread(target=endings.do_last_acts, args=(75, "stopped"))
+        ending.start()
+        ending.join()
+        assert not is_held()
+        with hold():  # by another run, whose lock the first one leaves alone
+            first.close()
+            assert is_held()
 
 
 def test_on_a_store_a_run_that_lost_its_lock_stops(store):
