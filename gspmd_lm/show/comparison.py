@@ -133,7 +133,10 @@ def _made_with(report: Report) -> Section:
 
 def data(reports: Sequence[Report]) -> str:
     """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
-    records = [{"mesh": list(report.mesh.items()), "arrays": list(map(vars, report.arrays))} for report in reports]
+    records = [
+        {"mesh": list(report.mesh.items()), "arrays": list(map(dataclasses.asdict, report.arrays))}
+        for report in reports
+    ]
     return json.dumps(records, separators=(",", ":")).replace("<", "\\u003c")
 
 
