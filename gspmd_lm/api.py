@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gspmd_lm.infer.loaded import Model, TaskModel
     from gspmd_lm.program.task import Task
     from gspmd_lm.runtime.startup import Runtime
-    from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
+    from gspmd_lm.show.notebook import ComparedRows, Comparison, Explanation, FoundPlan, Trained
     from gspmd_lm.train.step import Step
     from gspmd_lm.workdir.checkpoint import OpenCheckpoints
 
@@ -344,6 +344,31 @@ def compare(
 
     reports_of_layouts = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
     return notebook.Comparison(advice.with_fixes(task, reports_of_layouts, rules, place))
+
+
+def compare_rows(task: "Task | Config | str", before: Rules | str, after: Rules | str, target: str) -> "ComparedRows":
+    """What each row changes in which two layouts differ: collectives, arrays, memory and time. Nothing is compiled.
+
+    The rows are applied one after the other, from `before` to `after`; `.changes` has them in this order. It shows
+    itself, in a notebook as a page.
+
+    Args:
+        task: what is computed.
+        before: the layout that the changes begin with.
+        after: the one that they lead to.
+        target: the hardware: v5p:2x2x2, h100:8, cpu:8, ...
+
+    Raises:
+        InputError: everything that is wrong with either layout, or the target is not known.
+    """
+    place = targets.parse(target)
+    task = _task(task)
+    first, last = (_rules(one, task) for one in (before, after))
+    _simulate()
+    from gspmd_lm.plan import row_changes
+    from gspmd_lm.show import notebook
+
+    return notebook.ComparedRows(**vars(row_changes.compare_rows(task, first, last, place)))
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":

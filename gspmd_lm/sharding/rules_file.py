@@ -61,6 +61,35 @@ def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabu
     return reader.rules(reader.lay_over(raw, mesh_override, ()))
 
 
+def to_dict(rules: Rules) -> dict[str, Any]:
+    """The plain values of a rules file that says what `rules` say: `from_dict` makes the same rules of them.
+
+    What is at its default is left out.
+    """
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    for row in rules.rows:
+        names = [*row.mesh_axes]
+        key = row.key.removeprefix(f"{row.table}.")
+        tables[row.table][key] = None if not names else names[0] if len(names) == 1 else names
+    remat, kept = rules.remat, {"save": [*rules.remat.save], "offload": [*rules.remat.offload]}
+    values = {
+        "mesh": dict(rules.mesh),
+        **tables,
+        "remat": {key: names for key, names in kept.items() if names} if remat.policy == "names" else remat.policy,
+        "microbatches": rules.microbatches,
+        "pipeline": rules.pipeline.plain if rules.pipeline else None,
+        "interleave": rules.interleave,
+        "expert_buffer": rules.expert_buffer,
+        "unroll": rules.unroll,
+        "attention": dict(rules.attention),
+        "context": rules.context,
+        "compiler_options": {platform: dict(options) for platform, options in rules.compiler_options.items()},
+        "dcn": dict(rules.dcn),
+    }
+    usual = {field.name: field.default for field in dataclasses.fields(RulesFile)}
+    return {key: value for key, value in values.items() if value not in (usual[key], {}, None)}
+
+
 class _Reader:
     """Turns the plain values of one rules file into Rules, and collects every problem."""
 

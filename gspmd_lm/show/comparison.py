@@ -11,7 +11,8 @@ from rich.console import Console
 from gspmd_lm.foresight.report import Report
 from gspmd_lm.foresight.table import split
 from gspmd_lm.foresight.timing.predict import differences
-from gspmd_lm.show import html, terminal
+from gspmd_lm.plan.row_changes import RowComparison
+from gspmd_lm.show import html, row_changes, terminal
 from gspmd_lm.show.document import (
     Cell,
     Column,
@@ -31,26 +32,32 @@ from gspmd_lm.show.svg import text, timeline
 from gspmd_lm.units import human_bytes, human_seconds
 
 LINES = 49  # of a screen, without the prompt
+FEW = 3  # rows that two layouts do not share, whose changes a terminal lists below the comparison
 ALIKE = 0.01  # the times of two layouts that differ by less are the same
 
 
-def show(reports: Sequence[Report], console: Console) -> None:
-    """Prints one report, no longer than a screen, or several side by side with the best first."""
+def show(reports: Sequence[Report], console: Console, rows: RowComparison | None = None) -> None:
+    """Prints one report, no longer than a screen, or several side by side with the best first.
+
+    rows: what each row changes that two layouts do not share.
+    """
     if len(reports) > 1:
-        terminal.show(console, [comparison(rank(reports))], _title_of(reports))
+        changes = row_changes.sections(rows, reports, FEW) if rows else []
+        terminal.show(console, [comparison(rank(reports)), *changes], _title_of(reports))
     else:
         # The summary has the facts.
         shown = [dataclasses.replace(section, facts=()) for section in sections(reports[0]) if section.blocks]
         terminal.show(console, shown, title(reports[0]), about(reports[0]), LINES)
 
 
-def page(reports: Sequence[Report], command: str = "") -> str:
+def page(reports: Sequence[Report], command: str = "", rows: RowComparison | None = None) -> str:
     """The HTML of a page of one report or of several. Without scripts it shows all but the mesh.
 
-    command: what made the page, for readers who want to repeat it.
+    command: what made the page, for readers who want to repeat it. rows: as in `show`.
     """
+    changes = row_changes.sections(rows, reports) if rows else []
     reports = rank(reports)
-    compared = html.sections([comparison(reports)]) if len(reports) > 1 else ""
+    compared = html.sections([comparison(reports), *changes]) if len(reports) > 1 else ""
     return html.page(_title_of(reports), command, compared + layouts(reports) + html.words(), data(reports))
 
 

@@ -9,11 +9,12 @@ from etils import epath
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.report import Report, to_json
-from gspmd_lm.plan import candidate, outcome
+from gspmd_lm.plan import candidate, outcome, row_changes
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
+from gspmd_lm.show import row_changes as shown_rows
 from gspmd_lm.show.terminal import text_of
 from gspmd_lm.train import decoder
 from gspmd_lm.workdir import history
@@ -47,6 +48,21 @@ class Comparison(tuple[Explanation, ...]):
 
     def _repr_html_(self) -> str:
         return frame(comparison.page(self))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ComparedRows(row_changes.RowComparison):
+    """What each row in which two layouts differ changes."""
+
+    def __repr__(self) -> str:
+        return text_of(lambda console: shown_rows.show(self, console), 120)
+
+    def _repr_html_(self) -> str:
+        return frame(shown_rows.page(self))
+
+    def to_json(self) -> Any:
+        """The plain values that `compare --rows --json` writes."""
+        return row_changes.to_json(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
