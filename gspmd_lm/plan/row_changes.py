@@ -230,10 +230,10 @@ def _layout(estimator: Estimator, filled: Rules) -> _Layout:
 def _splits(array: PlacedArray, rules: Rules) -> Any:
     """The splits of an array at rest, in use and of its optimizer state, each mesh axis with its size."""
 
-    def sized(spec: Spec | None) -> Any:
+    def with_sizes(spec: Spec | None) -> Any:
         return spec and [[(name, rules.mesh[name]) for name in names] for names in spec]
 
-    return sized(array.at_rest), sized(array.in_use), sized(array.optimizer and array.optimizer.split)
+    return with_sizes(array.at_rest), with_sizes(array.in_use), with_sizes(array.optimizer and array.optimizer.split)
 
 
 def _sum_transfers(

@@ -113,7 +113,7 @@ def test_equal_layouts_have_no_changes(compare):
 
 
 def test_what_is_wrong_with_either_file_is_said(compare):
-    with pytest.raises(InputError, match="w_up: embed=128 does not divide over fsdp=3|sizes multiply to"):
+    with pytest.raises(InputError, match="sizes multiply to 3"):
         compare("fsdp8", "fsdp8", "rules.mesh.fsdp=3")
     with pytest.raises(InputError, match="microbatches=3"):
         compare("fsdp8", "fsdp8", "rules.microbatches=3")
