@@ -14,6 +14,7 @@ from gspmd_lm.plan.search import Plan
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
+from gspmd_lm.show import dry_run as dry_runs
 from gspmd_lm.show import row_changes as shown_rows
 from gspmd_lm.show.terminal import text_of
 from gspmd_lm.train import decoder
@@ -103,6 +104,26 @@ class FoundPlan(Plan):
 
     def _repr_html_(self) -> str:
         return frame(plan.page([self._outcome], [], self._command))
+
+
+class ShownDryRun(str):
+    """The tables of a dry run as text, with its `dry_run` and `warnings`."""
+
+    dry_run: dry_runs.DryRun
+    warnings: Sequence[str]
+
+    def __new__(cls, dry_run: dry_runs.DryRun, warnings: Sequence[str]) -> "ShownDryRun":
+        tables = text_of(lambda console: dry_runs.show(dry_run, console), 240)
+        text = super().__new__(cls, "\n".join([*(f"warning: {warning}" for warning in warnings), tables]))
+        text.dry_run, text.warnings = dry_run, warnings
+        return text
+
+    def draw(self, *names: str, width: int = 120) -> str:
+        """Arrays as blocks, each with the numbers of the devices that hold it. Raises InputError for other names."""
+        return text_of(lambda console: dry_runs.draw(self.dry_run, names, console), width)
+
+    def _repr_html_(self) -> str:
+        return frame(dry_runs.page(self.dry_run, warnings=self.warnings))
 
 
 class Trained(dict[str, float]):

@@ -18,6 +18,7 @@ from tests import documented
 SHORT = """
 train --config=small.yaml --rules=none --train_tokenizer=own.json --set data.tokenizer=bpe:300 --set model.vocab=0 | own.json: 300 tokens
 train --config=small.yaml --rules=dp2_tp4 --mesh=data=4,tensor=2 --dry_run | parameters, mesh data=4 x tensor=2
+train --config=small.yaml --rules=zero1_8 --dry_run --show=wq --html=d.html | optimizer state: embed/data
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | step 1/1
 train --workdir=runs/a --steps=2 --step=1 | restored step 1 of
 plot --workdir=runs/a --html=a.html | a.html

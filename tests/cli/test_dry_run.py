@@ -19,6 +19,28 @@ def test_dry_run(run):
         assert f"\n  {total} " in out
 
 
+def test_arrays_are_drawn_without_a_compiler(run, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, err = run("--rules=fsdp2_tp4", "--dry_run", "--show=wq, residual", f"--html={page}")
+    assert (code, err) == (0, "")
+    assert "layers.attention.wq  layers 4" in out and "│  0 4  │" in out and "remat block" in out
+    assert "bytes per device" not in out and 'class="blocks"' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--show=wq",), "--show=wq: a run has no such output\n  fix   add --dry_run, or drop it"),
+        (("--html=a.html",), "--html=a.html: a run has no such output\n  fix   add --dry_run, or drop it"),
+        (("--dry_run", "--show=residul"), "--show=residul: no array is named residul (did you mean residual?)"),
+        (("--dry_run", "--html=nowhere/a.html"), "nowhere/a.html: there is no folder nowhere"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn(run, arguments, message):
+    code, _, err = run("--rules=tp8", *arguments)
+    assert code == 2 and err.startswith(message)
+
+
 def test_dry_run_takes_a_size_from_mesh(run):
     code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
     assert code == 0
