@@ -9,6 +9,7 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.hardware.chips import PLATFORMS
+from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import Problem, ShardingError, flow, place
@@ -226,6 +227,11 @@ class _Reader:
         if len(still_open) > 1:
             self.wrong(f"mesh: {' and '.join(still_open)} are both -1", "mesh", raw, "give all but one of them a size")
             mesh |= dict.fromkeys(still_open[1:], 1)
+        if math.prod(size for size in mesh.values() if size > 0) > MOST_DEVICES:
+            what = f"mesh: its sizes multiply to more than {MOST_DEVICES:,} devices, which no mesh has"
+            key = max(mesh, key=lambda name: mesh[name])
+            self.wrong(what, f"mesh.{key}", mesh[key], f"a smaller size of {key}")
+            return {}
         return mesh
 
     def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
@@ -336,6 +342,8 @@ class _Reader:
         return chosen
 
     def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        if not mesh:  # a missing mesh is a problem already
+            return {}
         return {
             name: slices
             for name, slices in self.mapping("dcn", value).items()
