@@ -3,9 +3,11 @@
 A terminal draws them as coloured cells, and a page or a document as SVG.
 """
 
+import colorsys
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -20,6 +22,12 @@ MOST = (8, 16)  # blocks that are drawn down and across; the others follow on in
 RUNS = 3  # of neighbouring devices that stand in a block
 HUE, TURN = 215, 320  # of the first block, and of all of them together, in degrees
 WIDTH, HEIGHT = 240, 120  # of a picture in pixels
+SPACE, HEAD, FOOT = 28, 44, 60  # beside the panels of a document, above their blocks and below them
+_STYLE = (
+    "rect { stroke: #fff; stroke-width: 1.5 } text { fill: #15181c; text-anchor: middle; dominant-baseline: central } "
+    ".name, .about, .gap { fill: #76808c; text-anchor: start } .name { font-size: 15px; font-weight: bold } "
+    ".about { font-size: 12px }"
+)
 GAP = "…"
 
 
@@ -43,8 +51,10 @@ class Blocks:
 
     @property
     def about(self) -> str:
-        """'8 blocks of 4 x 16, 2 copies of each'"""
+        """'8 blocks of 4 x 16, 2 copies of each', or '8 devices' of a mesh"""
         count = math.prod(self.size)
+        if count > 1 and not self.shape:
+            return plural(count, "device")
         shape = " x ".join(map(str, self.shape)) or "1"
         copies = f", {self.copies} copies" + (" of each" if count > 1 else "") if self.copies > 1 else ""
         return f"{plural(count, 'block')} of {shape}{copies}" if count > 1 else f"whole{copies}"
@@ -133,9 +143,8 @@ def _cell(blocks: Blocks, row: int | None, column: int | None) -> Text:
 
 
 def _rgb(hue: float, shade: float) -> tuple[int, int, int]:
-    import colorsys
-
-    return tuple(round(255 * part) for part in colorsys.hls_to_rgb(hue / 360, 0.82 - 0.2 * shade, 0.5))  # type: ignore
+    red, green, blue = colorsys.hls_to_rgb(hue / 360, 0.82 - 0.2 * shade, 0.5)
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 # SVG
@@ -171,3 +180,31 @@ def cells(blocks: Blocks, left: float = 0, top: float = 0, width: float = WIDTH,
                 f'<text {middle} font-size="{size:.1f}">{text(devices)}</text>'
             )
     return "".join(drawn)
+
+
+class Panel(NamedTuple):
+    """One of several pictures that stand side by side."""
+
+    name: str
+    above: str  # a line below the name
+    below: str  # the last line, below the blocks
+    blocks: Blocks
+
+
+def picture(title: str, panels: Sequence[Panel]) -> str:
+    """An SVG document of some panels, which can be read on light and on dark paper."""
+    drawn = []
+    for n, panel in enumerate(panels):
+        left = n * (WIDTH + SPACE)
+        cut, end = panel.blocks, HEAD + HEIGHT
+        lines = [(14, "name", panel.name), (32, "about", panel.above)]
+        lines += [(end + 17 * n, "about", words) for n, words in enumerate((cut.about, cut.directions, panel.below), 1)]
+        drawn += [f'<text class="{kind}" x="{left}" y="{y}">{text(words)}</text>' for y, kind, words in lines if words]
+        drawn.append(cells(cut, left, HEAD))
+    width, height = len(panels) * (WIDTH + SPACE) - SPACE, HEAD + HEIGHT + FOOT
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'font-family="Helvetica, Arial, sans-serif"><title>{text(title)}</title><style>{_STYLE}</style>\n'
+        + "\n".join(drawn)
+        + "\n</svg>\n"
+    )

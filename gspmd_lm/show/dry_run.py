@@ -142,6 +142,25 @@ def _placement(array: PlacedArray, spec: Spec, cut: blocks.Blocks) -> str:
     return f"{split(array.axes, spec)}, {cut.about}"
 
 
+def picture(dry_run: DryRun, names: Sequence[str]) -> str:
+    """An SVG document of the mesh and of some arrays side by side: at rest, in use, and of their optimizer state.
+
+    Raises InputError for a name that no array has.
+    """
+    mesh = blocks.cut_mesh(dry_run.mesh)
+    panels = [blocks.Panel("mesh", dry_run.layout, "", mesh)]
+    for array in find_arrays(dry_run, names):
+        name, state = array.path.rpartition(".")[2], array.optimizer
+        states = [("at rest", array.at_rest, array.bytes_per_device)] if array.at_rest is not None else []
+        states.append(("in use", array.in_use, 0 if states else array.bytes_per_device))
+        states += [("optimizer state", state.split, state.bytes_per_device)] if state else []
+        for when, spec, size in states:
+            cut = blocks.cut_array(array.axes, array.shape, spec, dry_run.mesh)
+            held = f"{human_bytes(size)} a device" if size else ""
+            panels.append(blocks.Panel(f"{name}, {when}", split(array.axes, spec), held, cut))
+    return blocks.picture(_title(dry_run), panels)
+
+
 # Page
 
 
