@@ -41,6 +41,26 @@ def test_pictures_that_cannot_be_drawn(run, arguments, message):
     assert code == 2 and err.startswith(message)
 
 
+def test_devices_are_counted_and_not_started(run):
+    """Thousands of simulated devices take minutes to start. A dry run needs none of them."""
+    many = ("--set=data.batch=16384", "--set=rules.weights.embed=null", "--devices=16384")
+    code, out, err = run("--rules=fsdp", *many, "--dry_run")
+    assert (code, err) == (0, "") and "mesh fsdp=16384" in out
+    assert re.search(r"^tokens +batch seq +16384 x 128 +batch/fsdp +512$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rules=dp8", "--mesh=data=10000000000"), "mesh: its sizes multiply to more than 262,144 devices"),
+        (("--rules=fsdp", "--devices=99999999999"), "--devices=99999999999: there are no more than 262,144 devices"),
+    ],
+)
+def test_more_devices_than_there_can_be_are_refused_at_once(run, arguments, message):
+    code, out, err = run(*arguments, "--dry_run")
+    assert (code, out) == (2, "") and err.startswith(message) and "\n  fix   " in err
+
+
 def test_dry_run_takes_a_size_from_mesh(run):
     code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
     assert code == 0
