@@ -5,14 +5,16 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError
-from gspmd_lm.sharding.rules import Rules
+
+if TYPE_CHECKING:
+    from gspmd_lm.sharding.rules import Rules
 
 
 def _define(flags: Flags) -> None:
@@ -115,7 +117,7 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
     return 0
 
 
-def _check_rows(values: flags.FlagValues, layouts: Sequence[Rules], program: str | None) -> None:
+def _check_rows(values: flags.FlagValues, layouts: Sequence["Rules"], program: str | None) -> None:
     """Raises InputError where --rows has no two layouts of a train step to compare."""
     if program or values.phase != "train" or values.export:
         other = next(

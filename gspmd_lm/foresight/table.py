@@ -35,7 +35,7 @@ class PlacedArray:
     at_rest: Spec | None  # None for an activation
     in_use: Spec  # of a weight that the model does not place for use: as it rests
     bytes_per_device: int  # at rest; for an activation, in use
-    dtype: str = ""  # at rest; "" of what is no array, such as a random key
+    dtype: str = ""  # at rest; for an activation, in use
     optimizer: PlacedState | None = None  # None for an activation, and for a weight that is not trained
 
 
