@@ -120,8 +120,9 @@ def compare_rows(
     estimator = estimator or Estimator(computed, target)
     layouts = [_checked_layout(estimator, rules) for rules in (before, after)]
     first, last = layouts
-    idle = _idle_axes(after.fill(target.devices))
-    raw, wanted = rules_file.to_dict(before), rules_file.to_dict(after)
+    filled = [rules.fill(target.devices) for rules in (before, after)]
+    idle = _idle_axes(filled[1])
+    raw, wanted = map(rules_file.to_dict, filled)
     changes, waiting, differing = list[Change](), list[RowChange](), [*_differing_rows(raw, wanted)]
     for number, (path, row) in enumerate(differing, 1):
         waiting.append(row)

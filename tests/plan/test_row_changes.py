@@ -110,6 +110,7 @@ def test_other_sizes_of_the_mesh_move_arrays(compare):
 def test_equal_layouts_have_no_changes(compare):
     compared = compare("tp8", "decode_tp8", target="cpu:8")
     assert compared.changes == () and not compared.timed and compared.limit_bytes is None
+    assert compare("fsdp8", "fsdp").changes == (), "a size of -1 is filled from the target"
 
 
 def test_what_is_wrong_with_either_file_is_said(compare):
