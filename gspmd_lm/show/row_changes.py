@@ -21,7 +21,7 @@ PURPOSES = {
 }
 TITLE = "Row by row"
 EARLIER = (
-    "Each row is applied to the layout above it. Figures are of one device and one step, and nothing was compiled."
+    "Each row is applied to the layout above it. Figures are estimates for one device and one step."
 )
 
 
