@@ -20,9 +20,7 @@ PURPOSES = {
     "waiting": "rows that wait for a stage",
 }
 TITLE = "Row by row"
-EARLIER = (
-    "Each row is applied to the layout above it. Figures are estimates for one device and one step."
-)
+EARLIER = "Each row is applied to the layout above it. Figures are estimates for one device and one step."
 
 
 def show(compared: RowComparison, console: Console) -> None:
