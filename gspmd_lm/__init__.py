@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         build,
         checkpoints,
         compare,
+        compare_rows,
         dry_run,
         explain,
         load,
@@ -41,6 +42,7 @@ __all__ = [
     "build",
     "checkpoints",
     "compare",
+    "compare_rows",
     "dry_run",
     "explain",
     "load",
@@ -57,7 +59,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api": "build checkpoints compare dry_run explain load load_config load_rules load_task plan show start train",
+    "api": "build checkpoints compare compare_rows dry_run explain load load_config load_rules load_task plan show "
+    "start train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
     "program.task": "Generation Input Task",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gspmd_lm.infer.loaded import Model, TaskModel
     from gspmd_lm.program.task import Task
     from gspmd_lm.runtime.startup import Runtime
-    from gspmd_lm.show.notebook import Comparison, Explanation, FoundPlan, Trained
+    from gspmd_lm.show.notebook import ComparedRows, Comparison, Explanation, FoundPlan, ShownDryRun, Trained
     from gspmd_lm.train.step import Step
     from gspmd_lm.workdir.checkpoint import OpenCheckpoints
 
@@ -125,8 +125,11 @@ def build(task: "Task | Config | str", rules: Rules | str) -> "Step":
     return step.build_step(task, filled, arrays, devices)
 
 
-def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMULATED) -> str:
+def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMULATED) -> "ShownDryRun":
     """A table of every array: its shape, how it is split, and the bytes of it on each device. Nothing is compiled.
+
+    It is a text. In a notebook it shows the mesh and each array as a picture, and `.draw("wq")` is that of one array in
+    a terminal.
 
     Args:
         task: what is computed.
@@ -137,16 +140,15 @@ def dry_run(task: "Task | Config | str", rules: Rules | str, devices: int = SIMU
         InputError: as `build` does.
     """
     _simulate()
-    from gspmd_lm.show import arrays as shown
-    from gspmd_lm.show import terminal
+    from gspmd_lm.show import dry_run as shown
+    from gspmd_lm.show import notebook
     from gspmd_lm.train import state
 
     task = _task(task)
     rules = _rules(rules, task)
     filled = rules.fill(rules.devices if rules.devices > 0 else devices)
     arrays, warnings = state.arrays_and_warnings(task, filled, "cpu")
-    page = terminal.text_of(lambda console: shown.show(task, filled, arrays, console), 240)
-    return "\n".join([*(f"warning: {warning}" for warning in warnings), page])
+    return notebook.ShownDryRun(shown.read(task, filled, arrays), [str(warning) for warning in warnings])
 
 
 def checkpoints(workdir: str | Path, task: "Task | Config | str", keep: int = 3) -> "OpenCheckpoints":
@@ -345,6 +347,31 @@ def compare(
 
     reports_of_layouts = reports.reports(task, rules, place, _log.info, Path(export) if export else None, phase)
     return notebook.Comparison(advice.with_fixes(task, reports_of_layouts, rules, place))
+
+
+def compare_rows(task: "Task | Config | str", before: Rules | str, after: Rules | str, target: str) -> "ComparedRows":
+    """What each row changes in which two layouts differ: collectives, arrays, memory and time. Nothing is compiled.
+
+    The rows are applied one after the other, from `before` to `after`; `.changes` has them in this order. It shows
+    itself, in a notebook as a page.
+
+    Args:
+        task: what is computed.
+        before: the layout that the changes begin with.
+        after: the one that they lead to.
+        target: the hardware: v5p:2x2x2, h100:8, cpu:8, ...
+
+    Raises:
+        InputError: everything that is wrong with either layout, or the target is not known.
+    """
+    place = targets.parse(target)
+    task = _task(task)
+    first, last = (_rules(one, task) for one in (before, after))
+    _simulate()
+    from gspmd_lm.plan import row_changes
+    from gspmd_lm.show import notebook
+
+    return notebook.ComparedRows(**vars(row_changes.compare_rows(task, first, last, place)))
 
 
 def plan(task: "Task | Config | str", target: str, minutes: float = 15) -> "FoundPlan":

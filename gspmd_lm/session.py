@@ -76,12 +76,14 @@ def begin(
     workdir: str | None,
     stderr: bool = False,
     flags: Mapping[str, Any] = types.MappingProxyType({}),
+    devices: list[Any] | None = None,
 ) -> Session:
     """The session of a process whose devices are started. stderr: messages go there, because stdout has results.
 
-    Raises InputError if other processes of the run were given something else. flags: of the command line.
+    Raises InputError if other processes of the run were given something else. flags: of the command line. devices:
+    stand-ins where nothing is to run; None: those that `rules` take.
     """
-    devices = startup.devices_of(rules.devices)
+    devices = startup.devices_of(rules.devices) if devices is None else devices
     folder, console = layout.workdir_path(workdir) if workdir else None, terminal.console(240, stderr)
     session = Session(config, rules.fill(len(devices)), machine, devices, console, folder)
     if processes.several():

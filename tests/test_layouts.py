@@ -15,7 +15,7 @@ from gspmd_lm.foresight import table
 from gspmd_lm.infer import programs
 from gspmd_lm.sharding import axes, rules_file
 from gspmd_lm.sharding.shapes import pairs
-from gspmd_lm.show import arrays as shown
+from gspmd_lm.show import dry_run as shown
 from gspmd_lm.show import terminal
 from gspmd_lm.train import state
 
@@ -104,7 +104,7 @@ def test_bytes_per_device_of_405b(layout, devices):
     """The totals of --dry_run, against the architecture's own arithmetic."""
     cfg, found = config.load("llama3_405b"), filled(layout, devices)
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    page = terminal.text_of(lambda console: shown.show(cfg, found, arrays, console), 200)
+    page = terminal.text_of(lambda console: shown.show(shown.read(cfg, found, arrays), console), 200)
     said = dict(re.findall(r"^  (weights|optimizer|gradients) +([\d,]+)  ", page, re.MULTILINE))
     totals = {name: int(number.replace(",", "")) for name, number in said.items()}
 
@@ -125,7 +125,7 @@ def test_bytes_per_device_of_405b(layout, devices):
 def test_the_table_lists_every_array():
     cfg, found = config.load("tiny"), filled("fsdp2_tp4", 8)
     arrays, _ = state.arrays_and_warnings(cfg, found, "cpu")
-    page = terminal.text_of(lambda console: shown.show(cfg, found, arrays, console), 200)
+    page = terminal.text_of(lambda console: shown.show(shown.read(cfg, found, arrays), console), 200)
     lines = {line.split()[0]: line for line in page.splitlines() if line.strip()}
     for _, path, *_ in (leaf for leaf in leaves(arrays) if leaf[0] == "weights"):
         assert path in lines

@@ -4,12 +4,17 @@ import functools
 import json
 import shlex
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import INPUTS, RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.errors import InputError
+
+if TYPE_CHECKING:
+    from gspmd_lm.sharding.rules import Rules
 
 
 def _define(flags: Flags) -> None:
@@ -34,6 +39,7 @@ def _define(flags: Flags) -> None:
         "rows with data.seq slots each.",
     )
     flags.group(RESULTS)
+    flags.yes_no("rows", "Say at once, without a compiler, what each row changes in which two layouts differ.")
     flags.text("json", None, "Write all figures to this file (docs/explain_json.md).")
     flags.text("html", None, "Write one self-contained page to this file.")
     flags.text(
@@ -83,22 +89,53 @@ def run(verb: str, values: flags.FlagValues, names: list[str]) -> int:
                 f"--program={program}: {' '.join([*of_configs, *names])}: this step has no config and no rules"
                 f"\n  fix   explain --program={program} --target={values.target}"
             )
+    if values.rows:
+        _check_rows(values, layouts, program)
     inputs.log_to_stderr()
     inputs.on_the_cpu()
+    if values.rows:
+        with outputs.clock("estimating"):
+            rows = api.compare_rows(config, layouts[0], layouts[1], values.target)
+        from gspmd_lm.show import row_changes
+
+        row_changes.show(rows, outputs.console(120))
+        _write(values, rows.to_json(), lambda command: row_changes.page(rows, command))
+        return 0
     with outputs.clock("compiling"):
         if program:
             reports = [api.explain(program, target=values.target)]
         else:
             reports = api.compare(config, layouts, values.target, values.phase, values.export)
+        rows = None
+        if len(layouts) == 2 and values.phase == "train":  # which plan estimates
+            rows = api.compare_rows(config, layouts[0], layouts[1], values.target)
     from gspmd_lm.foresight import report
     from gspmd_lm.show import comparison
 
-    comparison.show(reports, outputs.console(120))
-    if values.json:
-        outputs.write(values.json, json.dumps(report.to_json(reports), indent=1) + "\n")
-    if values.html:
-        outputs.write(values.html, comparison.page(reports, outputs.command_line(sys.argv[1:])))
+    comparison.show(reports, outputs.console(120), rows)
+    _write(values, report.to_json(reports), lambda command: comparison.page(reports, command, rows))
     return 0
+
+
+def _check_rows(values: flags.FlagValues, layouts: Sequence["Rules"], program: str | None) -> None:
+    """Raises InputError where --rows has no two layouts of a train step to compare."""
+    if program or values.phase != "train" or values.export:
+        other = next(
+            f"--{name}={values[name].value}" for name in ("program", "phase", "export") if values[name].present
+        )
+        raise InputError(f"--rows: {other}: the rows of two layouts of a train step are compared\n  fix   drop {other}")
+    if len(layouts) != 2:
+        given = ", ".join(one.label for one in layouts)
+        fix = f"compare --rows dp8 fsdp8 --target={values.target}"
+        raise InputError(f"--rows: {given}: the rows of two layouts are compared\n  fix   {fix}")
+
+
+def _write(values: flags.FlagValues, plain: Any, page: Callable[[str], str]) -> None:
+    """Writes the files of --json and --html. page: from the command that made it to its HTML."""
+    if values.json:
+        outputs.write(values.json, json.dumps(plain, indent=1) + "\n")
+    if values.html:
+        outputs.write(values.html, page(outputs.command_line(sys.argv[1:])))
 
 
 EXPLAIN = Verb(
@@ -116,7 +153,10 @@ EXPLAIN = Verb(
 COMPARE = Verb(
     "compare",
     "Explain several layouts side by side: compare fsdp8 tp8 --target=...",
-    [("compare fsdp8 tp8 --config=tiny --target=v5p:2x2x2", "Two layouts side by side.")],
+    [
+        ("compare fsdp8 tp8 --config=tiny --target=v5p:2x2x2", "Two layouts side by side."),
+        ("compare dp8 fsdp8 --rows --config=tiny --target=v5p:2x2x2", "What each row changes, without a compiler."),
+    ],
     _define,
     functools.partial(run, "compare"),
     takes_names=True,

@@ -13,6 +13,7 @@ from gspmd_lm import api, files, versions
 from gspmd_lm.cli import outputs
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
+from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.runtime.quiet import import_jax
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import Rules
@@ -136,16 +137,20 @@ def begin(
 ) -> "Session":
     """The session of a command, with jax started on the devices that the flags and the rules ask for.
 
-    stderr: messages go there, because stdout is for results. keep_memory: see `startup.start`.
+    stderr: messages go there, because stdout is for results. keep_memory: see `startup.start`. For a dry run, one
+    simulated device stands for all of them: to start thousands takes minutes, and nothing runs on them.
     """
     log_to_stderr()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes, startup
 
     wanted = rules.devices if rules.devices > 0 else values.devices
+    if wanted > MOST_DEVICES:
+        raise InputError(f"--devices={wanted}: there are no more than {MOST_DEVICES:,} devices\n  fix   --devices=8")
+    counted = getattr(values, "dry_run", False) and values.rules != PLAN and not values.num_processes
     machine = startup.start(
         platform=values.platform,
-        simulated_devices=max(1, wanted // (values.num_processes or 1)),
+        simulated_devices=1 if counted and wanted > 0 else max(1, wanted // (values.num_processes or 1)),
         coordinator=values.coordinator,
         num_processes=values.num_processes,
         process_id=values.process_id,
@@ -166,7 +171,9 @@ def begin(
         "help",
     )
     given = {name: values[name].value for name in values if name not in excluded}
-    return session.begin(config, rules, machine, values.workdir, stderr, given)
+    counted &= machine.platform == "cpu" and machine.process_count == 1
+    devices = startup.devices_of(1) * wanted if counted else None
+    return session.begin(config, rules, machine, values.workdir, stderr, given, devices)
 
 
 def _plan_rules(values: flags.FlagValues, config: Config, machine: "Runtime") -> Rules:

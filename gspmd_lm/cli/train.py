@@ -1,10 +1,13 @@
 """train: trains a run in a workdir, from its data to its checkpoints."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import Flags, Verb, on_devices
 from gspmd_lm.errors import STOPPED, InputError
 from gspmd_lm.runtime import endings
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gspmd_lm.config import Config
+    from gspmd_lm.session import Session
+    from gspmd_lm.sharding.problems import Problem
     from gspmd_lm.train.step import Step
 
 
@@ -23,6 +28,13 @@ def _define(flags: Flags) -> None:
         "steps", None, "The step to stop at. The default is train.steps, which also is the length of the schedule.", 1
     )
     flags.yes_no("dry_run", "Print every array and its bytes per device, then stop.")
+    flags.text("html", None, "With --dry_run: write a page with pictures of the mesh and of all arrays to this file.")
+    flags.text(
+        "show",
+        None,
+        "With --dry_run: draw the mesh and these arrays, such as wq,residual, as blocks with the numbers of the "
+        "devices that hold them, in place of the tables.",
+    )
     flags.text("executable", None, "Run the train step that explain --export compiled, instead of compiling it here.")
     flags.yes_no("trust", "Accept an --executable that was exported elsewhere. It can run any code as you.")
     flags.text("profile", None, "START:STOP: write a trace of these steps into the workdir.")
@@ -43,12 +55,17 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
 def _run(values: flags.FlagValues) -> int:
     from gspmd_lm.cli import inputs
 
+    for name in ("html", "show"):
+        if values[name].value and not values.dry_run:
+            raise InputError(
+                f"--{name}={values[name].value}: a run has no such output\n  fix   add --dry_run, or drop it"
+            )
+    outputs.check_writable((values.html,))
     # What is wrong with a file is told before jax is imported, which takes a second.
     rules, config = inputs.read_rules(values), inputs.read_config(values)
     import_jax()
     from gspmd_lm import session
     from gspmd_lm.runtime import processes
-    from gspmd_lm.show import arrays
     from gspmd_lm.workdir import layout
 
     profile = _profile(values.profile)
@@ -56,7 +73,7 @@ def _run(values: flags.FlagValues) -> int:
     built, warnings = session.build_step(begun)
     if values.dry_run:
         if begun.machine.is_main:
-            arrays.show(begun.config, begun.rules, built.arrays, begun.console)
+            _show_dry_run(values, begun, built, warnings)
         return 0
     if values.train_tokenizer:
         return _train_tokenizer(begun.config, values.train_tokenizer, begun.console)
@@ -65,6 +82,19 @@ def _run(values: flags.FlagValues) -> int:
         processes.last_words(str(run.workdir), str(run.workdir / layout.CHECKPOINTS))
         session.train_to(run, values.steps, values.step)
         return STOPPED if run.has_work_left else 0
+
+
+def _show_dry_run(values: flags.FlagValues, begun: "Session", built: "Step", warnings: Sequence["Problem"]) -> None:
+    from gspmd_lm.show import dry_run
+
+    read = dry_run.read(begun.config, begun.rules, built.arrays)
+    if values.show:
+        dry_run.draw(read, [name.strip() for name in values.show.split(",")], begun.console)
+    else:
+        dry_run.show(read, begun.console)
+    if values.html:
+        command = outputs.command_line(sys.argv[1:])
+        outputs.write(values.html, dry_run.page(read, command, [str(warning) for warning in warnings]))
 
 
 def _executable(values: flags.FlagValues, built: "Step") -> Any:
@@ -107,6 +137,7 @@ TRAIN = Verb(
     [
         ("", "Train the tiny config on one device, on the text that Python brings."),
         ("--config=gpt2_124m --rules=fsdp8 --dry-run", "Show every array, and its bytes on each device."),
+        ("--rules=fsdp2_tp4 --dry-run --show=wq,residual", "Draw arrays as they lie on the mesh; --html draws all."),
         (
             "--config=uva --rules=tp8 --workdir=runs/a",
             "Train on 8 devices, simulated if there are none. The same command goes on.",

@@ -68,8 +68,11 @@ class BuiltProgram:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its mesh, and the path, shape, split and bytes of each argument, as plain values."""
-        arguments = [[path, like.shape, split(like), bytes_per_device(like)] for path, like in self.arguments.items()]
+        """Its mesh, and the path, shape, split, bytes and dtype of each argument, as plain values."""
+        arguments = [
+            [path, like.shape, split(like), bytes_per_device(like), str(like.dtype)]
+            for path, like in self.arguments.items()
+        ]
         return {"mesh": dict(self.mesh.shape), "arguments": arguments}
 
 

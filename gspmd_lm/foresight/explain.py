@@ -185,8 +185,8 @@ def report_of_step(function: Callable[..., Any] | str, target_text: str, say: Pr
     assert program.step
     mesh, lower_bounds = program.step["mesh"], bounds.program_bounds(target.chip, target.devices, program.reading)
     arrays = [
-        PlacedArray(path, tuple(f"dimension_{n}" for n in range(len(shape))), tuple(shape), spec, spec, held)
-        for path, shape, split, held in program.step["arguments"]
+        PlacedArray(path, tuple(f"dimension_{n}" for n in range(len(shape))), tuple(shape), spec, spec, held, dtype)
+        for path, shape, split, held, dtype in program.step["arguments"]
         for spec in [tuple(map(tuple, split))]
     ]
     rules, graph = dataclasses.replace(NO_RULES, mesh=mesh), DataflowGraph(jax.make_jaxpr(lambda: ())(), ())

@@ -165,7 +165,7 @@ class Estimator:
         """The estimate for filled and checked rules."""
         layout = self._layout(rules)
         saved = layout.saved_bytes(rules.remat)
-        transfers = [transfer for costs in layout.parts for transfer in self._transfers(costs, rules.remat)]
+        transfers = self.transfers(rules)
         sent: dict[str, float] = collections.defaultdict(float)
         for transfer in transfers:
             sent[transfer.axes] += transfer.bytes * transfer.times_per_step
@@ -189,6 +189,10 @@ class Estimator:
             host_bytes=round(memory.host_bytes),
             communication_s=communication_s,
         )
+
+    def transfers(self, rules: Rules) -> list[EstimatedTransfer]:
+        """What a device sends in a step under filled and checked rules."""
+        return [one for costs in self._layout(rules).parts for one in self._transfers(costs, rules.remat)]
 
     def estimate_remat(self, rules: Rules, remat: Remat) -> RematEstimate:
         """The time and memory of filled and checked rules under another remat policy."""

@@ -27,8 +27,9 @@ from gspmd_lm.plan.traces import Part
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
-Volume = Mapping[str, float]  # mesh axes -> the bytes that one device sends over them
+Volume = Mapping[tuple[str, str], float]  # kind of collective, mesh axes -> the bytes that one device sends
 
+SENT_ON = "collective-permute"  # what stages send to the next one
 _INT32_BYTES = 4
 OF_KEYS = {spec.partition(":")[0] for spec in (KV_LATENT, K_ROPE)}  # what keys of latent attention are made from
 
@@ -51,6 +52,7 @@ class EstimatedTransfer(NamedTuple):
     bytes: float  # sent each time
     times_per_step: int
     in_loop: bool  # in a loop of the model, such as that over its layers
+    collective: str  # all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +146,16 @@ class Transfers(abc.ABC):
         row_bytes = residual.bytes / self.rules.num_shards(mesh_axes(self.sharding(residual)))
         # Rows go to the next stage, and rows that wait to the one before, in each turn; and so do their gradients. The
         # last turn is followed by an exchange of those that wait.
-        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True))
+        self.all.append(EstimatedTransfer("stages", over, row_bytes, 2 * self.part.turns, True, SENT_ON))
         if step.pipeline.schedule == "gpipe":
             waiting = 2 * (self.part.turns + step.microbatches)
-            self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True))
+            self.all.append(EstimatedTransfer("waiting", over, row_bytes, waiting, True, SENT_ON))
         sent_parts = sum(part // repeats != part % count for part in range(count * repeats)) / (count * repeats)
         for weight in self.weights.values():  # parts of the layers go where they are computed, and gradients back
             if repeats > 1 and self.part.has(weight.path):
                 for sharding in (weight.storage, weight.gradient)[: 1 + weight.trained]:
                     local_bytes = weight.elements * weight.itemsize / self.rules.num_shards(mesh_axes(sharding))
-                    self.add_once({over: sent_parts * local_bytes}, "weights", step.microbatches)
+                    self.add_once({(SENT_ON, over): sent_parts * local_bytes}, "weights", step.microbatches)
 
     def sharding(self, node: Node) -> dict[str, tuple[str, ...]]:
         """The sharding of an activation. Key positions are called seq, for both come from the block's input."""
@@ -332,8 +334,8 @@ class Transfers(abc.ABC):
 
     def add(self, volume: Volume, times_per_step: int, kind: str = "activations", in_loop: bool = False) -> None:
         transfers = [
-            EstimatedTransfer(kind, axes, size_bytes, times_per_step, in_loop)
-            for axes, size_bytes in volume.items()
+            EstimatedTransfer(kind, axes, size_bytes, times_per_step, in_loop, collective)
+            for (collective, axes), size_bytes in volume.items()
             if size_bytes
         ]
         self.all += map(self.in_turns, transfers) if self.part.of_stages else transfers
@@ -341,16 +343,16 @@ class Transfers(abc.ABC):
     def add_once(self, volume: Volume, kind: str, times: int) -> None:
         """Adds `times` transfers in a step of an array of all layers, which stages send outside of their turns."""
         step = self.part.step_rules
-        for axes, size_bytes in volume.items():
+        for (collective, axes), size_bytes in volume.items():
             size_bytes /= step.num_shards(step.stages)
-            self.all.append(EstimatedTransfer(kind, axes, size_bytes, times, False))
+            self.all.append(EstimatedTransfer(kind, axes, size_bytes, times, False, collective))
 
     def volume(self, size_bytes: float, source: Sharding, target: Sharding, summed_over: Iterable[str] = ()) -> Volume:
-        """Mesh axes -> the bytes that one device sends for what `transfer` adds, in one microbatch."""
+        """The bytes that one device sends for what `transfer` adds, in one microbatch."""
         summed = set(summed_over) - self.reduced_last
-        bytes_over: dict[str, float] = collections.defaultdict(float)
+        bytes_over: dict[tuple[str, str], float] = collections.defaultdict(float)
         for cost in reshard(size_bytes, source, target, summed, self.rules.num_shards):
-            bytes_over[self.axes_key(cost.mesh_axes)] += cost.bytes
+            bytes_over[cost.kind, self.axes_key(cost.mesh_axes)] += cost.bytes
         return bytes_over
 
     def axes_key(self, names: Iterable[str]) -> str:

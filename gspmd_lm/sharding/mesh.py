@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from gspmd_lm.hardware.chips import Processor, chip_of
 from gspmd_lm.sharding.problems import Problem, check
 from gspmd_lm.sharding.rules import Rules
+from gspmd_lm.units import plural
 
 
 def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
@@ -20,17 +21,16 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     Simulated devices keep their order, and the last mesh axis varies fastest. Accelerators are ordered so that mesh
     axes follow the physical topology. `rules.dcn` says which part of an axis crosses slices or hosts.
 
-    Raises ShardingError if the devices are several TPU slices and `rules.dcn` does not fit them.
+    Raises ShardingError if `rules.dcn` does not fit the slices of the devices, or their hosts where there is one slice.
     """
     assert rules.devices == len(devices), (rules.mesh, len(devices))
     shape = tuple(rules.mesh.values())
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
-    if slices > 1 and math.prod(rules.dcn.values()) != slices:
-        axis = next((name for name, size in rules.mesh.items() if size % slices == 0), next(iter(rules.mesh)))
-        message = f"dcn: the devices are {slices} slices, the rules say {math.prod(rules.dcn.values())}"
-        place = rules.place("dcn", dict(rules.dcn))
-        check([Problem(message, place, f"say which mesh axis crosses them, such as --set rules.dcn.{axis}={slices}")])
-    if devices[0].platform == "cpu" or len(devices) == 1:
+    simulated = devices[0].platform == "cpu"
+    if not simulated and (slices > 1 or rules.dcn):
+        hosts = len({device.process_index for device in devices})
+        _check_dcn(rules, *((slices, "slice") if slices > 1 else (hosts, "host")))
+    if simulated or len(devices) == 1:
         grid = np.array(devices).reshape(shape)
     elif rules.dcn:
         across = tuple(rules.dcn.get(name, 1) for name in rules.mesh)
@@ -45,6 +45,17 @@ def build(rules: Rules, devices: Sequence[Any]) -> Mesh:
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(rules.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _check_dcn(rules: Rules, count: int, what: str) -> None:
+    """Raises ShardingError if `rules.dcn` cuts the mesh into another number of parts than `count` slices or hosts."""
+    parts = math.prod(rules.dcn.values())
+    if parts == count:
+        return
+    axis = next((name for name, size in rules.mesh.items() if size % count == 0), next(iter(rules.mesh)))
+    fix = f"say which mesh axis crosses them, such as --set rules.dcn.{axis}={count}"
+    message = f"dcn: the devices are {plural(count, what)}, the rules say {parts}"
+    check([Problem(message, rules.place("dcn", dict(rules.dcn)), fix if count > 1 else "--set rules.dcn={}")])
 
 
 def platform(mesh: Mesh) -> str:

@@ -274,7 +274,8 @@ class Rules:
     ) -> Problem:
         over = " x ".join(f"{name}={self.mesh[name]}" for name in names)
         num_shards = self.num_shards(names)
-        fitting = [n for n in range(1, num_shards) if size % n == 0 and (n & (n - 1) == 0 or n == size)]
+        candidates = [size, *(2**power for power in range(num_shards.bit_length()))]
+        fitting = [count for count in candidates if count < num_shards and size % count == 0]
         instead = ""
         if len(names) == 1:
             devices = self.devices // num_shards * max(fitting)

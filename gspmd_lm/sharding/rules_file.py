@@ -9,6 +9,7 @@ from gspmd_lm.config import core_yaml
 from gspmd_lm.config.paths import find_file, read_text
 from gspmd_lm.errors import did_you_mean, either
 from gspmd_lm.hardware.chips import PLATFORMS
+from gspmd_lm.hardware.target import MOST_DEVICES
 from gspmd_lm.sharding.axes import DECODER
 from gspmd_lm.sharding.names import Vocabulary
 from gspmd_lm.sharding.problems import Problem, ShardingError, flow, place
@@ -59,6 +60,35 @@ def from_dict(raw: Mapping[Any, Any], path: str, mesh_override: str = "", vocabu
     """Rules from the plain values of a rules file, with their problems in `.problems`. `path` is for messages."""
     reader = _Reader(path, vocabulary)
     return reader.rules(reader.lay_over(raw, mesh_override, ()))
+
+
+def to_dict(rules: Rules) -> dict[str, Any]:
+    """The plain values of a rules file that says what `rules` say: `from_dict` makes the same rules of them.
+
+    What is at its default is left out.
+    """
+    tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
+    for row in rules.rows:
+        names = [*row.mesh_axes]
+        key = row.key.removeprefix(f"{row.table}.")
+        tables[row.table][key] = None if not names else names[0] if len(names) == 1 else names
+    remat, kept = rules.remat, {"save": [*rules.remat.save], "offload": [*rules.remat.offload]}
+    values = {
+        "mesh": dict(rules.mesh),
+        **tables,
+        "remat": {key: names for key, names in kept.items() if names} if remat.policy == "names" else remat.policy,
+        "microbatches": rules.microbatches,
+        "pipeline": rules.pipeline.plain if rules.pipeline else None,
+        "interleave": rules.interleave,
+        "expert_buffer": rules.expert_buffer,
+        "unroll": rules.unroll,
+        "attention": dict(rules.attention),
+        "context": rules.context,
+        "compiler_options": {platform: dict(options) for platform, options in rules.compiler_options.items()},
+        "dcn": dict(rules.dcn),
+    }
+    usual = {field.name: field.default for field in dataclasses.fields(RulesFile)}
+    return {key: value for key, value in values.items() if value not in (usual[key], {}, None)}
 
 
 class _Reader:
@@ -197,6 +227,11 @@ class _Reader:
         if len(still_open) > 1:
             self.wrong(f"mesh: {' and '.join(still_open)} are both -1", "mesh", raw, "give all but one of them a size")
             mesh |= dict.fromkeys(still_open[1:], 1)
+        if math.prod(size for size in mesh.values() if size > 0) > MOST_DEVICES:
+            what = f"mesh: its sizes multiply to more than {MOST_DEVICES:,} devices, which no mesh has"
+            key = max(mesh, key=lambda name: mesh[name])
+            self.wrong(what, f"mesh.{key}", mesh[key], f"a smaller size of {key}")
+            return {}
         return mesh
 
     def table(self, table: str, value: Any, mesh: Mapping[str, int]) -> Iterable[Row]:
@@ -307,6 +342,8 @@ class _Reader:
         return chosen
 
     def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
+        if not mesh:  # a missing mesh is a problem already
+            return {}
         return {
             name: slices
             for name, slices in self.mapping("dcn", value).items()

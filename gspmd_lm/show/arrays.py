@@ -9,16 +9,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from gspmd_lm.config import Config
-from gspmd_lm.foresight.table import PlacedArray, Spec, rows, split, split_and_size
-from gspmd_lm.program.task import Task
+from gspmd_lm.foresight.table import PlacedArray, Spec, split
 from gspmd_lm.sharding import annotate
 from gspmd_lm.sharding.problems import flow
 from gspmd_lm.sharding.rules import CONTEXTS, EXPERT_BUFFER, MESH_AXES, Rules
-from gspmd_lm.sharding.shapes import Arrays, pairs
-from gspmd_lm.train import decoder
-from gspmd_lm.train.state import record_arrays
-from gspmd_lm.units import human_bytes, plural
+from gspmd_lm.units import plural
 
 COLOURS: dict[str, str] = dict(zip(MESH_AXES, ("green", "cyan", "magenta", "yellow", "blue", "red"), strict=True))
 WHOLE = "dim"  # the style of an array that every device holds whole
@@ -44,43 +39,14 @@ FORMS = (  # the widest first
 )
 
 
-def show(config: Config | Task, rules: Rules, arrays: Arrays, console: Console) -> None:
-    """Prints the arrays of a layout and, per device, the totals of weights, optimizer state and gradients.
-
-    A narrow console leaves out what each row of a wide one repeats.
-    """
-    recorder = record_arrays(config, arrays, rules.microbatches, rules)
-    listed = list(rows(config, rules, arrays, recorder.arrays, recorder.used))
-    weights = [row for row in listed if row.at_rest is not None]
-    parts = {"weights": weights, "activations": [row for row in listed if row.at_rest is None]}
+def show_tables(arrays: Sequence[PlacedArray], console: Console) -> None:
+    """Prints the weights and the activations of a layout. A narrow console leaves out what each row of a wide one
+    repeats."""
+    weights = [row for row in arrays if row.at_rest is not None]
+    parts = {"weights": weights, "activations": [row for row in arrays if row.at_rest is None]}
     forms = [_print_table(name, part, console) for name, part in parts.items() if part]
     if not all(form.all_axes for form in forms):
         console.print(Text(AXES_LEFT_OUT, WHOLE))
-    totals = {
-        "weights": [split_and_size(rules, "weights", *pair)[1] for pair in pairs(arrays.named_params, arrays.params)],
-        "optimizer": [
-            split_and_size(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_optimizer, arrays.optimizer)
-        ],
-        "gradients": [
-            split_and_size(rules, "optimizer", *pair)[1] for pair in pairs(arrays.named_trained, arrays.trained)
-        ],
-    }
-    some = arrays.trained_count < arrays.parameter_count
-    trained = f" ({arrays.trained_count:,} trained)" if some else ""
-    parameters = f"{arrays.parameter_count:,} parameters{trained}"
-    mesh = Text(" x ").join(Text(f"{name}={size}", COLOURS.get(name, "")) for name, size in rules.mesh.items())
-    head = Text.assemble(f"{config.name} under {rules.label}: {parameters}, mesh ", mesh)
-    console.print(head, soft_wrap=True)
-    for line in keys(rules, decoder.task(config).rows):
-        console.print(line, soft_wrap=True, markup=False)
-    if kinds := len(recorder.constraints):
-        whole = len(recorder.unmapped_constraints)
-        console.print(f"kinds of constraints on activations: {kinds}, {whole} of them without an axis that a row maps")
-    console.print("bytes per device, counted, without activations and temporaries:")
-    for name, sizes in totals.items():
-        console.print(f"  {name:10} {sum(sizes):>20,}  {human_bytes(sum(sizes))}")
-    everything = sum(map(sum, totals.values()))
-    console.print(f"  {'sum':10} {everything:>20,}  {human_bytes(everything)}")
 
 
 def _print_table(name: str, listed: Sequence[PlacedArray], console: Console) -> Form:
@@ -96,9 +62,12 @@ def _print_table(name: str, listed: Sequence[PlacedArray], console: Console) -> 
 
 
 def _table(name: str, listed: Sequence[PlacedArray], form: Form) -> Table:
-    """The rows of some arrays. A second split is shown if one of them is split otherwise in use than at rest."""
+    """The rows of some arrays. Another split is shown if one of them is split otherwise in use than at rest, and a
+    third one if its optimizer state is."""
     both = any(row.at_rest not in (None, row.in_use) for row in listed)
+    third = any(row.optimizer and row.optimizer.split != row.at_rest for row in listed)
     headings = [name, *["logical axes"] * form.all_axes, "shape", *(["at rest", "in use"] if both else ["split"])]
+    headings += ["optimizer state"] * third
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, form.gap, 0, 0))
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -115,10 +84,10 @@ def _table(name: str, listed: Sequence[PlacedArray], form: Form) -> Table:
                 *[" ".join(row.axes)] * form.all_axes,
                 form.times.join(map(str, row.shape)),
             ]
-            splits = [row.in_use if row.at_rest is None else row.at_rest, *[row.in_use] * both]
-            table.add_row(
-                *map(Text, texts), *(_colour_axes(row.axes, spec, form) for spec in splits), f"{row.bytes_per_device:,}"
-            )
+            splits: list[Spec | None] = [row.in_use if row.at_rest is None else row.at_rest, *[row.in_use] * both]
+            splits += [row.optimizer and row.optimizer.split] * third
+            coloured = (Text("-", WHOLE) if spec is None else _colour_axes(row.axes, spec, form) for spec in splits)
+            table.add_row(*map(Text, texts), *coloured, f"{row.bytes_per_device:,}")
     return table
 
 

@@ -4,14 +4,16 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from rich.console import Console
 
 from gspmd_lm.foresight.report import Report
-from gspmd_lm.foresight.table import split
+from gspmd_lm.foresight.table import PlacedArray, split
 from gspmd_lm.foresight.timing.predict import differences
-from gspmd_lm.show import html, terminal
+from gspmd_lm.plan.row_changes import RowComparison
+from gspmd_lm.show import html, row_changes, terminal
 from gspmd_lm.show.document import (
     Cell,
     Column,
@@ -31,26 +33,32 @@ from gspmd_lm.show.svg import text, timeline
 from gspmd_lm.units import human_bytes, human_seconds
 
 LINES = 49  # of a screen, without the prompt
+FEW = 3  # rows that two layouts do not share, whose changes a terminal lists below the comparison
 ALIKE = 0.01  # the times of two layouts that differ by less are the same
 
 
-def show(reports: Sequence[Report], console: Console) -> None:
-    """Prints one report, no longer than a screen, or several side by side with the best first."""
+def show(reports: Sequence[Report], console: Console, rows: RowComparison | None = None) -> None:
+    """Prints one report, no longer than a screen, or several side by side with the best first.
+
+    rows: what each row changes that two layouts do not share.
+    """
     if len(reports) > 1:
-        terminal.show(console, [comparison(rank(reports))], _title_of(reports))
+        changes = row_changes.sections(rows, reports, FEW) if rows else []
+        terminal.show(console, [comparison(rank(reports)), *changes], _title_of(reports))
     else:
         # The summary has the facts.
         shown = [dataclasses.replace(section, facts=()) for section in sections(reports[0]) if section.blocks]
         terminal.show(console, shown, title(reports[0]), about(reports[0]), LINES)
 
 
-def page(reports: Sequence[Report], command: str = "") -> str:
+def page(reports: Sequence[Report], command: str = "", rows: RowComparison | None = None) -> str:
     """The HTML of a page of one report or of several. Without scripts it shows all but the mesh.
 
-    command: what made the page, for readers who want to repeat it.
+    command: what made the page, for readers who want to repeat it. rows: as in `show`.
     """
+    changes = row_changes.sections(rows, reports) if rows else []
     reports = rank(reports)
-    compared = html.sections([comparison(reports)]) if len(reports) > 1 else ""
+    compared = html.sections([comparison(reports), *changes]) if len(reports) > 1 else ""
     return html.page(_title_of(reports), command, compared + layouts(reports) + html.words(), data(reports))
 
 
@@ -62,7 +70,7 @@ def layouts(reports: Sequence[Report]) -> str:
 def _layout(report: Report, number: int, several: bool) -> str:
     """What a page shows: besides `sections`, drawings. `number` is the layout's place in `data`."""
     whole, warnings, memory, time, sent = sections(report)
-    content = [warnings, memory, time, *_layer(report), sent, _mesh(report, number), _made_with(report)]
+    content = [warnings, memory, time, *_layer(report), sent, mesh_section(report, number), _made_with(report)]
     name = f"<h2>{text(title(report))}</h2>" if several else ""
     return (
         f'<article class="layout" id="layout-{number}" data-name="{text(report.layout)}">{name}'
@@ -103,24 +111,40 @@ def _layer(report: Report) -> list[Section]:
     return [Section("One layer, in time", "predicted", [Figure(drawing), Folded("The same as a table", [table])])]
 
 
-def _mesh(report: Report, number: int) -> Section:
+class Layout(Protocol):
+    """A mesh and the arrays on it: a report, or a dry run."""
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+    @property
+    def arrays(self) -> tuple[PlacedArray, ...]: ...
+    @property
+    def phase(self) -> str: ...
+
+
+def mesh_section(layout: Layout, number: int) -> Section:
+    """A mesh whose devices can be pointed at, and the table of its arrays. `number` is the layout's place in `data`."""
     drawing = (
         f'<div class="mesh" data-layout="{number}"><div class="choice"></div><div class="drawing"></div>'
         '<p class="status" aria-live="polite"></p></div>'
         '<p class="legend">Each device shows its number, and below it the shard of the array that it holds. Point at a '
         "device, or go from one to the next with the arrow keys.</p>"
     )
+    states = any(array.optimizer and array.optimizer.split != array.at_rest for array in layout.arrays)
     rows = [
         {
             "array": array.path,
             "whole": ", ".join(f"{axis} {size}" for axis, size in zip(array.axes, array.shape, strict=True)),
             "split at rest": "-" if array.at_rest is None else split(array.axes, array.at_rest),
-            **({} if report.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
+            **({} if layout.phase == "step" else {"split in use": split(array.axes, array.in_use)}),
+            **({"optimizer state": "-" if state is None else split(array.axes, state.split)} if states else {}),
             "per device": human_bytes(array.bytes_per_device),
         }
-        for array in report.arrays
+        for array in layout.arrays
+        for state in [array.optimizer]
     ]
-    table = table_of("Arrays and how they are split", rows, ("array", "whole", "split at rest", "split in use"))
+    words = ("array", "whole", "split at rest", "split in use", "optimizer state")
+    table = table_of("Arrays and how they are split", rows, words)
     return Section("Mesh and arrays", "counted", [Figure(drawing), table])
 
 
@@ -131,9 +155,12 @@ def _made_with(report: Report) -> Section:
     return Section("Made with", "", [*rules, Folded("Versions and compiler options", [versions])])
 
 
-def data(reports: Sequence[Report]) -> str:
+def data(layouts: Sequence[Layout]) -> str:
     """The JSON from which the scripts draw meshes. It contains nothing that ends its HTML element."""
-    records = [{"mesh": list(report.mesh.items()), "arrays": list(map(vars, report.arrays))} for report in reports]
+    records = [
+        {"mesh": list(layout.mesh.items()), "arrays": list(map(dataclasses.asdict, layout.arrays))}
+        for layout in layouts
+    ]
     return json.dumps(records, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -15,6 +15,8 @@ MEANINGS = {
     "compiled": "Read from the program that the compiler made for the target: exact.",
     "predicted": "Computed from the compiled program with a model of the hardware. The page says how far such "
     "predictions were off.",
+    "estimated": "Computed from shapes, rules and links alone, without a compiler. docs/plan.md says how far off such "
+    "figures were.",
     "measured": "Logged by a run while it went on.",
     "counted": "Follows from the shapes of the model and from the rules alone.",
     "peak memory": "The most memory of one device that is in use at once.",

@@ -9,11 +9,13 @@ from etils import epath
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
 from gspmd_lm.foresight.report import Report, to_json
-from gspmd_lm.plan import candidate, outcome
+from gspmd_lm.plan import candidate, outcome, row_changes
 from gspmd_lm.plan.search import Plan
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding.rules import Rules
 from gspmd_lm.show import comparison, plan, run, svg
+from gspmd_lm.show import dry_run as dry_runs
+from gspmd_lm.show import row_changes as shown_rows
 from gspmd_lm.show.terminal import text_of
 from gspmd_lm.train import decoder
 from gspmd_lm.workdir import history
@@ -47,6 +49,21 @@ class Comparison(tuple[Explanation, ...]):
 
     def _repr_html_(self) -> str:
         return frame(comparison.page(self))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ComparedRows(row_changes.RowComparison):
+    """What each row in which two layouts differ changes."""
+
+    def __repr__(self) -> str:
+        return text_of(lambda console: shown_rows.show(self, console), 120)
+
+    def _repr_html_(self) -> str:
+        return frame(shown_rows.page(self))
+
+    def to_json(self) -> Any:
+        """The plain values that `compare --rows --json` writes."""
+        return row_changes.to_json(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -87,6 +104,26 @@ class FoundPlan(Plan):
 
     def _repr_html_(self) -> str:
         return frame(plan.page([self._outcome], [], self._command))
+
+
+class ShownDryRun(str):
+    """The tables of a dry run as text, with its `dry_run` and `warnings`."""
+
+    dry_run: dry_runs.DryRun
+    warnings: Sequence[str]
+
+    def __new__(cls, dry_run: dry_runs.DryRun, warnings: Sequence[str]) -> "ShownDryRun":
+        tables = text_of(lambda console: dry_runs.show(dry_run, console), 240)
+        text = super().__new__(cls, "\n".join([*(f"warning: {warning}" for warning in warnings), tables]))
+        text.dry_run, text.warnings = dry_run, warnings
+        return text
+
+    def draw(self, *names: str, width: int = 120) -> str:
+        """Arrays as blocks, each with the numbers of the devices that hold it. Raises InputError for other names."""
+        return text_of(lambda console: dry_runs.draw(self.dry_run, names, console), width)
+
+    def _repr_html_(self) -> str:
+        return frame(dry_runs.page(self.dry_run, warnings=self.warnings))
 
 
 class Trained(dict[str, float]):

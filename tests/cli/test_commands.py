@@ -18,6 +18,7 @@ from tests import documented
 SHORT = """
 train --config=small.yaml --rules=none --train_tokenizer=own.json --set data.tokenizer=bpe:300 --set model.vocab=0 | own.json: 300 tokens
 train --config=small.yaml --rules=dp2_tp4 --mesh=data=4,tensor=2 --dry_run | parameters, mesh data=4 x tensor=2
+train --config=small.yaml --rules=zero1_8 --dry_run --show=wq --html=d.html | optimizer state: embed/data
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --platform=cpu --devices=8 --workdir=runs/a --steps=1 --profile=0:1 --compile_cache=none --set data.held_out=0.0 | step 1/1
 train --workdir=runs/a --steps=2 --step=1 | restored step 1 of
 plot --workdir=runs/a --html=a.html | a.html
@@ -25,6 +26,8 @@ explain --config=small.yaml --rules=fsdp --mesh=fsdp=2 --target=cpu:2 --phase=tr
 train --config=small.yaml --rules=fsdp --mesh=fsdp=2 --set model.mlp=32 --executable=step.bin --trust --steps=1 --workdir=runs/b | loaded, not compiled
 compare --rules=fsdp --config=small.yaml --mesh=fsdp=2 --target=cpu:2 --phase=train --json=c.json --export=c.bin --html=c.html --set model.mlp=32 | on cpu:2, 2 simulated devices
 explain --program=train.py:step --target=cpu:2 | train.py:step
+explain fsdp8 dp8 --rows --config=small.yaml --target=cpu:8 --json=r.json --html=r.html | - weights.embed: fsdp
+compare dp8 zero1_8 --rows --config=small.yaml --target=v5e:2x4 | + optimizer.embed: data
 plan --config=small.yaml --target=v5e:1x1,h100:1 --minutes=0.0001 --batch=8:8 --tokens=1e9 --days=99 --price=v5e=2 --price=h100=3 --out=p.yaml --json=p.json --html=p.html --set model.mlp=32 | 0 compiled
 convert --from=ODD --workdir=W --rules=dp2_tp4 --mesh=data=1,tensor=8 --platform=cpu --devices=8 --compile_cache=none --ignore=some_feature | ODD: Llama
 generate --workdir=W --rules=none --prompt=01 --max_new_tokens=3 --temperature=0.8 --top_k=5 --top_p=0.9 --min_p=0.01 --seed=1 --stop=zz --special | tokens

@@ -19,6 +19,48 @@ def test_dry_run(run):
         assert f"\n  {total} " in out
 
 
+def test_arrays_are_drawn_without_a_compiler(run, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, err = run("--rules=fsdp2_tp4", "--dry_run", "--show=wq, residual", f"--html={page}")
+    assert (code, err) == (0, "")
+    assert "layers.attention.wq  layers 4" in out and "│  0 4  │" in out and "remat block" in out
+    assert "bytes per device" not in out and 'class="blocks"' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--show=wq",), "--show=wq: a run has no such output\n  fix   add --dry_run, or drop it"),
+        (("--html=a.html",), "--html=a.html: a run has no such output\n  fix   add --dry_run, or drop it"),
+        (("--dry_run", "--show=residul"), "--show=residul: no array is named residul (did you mean residual?)"),
+        (("--dry_run", "--html=nowhere/a.html"), "nowhere/a.html: there is no folder nowhere"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn(run, arguments, message):
+    code, _, err = run("--rules=tp8", *arguments)
+    assert code == 2 and err.startswith(message)
+
+
+def test_devices_are_counted_and_not_started(run):
+    """Thousands of simulated devices take minutes to start. A dry run needs none of them."""
+    many = ("--set=data.batch=16384", "--set=rules.weights.embed=null", "--devices=16384")
+    code, out, err = run("--rules=fsdp", *many, "--dry_run")
+    assert (code, err) == (0, "") and "mesh fsdp=16384" in out
+    assert re.search(r"^tokens +batch seq +16384 x 128 +batch/fsdp +512$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rules=dp8", "--mesh=data=10000000000"), "mesh: its sizes multiply to more than 262,144 devices"),
+        (("--rules=fsdp", "--devices=99999999999"), "--devices=99999999999: there are no more than 262,144 devices"),
+    ],
+)
+def test_more_devices_than_there_can_be_are_refused_at_once(run, arguments, message):
+    code, out, err = run(*arguments, "--dry_run")
+    assert (code, out) == (2, "") and err.startswith(message) and "\n  fix   " in err
+
+
 def test_dry_run_takes_a_size_from_mesh(run):
     code, out, _ = run("--rules=dp2_tp4", "--mesh=data=4,tensor=2", "--dry_run")
     assert code == 0

@@ -7,7 +7,7 @@ from gspmd_lm.foresight.collectives import Collective
 from gspmd_lm.foresight.memory import Memory, Temporary
 from gspmd_lm.foresight.propagation.record import ArrayTransfers
 from gspmd_lm.foresight.report import Finding, Report
-from gspmd_lm.foresight.table import PlacedArray
+from gspmd_lm.foresight.table import PlacedArray, PlacedState
 from gspmd_lm.foresight.timing.predict import Prediction, Span
 from gspmd_lm.hardware.network import Network
 
@@ -134,7 +134,9 @@ def weight(path, axes, shape, pieces, **split):
     elements = 1
     for size in shape:
         elements *= size
-    return PlacedArray(path, tuple(axes.split()), shape, spec(split), spec(in_use), elements * 4 // pieces)
+    held = elements * 4 // pieces
+    state = PlacedState(spec(split), 2 * held)
+    return PlacedArray(path, tuple(axes.split()), shape, spec(split), spec(in_use), held, "float32", state)
 
 
 def activation(name, axes, shape, pieces, itemsize=2, **split):
@@ -142,7 +144,7 @@ def activation(name, axes, shape, pieces, itemsize=2, **split):
     elements = 1
     for size in shape:
         elements *= size
-    return PlacedArray(name, tuple(axes.split()), shape, None, spec, elements * itemsize // pieces)
+    return PlacedArray(name, tuple(axes.split()), shape, None, spec, elements * itemsize // pieces, "bfloat16")
 
 
 ARRAYS = (

@@ -43,6 +43,7 @@ def test_the_report_says_what_the_program_holds_sends_and_computes(descent):
     assert [(one.path, one.at_rest) for one in descent.arrays] == [
         ("weights['down']", (("tensor",), ())), ("weights['up']", ((), ("tensor",))), ("x", (("data",), ())),
     ]  # fmt: skip
+    assert {one.dtype for one in descent.arrays} == {"float32"}
 
 
 def test_names_of_operations_of_others():

@@ -21,8 +21,8 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
         return exposed["data"] / sent_s
 
     gradients, weights = (
-        EstimatedTransfer("gradients", "data", 1e8, 16, True),
-        EstimatedTransfer("weights", "data", 1e8, 16, True),
+        EstimatedTransfer("gradients", "data", 1e8, 16, True, "all-reduce"),
+        EstimatedTransfer("weights", "data", 1e8, 16, True, "all-gather"),
     )
     assert share(gradients) == pytest.approx(overlap.LEAST_EXPOSED["tpu"][2])
     assert share(weights) == pytest.approx(overlap.SLICES_EXPOSED)
@@ -34,7 +34,9 @@ def test_between_slices_weights_are_waited_for_and_so_are_gradients_of_what_is_g
 def test_weights_hide_behind_the_pass_that_they_are_gathered_for(passes_s, hidden):
     host = Overlap(targets.parse("h100:8"))
     rules = rules_file.load("fsdp8").fill(8)
-    exposed, sent_s = host.exposed_seconds(rules, [EstimatedTransfer("weights", "fsdp", 1e8, 16, True)], passes_s, 0)
+    exposed, sent_s = host.exposed_seconds(
+        rules, [EstimatedTransfer("weights", "fsdp", 1e8, 16, True, "all-gather")], passes_s, 0
+    )
     assert exposed["fsdp"] / sent_s == pytest.approx((1 + overlap.LEAST_EXPOSED["gpu"][hidden]) / 2)
 
 

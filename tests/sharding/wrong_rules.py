@@ -130,6 +130,8 @@ WRONG = {
     ),
     "splash and a short sequence": Case(DP + "attention: {tpu: splash}\n", ("data.seq=96",), platform="tpu"),
     "compiler options of no platform": Case(DP + "compiler_options: {cuda: {a: 1}, gpu: true}\n"),
+    "more devices than a mesh has": Case("mesh: {data: 10000000000}\nrules: {batch: data}\ndcn: {data: 2}\n"),
+    "dcn and no mesh": Case("rules: {batch: data}\ndcn: {data: 2}\n"),
     "dcn of no axis": Case(DP + "dcn: {dat: 2}\n"),
     "dcn that is no number": Case(DP + "dcn: {data: 0}\n"),
     "dcn that does not divide": Case(DP + "dcn: {data: 3}\n"),

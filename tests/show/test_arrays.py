@@ -10,7 +10,7 @@ from gspmd_lm import config as configs
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.rules import MESH_AXES
 from gspmd_lm.show import arrays as shown
-from gspmd_lm.show import terminal
+from gspmd_lm.show import dry_run, terminal
 from gspmd_lm.train import state
 
 TINY = configs.load("tiny")
@@ -24,7 +24,7 @@ def printed():
     def show(rules, console):
         if not kept:
             kept.append(state.arrays_and_warnings(TINY, rules, "cpu")[0])
-        shown.show(TINY, rules, kept[0], console)
+        dry_run.show(dry_run.read(TINY, rules, kept[0]), console)
 
     return show
 

@@ -195,10 +195,14 @@ $("td[data-device='21']").click();
 told.where = [where()];
 press($("td[data-device='21']"), "ArrowDown"); told.where.push(where());
 $(".choice label:last-child input").click();
+told.state = [where()];
+$(".choice label:nth-child(3) input").click();
 told.where.push(where());
 told.same = article().querySelectorAll("td.same").length;
+$(".choice label:last-child input").click();
 select.selectedIndex = select.options.length - 1;
 select.dispatchEvent(new Event("change"));
+told.state.push($(".choice label:nth-child(3) input").checked, $(".choice label:last-child input").disabled);
 $(".choice label:nth-child(2) input").click();
 $("td[data-device='256']")?.click();
 told.where.push(where());
@@ -251,6 +255,7 @@ def test_the_mesh_in_a_browser(visit, width):
     at, device = ("fsdp=5, tensor=2", 22) if width > 640 else ("fsdp=6, tensor=1", 25)
     assert moved.startswith(f"Device {device} ({at}) holds")
     assert in_use.endswith("15 other devices hold the same part.") and told["same"] == 15
+    assert told["state"] == [moved, True, True], "as at rest; and an activation, which has none, is shown in use"
     rows, words = divmod(device, 4)
     wanted = f"holds logits[{32 * rows}:{32 * rows + 32}, 0:1024, {32064 * words}:{32064 * words + 32064}]"
     assert wanted in activation  # in use, although at rest was asked for
