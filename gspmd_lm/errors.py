@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
+STOPPED = 75  # the exit code of a run that was stopped with work left: the same command goes on
+WRONG_INPUT = 2  # the exit code for wrong input: the same command would be refused again
+
 
 class InputError(ValueError):
     """The user's input is wrong. The message names the place and a fix; the command line exits with 2."""

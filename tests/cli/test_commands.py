@@ -46,7 +46,7 @@ HELP = {"h", "help", "version"}
 def parsed(arguments):
     """The verb of a command, its flags by name, and what is no flag."""
     verb, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in cli.VERBS else ("train", arguments)
-    values, names = cli._parse_flags(cli.VERBS[verb], rest)
+    values, names = cli.parse_flags(cli.VERBS[verb], rest)
     return verb, {name for name in values if values[name].present}, names
 
 
