@@ -11,37 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspmd_lm import versions
-from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch import place
 from gspmd_lm.launch.job import Job
-from gspmd_lm.launch.place import State
+from gspmd_lm.launch.place import Place
 
 
-class Local:
+class Local(Place):
     """Processes of this machine. It is always there, and nobody gives it back."""
 
-    needed: Sequence[str] = ()
-    tools: Sequence[str] = ()
     lasts = False
 
     def __init__(self, job: Job):
-        self.job = job
+        super().__init__(job)
         self._running: list[subprocess.Popen[bytes]] = []
-
-    def check(self) -> None:
-        pass
-
-    def state(self) -> State:
-        return State.READY
-
-    def owner(self) -> str:
-        return ""
-
-    def create(self, token: str) -> None:
-        raise AssertionError("this machine is there")
-
-    def prepare(self) -> None:
-        pass
 
     def commands(self, program: Sequence[str], port: int) -> list[list[str]]:
         """The command of each process; `port` is where they meet."""
@@ -54,14 +36,8 @@ class Local:
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
         main = versions.PACKAGE.parent / "main.py"
         program = [sys.executable, str(main)] if main.exists() else [sys.executable, "-m", versions.PACKAGE.name]
-        self._running = []
-        for index, command in enumerate(self.commands(program, _free_port())):
-            with log_files.open_log(logs / f"{index}.log") as log:
-                # A session of its own: Ctrl-C reaches launch alone, which then asks the processes to stop.
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            self._running.append(process)
+        commands = self.commands(program, _free_port())
+        self._running = [place.start(command, logs / f"{index}.log") for index, command in enumerate(commands)]
         return self._running
 
     def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
@@ -77,9 +53,6 @@ class Local:
             with contextlib.suppress(ProcessLookupError):  # all of it has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-    def delete(self) -> None:
-        raise AssertionError("this machine is not given back")
 
     def script(self) -> str:
         commands = self.commands(versions.program().split(), self.job.port)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import signal
 import subprocess
@@ -106,7 +107,7 @@ class Launch:
             self._check_budget()
             try:
                 state = self.place.state()
-                if state is not said and self.place.lasts:
+                if state is not said and self.place.is_rented:
                     self._say(f"{self.job.name} is {state.value}")
                 said = state
                 if state is State.READY:
@@ -147,7 +148,7 @@ class Launch:
 
     def _give_back(self) -> None:
         """Deletes the slice at the end, if that is wanted and launch created it."""
-        if not self.place.lasts:
+        if not self.place.is_rented:
             return
         try:
             state = self.place.state()
@@ -175,13 +176,12 @@ class Launch:
     def _attempt(self) -> tuple[int | None, Path]:
         """The exit code of the next attempt, None if its processes are out of sight; and the folder of its logs."""
         if not self._record.is_open:
-            self._record = Record(self._record.token, self._record.attempt + 1, self.place.lasts, self.job.train)
+            number = 1 + max([self._record.attempt, *(int(one.name) for one in self.folder.glob("[0-9]*"))])
+            self._record = Record(self._record.token, number, self.place.lasts, self.job.train)
             self._save_record()
         folder = self.folder / str(self._record.attempt)
         self._say(f"attempt {self._record.attempt}: logs in {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.iterdir():
-            old.unlink()
+        folder.mkdir(exist_ok=True)
         followers = self.place.run(self._attempt_name, folder)
         self._follow(followers, folder)
         code = self.place.exit_code(followers, folder)
@@ -199,6 +199,17 @@ class Launch:
     def _follow(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
         """Shows the lines of the first process until all have ended, or are ended here."""
         first = logs.Follower(folder / "0.log")
+        try:
+            self._wait_for(followers, folder, first)
+        finally:
+            for follower in followers:
+                if follower.poll() is None:
+                    os.killpg(follower.pid, signal.SIGKILL)  # with what it has started: gcloud starts ssh
+                follower.wait()
+        self._show(first.lines())
+
+    def _wait_for(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path, first: logs.Follower) -> None:
+        """Returns when all have ended, when the slice is lost, or when those that are left have been killed."""
         looked, failed, stopped = time.monotonic(), None, None
         while any(follower.poll() is None for follower in followers):
             time.sleep(self.waits.poll)
@@ -207,7 +218,7 @@ class Launch:
             if now - looked > self.waits.look:
                 looked = now
                 if self._is_lost():
-                    break
+                    return
             if failed is None and self._has_failed(followers, folder):
                 failed = now
             if stopped is None and (self._stop_asked or self.budget.over):
@@ -217,12 +228,7 @@ class Launch:
             if (failed and now - failed > self.waits.others) or (stopped and now - stopped > self.waits.stop):
                 self._say("the processes that have not ended are killed")
                 self._try(self.place.kill)
-                break
-        for follower in followers:
-            if follower.poll() is None:
-                follower.kill()
-            follower.wait()
-        self._show(first.lines())
+                return
 
     def _has_failed(self, followers: Sequence[subprocess.Popen[bytes]], folder: Path) -> bool:
         """Whether a process has ended, with an error or early, while others go on."""

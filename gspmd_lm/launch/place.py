@@ -1,14 +1,15 @@
 """What every place of a run has: its interface, the commands of other programs, and what their exit codes mean."""
 
+import abc
 import enum
 import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError
+from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch.job import Job
 
 CALL_S = 300  # for a command that asks something; a slice may take longer to create, which is waited for by asking
@@ -33,60 +34,69 @@ class CommandFailed(Exception):
         self.is_final = is_final  # whether the same command would fail again
 
 
-class Place(Protocol):
-    """Where a run's processes are. Each method is one step of the loop, which decides when it is taken."""
+class Place(abc.ABC):
+    """Where a run's processes are. Each method is one step of the loop, which decides when it is taken.
 
-    job: Job
-    needed: Sequence[str]  # keys of the job without which nothing can be asked for
-    tools: Sequence[str]  # programs that must be installed here
-    lasts: bool  # whether the place, and processes on it, stay when launch ends
+    What a place does not say itself is true of one at which nothing is rented, and where the code is already.
+    """
 
-    def check(self) -> None:
+    needed: Sequence[str] = ()  # keys of the job without which nothing can be asked for
+    tools: Sequence[str] = ()  # programs that must be installed here
+    lasts = True  # whether processes go on when launch ends
+    is_rented = False  # whether there is a slice, which costs money until it is deleted
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    def check(self) -> None:  # noqa: B027
         """Raises InputError for what is wrong and can be known before anything is asked for."""
-        ...
+
+    # A slice
 
     def state(self) -> State:
         """What there is now. Raises CommandFailed if nobody answers."""
-        ...
+        return State.READY
 
     def owner(self) -> str:
         """The token with which the present slice was created; '' for one that was created by something else."""
-        ...
+        return ""
 
     def create(self, token: str) -> None:
         """Asks for a slice that carries the token. Raises CommandFailed; the slice may be there all the same."""
-        ...
+        raise AssertionError(f"nothing is rented at {self.job.place}")
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Sends the code that stands here to a slice that is ready, and installs it. Raises CommandFailed."""
-        ...
-
-    def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
-        """Starts the processes of an attempt and follows them: each writes a file in `logs`, until all have ended.
-
-        Called again for the same attempt, it follows the processes that it finds.
-        """
-        ...
-
-    def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
-        """The exit code of an attempt whose followers have ended; None if the processes were lost sight of."""
-        ...
-
-    def stop(self, attempt: str) -> None:
-        """Asks the processes to save and end. Raises CommandFailed."""
-        ...
-
-    def kill(self, attempt: str) -> None:
-        """Ends what is left of the processes at once. Raises CommandFailed."""
-        ...
 
     def delete(self) -> None:
         """Gives the slice back. Raises CommandFailed."""
-        ...
+        raise AssertionError(f"nothing is rented at {self.job.place}")
 
+    # The processes of an attempt
+
+    @abc.abstractmethod
+    def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
+        """Starts the processes of an attempt and follows them: each writes a file in `logs`, until all have ended.
+
+        What is returned follows them, each in a session of its own. Called again for the same attempt, it follows the
+        processes that it finds.
+        """
+
+    def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
+        """The exit code of an attempt whose followers have ended; None if a process was lost sight of."""
+        return combine(map(log_files.exit_code, log_files.files(logs)))
+
+    @abc.abstractmethod
+    def stop(self, attempt: str) -> None:
+        """Asks the processes to save and end. Raises CommandFailed."""
+
+    @abc.abstractmethod
+    def kill(self, attempt: str) -> None:
+        """Ends what is left of the processes at once. Raises CommandFailed."""
+
+    @abc.abstractmethod
     def script(self) -> str:
         """The commands of one round of the loop, as a file for people who keep their own."""
-        ...
 
 
 def check_tools(place: Place) -> None:
@@ -111,6 +121,23 @@ def call(command: Sequence[str], timeout_s: float = CALL_S, stdin: str | None = 
         last = "\n".join(done.stderr.strip().splitlines()[-4:]) or done.stdout[-500:]
         raise CommandFailed(f"{name}: exit code {done.returncode}: {last}")
     return done.stdout
+
+
+def start(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, which writes into `output`: Ctrl-C reaches launch alone, and so does the end
+    of the terminal."""
+    with log_files.open_log(output) as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def with_cache(job: Job) -> list[str]:
+    """The flags of train with the workdir, and with a place beside it for compiled programs: new hosts start warm."""
+    flags = [*job.arguments, f"--workdir={job.workdir}"]
+    if not any(flag.lstrip("-").startswith("compile_cache") for flag in flags):
+        flags.append(f"--compile_cache={job.workdir.rstrip('/').rpartition('/')[0]}/compiled")
+    return flags
 
 
 def script_of(*steps: Sequence[str] | str) -> str:

@@ -8,7 +8,6 @@ sdk/gcloud/reference/compute/tpus the commands.
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from gspmd_lm.hardware import target as targets
 from gspmd_lm.launch import archive, bucket, place
 from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch.job import Job
-from gspmd_lm.launch.place import CommandFailed, State
+from gspmd_lm.launch.place import CommandFailed, Place, State
 
 LABEL = "gspmd-lm-launch"  # its value is the token of the launch that created a slice
 _RUNTIMES = {
@@ -51,20 +50,20 @@ if ! test -e {attempt}/pid; then
   setsid nohup bash -c 'trap : TERM; "$@"; echo $? > {attempt}/code' run {command} > {attempt}/log 2>&1 < /dev/null &
   echo $! > {attempt}/pid
 fi
-tail --pid="$(cat {attempt}/pid)" -n +1 -f {attempt}/log
+tail --pid="$(cat {attempt}/pid)" --sleep-interval=0.2 -n +1 -f {attempt}/log
 echo "{ended} $(cat {attempt}/code || echo 137)\""""
 _SIGNAL = 'kill -{name} -- "-$(cat {attempt}/pid)" || true'
 
 
-class TpuVm:
+class TpuVm(Place):
     """A slice that is created at once, or that is there already."""
 
-    needed: Sequence[str] = ("accelerator", "zone")
-    tools: Sequence[str] = ("gcloud", "tar")
-    lasts = True
+    needed = ("accelerator", "zone")
+    tools = ("gcloud", "tar")
+    is_rented = True
 
     def __init__(self, job: Job):
-        self.job = job
+        super().__init__(job)
         self._target = job.target
 
     def _gcloud(self, group: str, verb: str, *more: str) -> list[str]:
@@ -143,10 +142,7 @@ class TpuVm:
 
     def _run(self, attempt: str) -> str:
         """What each host runs in an attempt."""
-        flags = [*self.job.arguments, f"--workdir={self.job.workdir}"]
-        if not any(flag.lstrip("-").startswith("compile_cache") for flag in flags):
-            flags.append(f"--compile_cache={self.job.workdir.rstrip('/').rpartition('/')[0]}/compiled")
-        command = shlex.join([".venv/bin/python", "main.py", "train", *flags])
+        command = shlex.join([".venv/bin/python", "main.py", "train", *place.with_cache(self.job)])
         folder = f"~/{_FOLDER}"
         return _RUN.format(
             attempt=f"{folder}/{attempt}",
@@ -157,18 +153,9 @@ class TpuVm:
         )
 
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
-        # The lines of each host go into a file of its number; gcloud's own lines into another.
-        command = self._ssh(self._run(attempt), f"--output-directory={logs}")
-        with log_files.open_log(logs / "gcloud.txt") as log:
-            return [
-                subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            ]
-
-    def exit_code(self, followers: Sequence[subprocess.Popen[bytes]], logs: Path) -> int | None:
-        # gcloud's own exit code says nothing of the run: with several hosts it goes on after one that has failed.
-        return place.combine(map(log_files.exit_code, log_files.files(logs)))
+        # The lines of each host go into a file of its number, and gcloud's own into another. gcloud's exit code says
+        # nothing of the run: with several hosts it goes on after one that has failed.
+        return [place.start(self._ssh(self._run(attempt), f"--output-directory={logs}"), logs / "gcloud.txt")]
 
     def stop(self, attempt: str) -> None:
         place.call(self._ssh(_SIGNAL.format(name="TERM", attempt=f"~/{_FOLDER}/{attempt}")))
