@@ -105,6 +105,7 @@ class Gke(Place):
 
     needed = ("accelerator", "image")
     tools = ("kubectl", "gcloud")
+    restarts_itself = True
 
     def check(self) -> None:
         if own := archive.own_files(self.job):

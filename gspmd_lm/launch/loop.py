@@ -16,6 +16,7 @@ from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
 from gspmd_lm.launch import logs
 from gspmd_lm.launch.budget import Budget
 from gspmd_lm.launch.place import CommandFailed, Place, State
+from gspmd_lm.units import plural
 
 RECORD = "launch.json"  # in the folder of the logs: what the same command, given again, must know
 LOG = "launch.txt"  # beside it: all that launch has said
@@ -260,9 +261,9 @@ class Launch:
         failed = not lost and code != STOPPED
         if failed:
             self._failures = self._failures + 1 if step <= self._last_step else 1
-            if self._failures >= (UNREACHABLE if code is None else SAME_STEP):
+            if self._failures >= (UNREACHABLE if code is None else 1 if self.place.restarts_itself else SAME_STEP):
                 raise RunFailed(
-                    f"{self._failures} attempts have failed{at}, and a further one would too\n"
+                    f"{plural(self._failures, 'attempt')} failed{at}, and a further one would too\n"
                     f"  fix   read {self.folder}, mend the cause, then start the same command"
                 )
         self._last_step = max(step, self._last_step)

@@ -43,6 +43,7 @@ class Place(abc.ABC):
     needed: Sequence[str] = ()  # keys of the job without which nothing can be asked for
     tools: Sequence[str] = ()  # programs that must be installed here
     lasts = True  # whether processes go on when launch ends
+    restarts_itself = False  # whether an attempt that has failed was already started again as often as it may be
     is_rented = False  # whether there is a slice, which costs money until it is deleted
 
     def __init__(self, job: Job):

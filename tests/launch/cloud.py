@@ -211,13 +211,14 @@ _KUBECTL = """
 case $1 in
   get)
     case $2 in
-      jobset) test -e "$STAND_IN/set" || { echo 'Error from server (NotFound): jobsets "x" not found' >&2; exit 1; }
-        cat "$STAND_IN/set" ;;
+      jobset) test -e "$STAND_IN/set-$3" || { echo 'Error from server (NotFound): jobsets "x" not found' >&2; exit 1; }
+        cat "$STAND_IN/set-$3" ;;
       pods) cat "$STAND_IN"/code.* ;;
     esac ;;
   create)
     cp "${2#--filename=}" "$STAND_IN/set.yaml"
-    printf StartupPolicyCompleted > "$STAND_IN/set"
+    set=$STAND_IN/set-$(sed -n 's/^  name: //p' "$STAND_IN/set.yaml")
+    printf StartupPolicyCompleted > "$set"
     most=$(sed -n 's/.*maxRestarts: //p' "$STAND_IN/set.yaml")
     (
       for restart in $(seq 0 "$most"); do
@@ -228,12 +229,12 @@ case $1 in
         wait
         codes=$(cat "$STAND_IN"/code.*)
         case $codes in *2*) break ;; esac
-        case $codes in *[1-9]*) ;; *) printf ' Completed' >> "$STAND_IN/set"; exit ;; esac
+        case $codes in *[1-9]*) ;; *) printf ' Completed' >> "$set"; exit ;; esac
       done
-      printf ' Failed' >> "$STAND_IN/set"
+      printf ' Failed' >> "$set"
     ) < /dev/null > /dev/null 2>&1 & ;;
   logs) sleep 0.3; case "$*" in *index=0*) cat "$STAND_IN/pod.0" ;; *) cat "$STAND_IN"/pod.* ;; esac ;;
-  delete) rm "$STAND_IN/set" ;;
+  delete) rm "$STAND_IN/set-$3" ;;
 esac
 """
 

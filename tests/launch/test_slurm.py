@@ -58,7 +58,7 @@ def test_wrong_input_is_never_tried_again(cloud):
 
 def test_a_job_that_is_refused_comes_to_an_end(cloud):
     (cloud.at / "refused").touch()
-    with pytest.raises(RunFailed, match="10 attempts have failed"):
+    with pytest.raises(RunFailed, match="10 attempts failed"):
         cloud.launch(job(cloud))
     assert "Invalid account" in (cloud.at / "logs/1/slurm.txt").read_text()
 

@@ -115,7 +115,7 @@ def test_a_cut_connection_does_not_start_the_run_again(cloud):
 def test_a_step_that_fails_three_times_ends_the_loop(cloud):
     fail = 'echo "step 4/9"; echo boom; exit 1'
     cloud.attempts('echo "step 2/9"; exit 1', fail, fail, fail)
-    with pytest.raises(RunFailed, match=r"3 attempts have failed at step 4[^\0]*fix   read .*logs"):
+    with pytest.raises(RunFailed, match=r"3 attempts failed at step 4[^\0]*fix   read .*logs"):
         cloud.launch(cloud.job())
     assert len(cloud.started()) == 4 and "1: boom" in cloud.said
     assert len(cloud.calls("create")) == 1
