@@ -15,8 +15,13 @@ from gspmd_lm.launch import archive, bucket, place
 from gspmd_lm.launch import logs as log_files
 from gspmd_lm.launch.place import Place
 
-_ACCELERATORS = {"v4": "tpu-v4-podslice", "v5e": "tpu-v5-lite-podslice", "v5p": "tpu-v5p-slice",
-                 "v6e": "tpu-v6e-slice", "tpu7x": "tpu7x"}  # fmt: skip
+_ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
 _CHIPS_OF_NODE = 4  # of every slice with several nodes
 # Makes the set unless it is there, shows the lines of its pods, and ends when it has ended or is gone.
 _FOLLOW = """
@@ -47,7 +52,8 @@ done
 test -s "$3/0.log" || show_all "$3" "$set" # they have ended before anyone looked
 test -z "${code:-}" || echo "ENDED $code" >> "$3/0.log"
 """.replace("WRONG", str(WRONG_INPUT)).replace("ENDED", log_files.ENDED)
-_JOB_SET = """apiVersion: jobset.x-k8s.io/v1alpha2
+_JOB_SET = """{about}
+apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: {name}
@@ -122,6 +128,7 @@ class Gke(Place):
         chips = target.devices // target.slices // target.chip.devices_per_chip
         words = ["gspmd-lm", "train", *place.with_cache(self.job)]
         return _JOB_SET.format(
+            about=place.ABOUT,
             name=name,
             restarts=self.job.max_retries,
             slices=target.slices,

@@ -14,6 +14,7 @@ from gspmd_lm.launch.job import Job
 
 CALL_S = 300  # for a command that asks something; a slice may take longer to create, which is waited for by asking
 CREATE_S = 1800
+ABOUT = "# By launch --print: one start of the run, without the checks, the budgets and the loop of launch."
 _WIDTH = 116  # of a script
 
 
@@ -113,9 +114,14 @@ def call(command: Sequence[str], timeout_s: float = CALL_S, stdin: str | None = 
     name = " ".join(command[:5])
     try:
         done = subprocess.run(
-            command, input=stdin, stdin=None if stdin is not None else subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=timeout_s, errors="replace",
-        )  # fmt: skip
+            command,
+            input=stdin,
+            stdin=None if stdin is not None else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired as error:
         raise CommandFailed(f"{name}: no answer for {timeout_s:.0f} s") from error
     if done.returncode:
@@ -146,7 +152,7 @@ def script_of(*steps: Sequence[str] | str) -> str:
 
     A long command goes over several lines, and a word of several lines stands as people write it.
     """
-    return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", *map(_step, steps), ""])
+    return "\n".join(["#!/usr/bin/env bash", ABOUT, "set -euo pipefail", *map(_step, steps), ""])
 
 
 def _step(step: Sequence[str] | str) -> str:

@@ -22,6 +22,7 @@ while in_queue "$1"; do sleep "${LAUNCH_POLL_S:-10}"; done"""
 # One task for each GPU: jax gives every task of a Slurm job the device of its local number, so a task must see all GPUs
 # of its node. bash leaves SIGTERM to Python, and writes the exit code behind the lines of its task.
 _SCRIPT = """#!/usr/bin/env bash
+{about}
 # Submitted from the repository: mkdir -p {logs} && sbatch FILE
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -60,9 +61,15 @@ class Slurm(Place):
         main = os.path.relpath(versions.PACKAGE.parent / "main.py")
         words = [self.job.python, main, "train", *self.job.arguments, f"--workdir={self.job.workdir}"]
         return _SCRIPT.format(
-            name=name, nodes=nodes, gpus=gpus, time=self.job.time, logs=logs, ended=log_files.ENDED,
+            about=place.ABOUT,
+            name=name,
+            nodes=nodes,
+            gpus=gpus,
+            time=self.job.time,
+            logs=logs,
+            ended=log_files.ENDED,
             command=shlex.join(words),
-        )  # fmt: skip
+        )
 
     def run(self, attempt: str, logs: Path) -> list[subprocess.Popen[bytes]]:
         script = logs / "job.sbatch"

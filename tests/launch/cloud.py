@@ -82,6 +82,9 @@ def describe():
     state = one["states"][0]
     if len(one["states"]) > 1:
         file.write_text(json.dumps(one | {"states": one["states"][1:]}))
+    if flags["format"] == "value(state.state)":
+        print(state)
+        return
     print(json.dumps({"state": {"state": state}, "tpu": {"nodeSpec": [{"node": {"labels": one["labels"]}}]}}))
 
 def ssh():
@@ -249,8 +252,8 @@ class Cloud:
             "uv": _UV, "trained": _TRAINED, "python3": "true", "sbatch": _SBATCH, "squeue": _SQUEUE, "srun": _SRUN,
             "scancel": _SCANCEL, "kubectl": _KUBECTL,
         }.items():  # fmt: skip
-            self._program(name, f"#!/usr/bin/env bash\n{code}")
-        self._program("gcloud", f"#!{sys.executable} -S\n{_GCLOUD}")
+            self.program(name, f"#!/usr/bin/env bash\n{code}")
+        self.program("gcloud", f"#!{sys.executable} -S\n{_GCLOUD}")
         monkeypatch.setenv("PATH", f"{at}:{os.environ['PATH']}")
         monkeypatch.setenv("STAND_IN", str(at))
         monkeypatch.setenv("HOSTS", str(HOSTS))
@@ -258,7 +261,7 @@ class Cloud:
         self.behave()
         self.said: list[str] = []
 
-    def _program(self, name, code):
+    def program(self, name, code):
         (self.at / name).write_text(code)
         (self.at / name).chmod(stat.S_IRWXU)
 
@@ -275,9 +278,14 @@ class Cloud:
             "train": "--config=tiny --rules=fsdp8", "logs": str(self.at / "logs"), **keys,
         })  # fmt: skip
 
-    def launch(self, job, usd_per_hour=0.0):
-        """The exit code of a launch of a job."""
-        return loop.Launch(places.find(job), usd_per_hour, self.said.append, QUICK).run()
+    def launch(self, job, usd_per_hour=0.0, tell=lambda line: None, waits=QUICK):
+        """The exit code of a launch of a job. tell: sees each line that it says."""
+
+        def say(line):
+            self.said.append(line)
+            tell(line)
+
+        return loop.Launch(places.find(job), usd_per_hour, say, waits).run()
 
     def calls(self, verb):
         """The commands of gcloud with a verb."""

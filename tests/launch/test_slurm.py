@@ -3,14 +3,8 @@
 import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
-from tests.launch.cloud import Cloud
 
 FINISHED = 'echo "step 9/9"'
-
-
-@pytest.fixture
-def cloud(tmp_path, monkeypatch):
-    return Cloud(tmp_path / "cloud", monkeypatch)
 
 
 def job(cloud, **keys):

@@ -6,16 +6,11 @@ import pytest
 
 from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
 from gspmd_lm.launch import logs, loop, places
-from tests.launch.cloud import HOSTS, QUICK, Cloud
+from tests.launch.cloud import HOSTS, QUICK
 
 # One host tells the stand-in that it is time.
 PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) touch "$STAND_IN/preempt";; esac; sleep 60'
 FINISHED = 'echo "step 9/9"'
-
-
-@pytest.fixture
-def cloud(tmp_path, monkeypatch):
-    return Cloud(tmp_path / "cloud", monkeypatch)
 
 
 @pytest.mark.parametrize("place", ["queued-resource", "tpu-vm"])
