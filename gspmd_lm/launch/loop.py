@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from gspmd_lm import files
-from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError, RunFailed
 from gspmd_lm.launch import logs
 from gspmd_lm.launch.budget import Budget
 from gspmd_lm.launch.place import CommandFailed, Place, State
@@ -71,7 +73,7 @@ class Launch:
 
         Raises RunFailed if a step fails again and again, or if the slice cannot be had.
         """
-        with self._signals():
+        with self._signals(), self._alone():
             try:
                 code = self._repeat()
             except _Stopped as stopped:
@@ -134,8 +136,10 @@ class Launch:
                 self._say(str(error))
                 if error.is_final:
                     raise RunFailed(f"{self.job.name} cannot be had: {error}") from error
-                self._pause(self.waits.retry * 2**failures)
                 failures += 1
+                if failures >= UNREACHABLE and self.budget.is_held:
+                    raise RunFailed(f"{self.job.name} is there and cannot be used: {error}") from error
+                self._pause(self.waits.retry * 2**failures)
 
     def _bring_code(self) -> None:
         """Sends the code, unless processes of an earlier launch, which may go on, have it and the same flags."""
@@ -271,6 +275,10 @@ class Launch:
         if self._retries > self.job.max_retries:
             raise _Stopped(f"max_retries: the run was started {self._retries} times")
         if failed:
+            if code is None and self._failures > 1:  # they may never have been there
+                self._try(self.place.kill)
+                self._close_attempt()
+                self._has_code = False
             self._pause(self.waits.retry * 2 ** (self._failures - 1))
 
     def _check_budget(self) -> None:
@@ -294,6 +302,18 @@ class Launch:
         with contextlib.suppress(OSError):  # the terminal was closed, and the run goes on
             for line in lines:
                 self._tell(line)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A context in which no other launch of this machine works on the same run."""
+        lock = filelock.FileLock(self.folder / "lock")
+        try:
+            with lock.acquire(timeout=0):
+                yield
+        except filelock.Timeout as error:
+            raise InputError(
+                f"{self.folder}: another launch of {self.job.name} is at work\n  fix   end it, or give another --name"
+            ) from error
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

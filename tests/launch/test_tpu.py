@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError, RunFailed
 from gspmd_lm.launch import logs, loop, places
 from tests.launch.cloud import HOSTS, QUICK
 
@@ -74,6 +74,27 @@ def test_what_will_not_pass_is_said_at_once(cloud):
     with pytest.raises(RunFailed, match=r"one cannot be had: .*PERMISSION_DENIED"):
         cloud.launch(cloud.job())
     assert len(cloud.calls("create")) == 1
+
+
+def test_a_slice_that_cannot_be_used_is_not_paid_for_without_end(cloud):
+    cloud.behave(refused_ssh=99)
+    cloud.attempts(FINISHED)
+    with pytest.raises(RunFailed, match="one is there and cannot be used"):
+        cloud.launch(cloud.job(autodelete=True))
+    assert len(cloud.calls("delete")) == 1 and len(cloud.calls("create")) == 1
+
+
+def test_two_launches_of_one_run_are_refused(cloud):
+    cloud.attempts(FINISHED)
+    refused = []
+
+    def launch_again(line):
+        if line == "step 9/9":
+            with pytest.raises(InputError, match="another launch of one is at work"):
+                loop.Launch(places.find(cloud.job()), 0.0, print, QUICK).run()
+            refused.append(line)
+
+    assert cloud.launch(cloud.job(), tell=launch_again) == 0 and refused
 
 
 def make_slice(cloud, job):
