@@ -1,48 +1,40 @@
 """launch: starts a run where its devices are, and goes on until it is finished."""
 
 import functools
-import typing
-from typing import TYPE_CHECKING
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import MACHINE, RESULTS, RUN, Flags, Verb
 from gspmd_lm.errors import InputError
-from gspmd_lm.launch.job import KEYS
-
-if TYPE_CHECKING:
-    from gspmd_lm.launch.job import Job
+from gspmd_lm.launch.job import ABOUT, KEYS, Job
 
 
 def _define(flags: Flags) -> None:
     run = ("place", "workdir", "train", "name", "max_retries", "max_hours", "max_usd", "usd_per_hour", "autodelete")
     for name, field in KEYS.items():
         flags.group(RUN if name in run else RESULTS if name == "logs" else MACHINE)
-        about, kinds = field.metadata["about"], (field.type, *typing.get_args(field.type))
-        if field.type is bool:
-            flags.yes_no(name, about)
+        if isinstance(field.default, bool):
+            flags.yes_no(name, ABOUT[name])
         elif isinstance(field.default, int):
-            flags.whole(name, field.default, about)
-        elif isinstance(field.default, str):
-            flags.text(name, field.default or None, about)
+            flags.whole(name, field.default, ABOUT[name])
+        elif field.default is None:
+            flags.number(name, None, ABOUT[name])
         else:
-            assert type(None) in kinds
-            flags.number(name, None, about)
+            flags.text(name, str(field.default) or None, ABOUT[name])
     flags.group(RESULTS)
     flags.yes_no("print", "Print the commands of one start, for a script of your own, and stop.")
 
 
 def run(values: flags.FlagValues, names: list[str]) -> int:
     """Runs the job of a launch file, and returns its exit code."""
-    from gspmd_lm.launch import job as jobs
-    from gspmd_lm.launch import place, places
+    from gspmd_lm.launch import launch_file, place, places
 
     file = names[0] if names and not names[0].startswith("-") else None
     given = {name: values[name].value for name in KEYS if values[name].present}
-    job = jobs.read(file, given, names[1:] if file else names)
+    job = launch_file.read(file, given, names[1:] if file else names)
     run_at = places.find(job)
-    jobs.check(job, run_at.needed)
+    launch_file.check(job, run_at.needed)
     if values.print:
         print(run_at.script(), end="")
         return 0
@@ -54,7 +46,7 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     return loop.Launch(run_at, price, functools.partial(print, flush=True)).run()
 
 
-def _check(job: "Job") -> float:
+def _check(job: Job) -> float:
     """The price of the place in USD an hour, after the flags of train, its files and the layout were checked."""
     from gspmd_lm import cli
     from gspmd_lm.cli import inputs

@@ -35,7 +35,7 @@ DRY = ("--rules=tp8", "--dry_run")
         (
             ("trian",),
             "trian: no such verb (did you mean train?)\n"
-            "  fix   use one of train, eval, generate, convert, explain, compare, plan, plot, keys, completion\n",
+            "  fix   use one of train, launch, eval, generate, convert, explain, compare, plan, plot, keys, completion\n",
         ),
         (("serve",), f"serve: no such verb\n  fix   use one of {', '.join(cli.VERBS)}\n"),
         (("train", "tiny"), "tiny: flags begin with --\n  fix   --config=NAME --rules=NAME, see --help\n"),
@@ -154,6 +154,7 @@ TOLD = {
         (("--help",), "usage: "),
         (("--version",), "gspmd_lm "),
         (("explain", "--help"), "python main.py explain: "),
+        (("launch", "--help"), "python main.py launch: "),
         (("--confg=tiny",), "--confg: train has no such flag"),
     ],
     (*HEAVY, "numpy", "rich"): [

@@ -109,7 +109,7 @@ def ssh():
                 os.killpg(one.pid, signal.SIGKILL)
             preempt()
             if once("hanging_ssh"):  # a connection to a host that is gone may hang until TCP gives up
-                time.sleep(60)
+                time.sleep(600)
             fail("[/usr/bin/ssh] exited with return code [255].", 255)
         if (at / "cut").exists() and "setsid" in command:  # the connection alone
             (at / "cut").unlink()

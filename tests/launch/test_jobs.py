@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from gspmd_lm import cli
-from gspmd_lm.launch import job as jobs
-from gspmd_lm.launch import places
+from gspmd_lm.launch import launch_file, places
 from tests.launched import ROOT
 
 DERIVED = {"tpu_vm": "tpu_vm.sh", "queued_resource": "queued_resource.sh", "slurm": "slurm.sbatch",
@@ -38,8 +37,8 @@ def test_the_example_of_a_place_fits(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     from gspmd_lm.cli import launch
 
-    job = jobs.read(f"jobs/{name}.yaml", {})
-    jobs.check(job, places.find(job).needed)
+    job = launch_file.read(f"jobs/{name}.yaml", {})
+    launch_file.check(job, places.find(job).needed)
     said = []
     monkeypatch.setattr("gspmd_lm.cli.outputs.say", said.append)
     launch._check(job)
