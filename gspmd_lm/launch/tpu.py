@@ -47,7 +47,8 @@ mkdir -p {attempt}
 cd {code}
 if ! test -e {attempt}/pid; then
   export JAX_COORDINATOR_PORT={port}
-  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > {attempt}/code' run {command} > {attempt}/log 2>&1 < /dev/null &
+  touch {attempt}/log
+  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > {attempt}/code' run {command} >> {attempt}/log 2>&1 < /dev/null &
   echo $! > {attempt}/pid
 fi
 tail --pid="$(cat {attempt}/pid)" --sleep-interval=0.2 -n +1 -f {attempt}/log
