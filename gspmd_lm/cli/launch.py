@@ -4,6 +4,7 @@ import functools
 
 from absl import flags
 
+from gspmd_lm import files
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import MACHINE, RESULTS, RUN, Flags, Verb
 from gspmd_lm.errors import InputError
@@ -52,7 +53,9 @@ def _check(job: Job) -> float:
     from gspmd_lm.cli import inputs
     from gspmd_lm.cli.train import TRAIN
 
-    values, rest = cli.parse_flags(TRAIN, job.arguments)
+    # The config and the rules of an earlier start are found in a local workdir, here as there.
+    workdir = [] if files.is_remote(job.workdir) else [f"--workdir={job.workdir}"]
+    values, rest = cli.parse_flags(TRAIN, [*job.arguments, *workdir])
     if rest:
         raise InputError(f"train: {rest[0]}: flags begin with --\n  fix   train: --config=NAME --rules=NAME")
     rules, config = inputs.read_rules(values), inputs.read_config(values)
