@@ -1,5 +1,7 @@
 """The loop around a run on a TPU slice, with stand-ins for gcloud and for the hosts."""
 
+import os
+import signal
 import time
 import types
 
@@ -184,6 +186,30 @@ def test_a_budget_that_is_spent_lets_the_run_save_and_gives_the_slice_back(cloud
     assert cloud.launch(cloud.job(autodelete=True, **most), usd_per_hour=200.0, tell=wait) == STOPPED
     assert any(line.startswith(spent) for line in cloud.said) and "saved" in cloud.said
     assert len(cloud.calls("delete")) == 1 and "10h00m, 2000." in cloud.said[-1], cloud.said
+
+
+def test_ctrl_c_lets_the_run_save(cloud):
+    cloud.attempts(SAVES, FINISHED)
+
+    def interrupt(line):
+        if line == "step 1/9":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert cloud.launch(cloud.job(autodelete=True), tell=interrupt) == STOPPED
+    assert "saved" in cloud.said and len(cloud.started()) == 1 and len(cloud.calls("delete")) == 1
+
+
+def test_a_second_ctrl_c_leaves_everything_as_it_is(cloud):
+    cloud.attempts(SAVES)
+
+    def interrupt(line):
+        if line == "step 1/9" or line.startswith("asked to stop"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        cloud.launch(cloud.job(autodelete=True), tell=interrupt)
+    assert cloud.calls("delete") == [] and cloud.said[-1] == "launch ends at once, and leaves one as it is"
+    places.find(cloud.job()).kill(f"{loop.Launch(places.find(cloud.job()), 0.0, print, QUICK)._record.token}-1")
 
 
 @SLOW
