@@ -153,6 +153,10 @@ echo "$*" >> "$STAND_IN/given.$number"
 count=$(wc -l < "$STAND_IN/given.$number")
 eval "$(sed -n "${count}p" "$STAND_IN/attempts")"
 """
+# Waits until both hosts have started as often as each other.
+_BOTH_BEGAN = """
+{ until test "$(wc -l < "$STAND_IN/given.0")" = "$(wc -l < "$STAND_IN/given.1")"; do sleep 0.05; done; } 2> /dev/null
+"""
 # A cluster of Slurm with two nodes of one GPU. A job is in the queue until it has ended; after the failure of a node it
 # is requeued, and in the queue still: slurm.schedmd.com/sbatch.html, --requeue.
 _SBATCH = """
@@ -250,7 +254,7 @@ class Cloud:
         at.mkdir(parents=True)
         for name, code in {
             "uv": _UV, "trained": _TRAINED, "python3": "true", "sbatch": _SBATCH, "squeue": _SQUEUE, "srun": _SRUN,
-            "scancel": _SCANCEL, "kubectl": _KUBECTL,
+            "scancel": _SCANCEL, "both_began": _BOTH_BEGAN, "kubectl": _KUBECTL,
         }.items():  # fmt: skip
             self.program(name, f"#!/usr/bin/env bash\n{code}")
         self.program("gcloud", f"#!{sys.executable} -S\n{_GCLOUD}")

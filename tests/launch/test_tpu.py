@@ -11,8 +11,8 @@ from gspmd_lm.errors import STOPPED, WRONG_INPUT, InputError, RunFailed
 from gspmd_lm.launch import logs, loop, places
 from tests.launch.cloud import HOSTS, QUICK
 
-# One host tells the stand-in that it is time.
-PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) touch "$STAND_IN/preempt";; esac; sleep 60'
+# One host tells the stand-in that it is time, when the other has begun too.
+PREEMPTED = 'echo "step 3/9"; case $HOME in *host0) both_began; touch "$STAND_IN/preempt";; esac; sleep 60'
 FINISHED = 'echo "step 9/9"'
 
 
@@ -128,7 +128,7 @@ def test_what_launch_did_not_create_stays_when_it_is_lost(cloud):
 
 
 def test_a_cut_connection_does_not_start_the_run_again(cloud):
-    cut = 'case $HOME in *host0) touch "$STAND_IN/cut";; esac'
+    cut = 'case $HOME in *host0) both_began; touch "$STAND_IN/cut";; esac'
     cloud.attempts(f'echo "step 1/9"; {cut}; sleep 2; echo "step 9/9"')
     assert cloud.launch(cloud.job()) == 0
     assert len(cloud.started()) == 1
