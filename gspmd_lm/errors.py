@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
-STOPPED = 75  # the exit code of a run that was stopped with work left: the same command goes on
-WRONG_INPUT = 2  # the exit code for wrong input: the same command would be refused again
+# Exit codes. A loop around a run starts it again after any code but 0 and WRONG_INPUT.
+FAILED = 1
+WRONG_INPUT = 2  # the same command would fail again
+STOPPED = 75  # with work left: the same command goes on
 
 
 class InputError(ValueError):

@@ -239,7 +239,7 @@ def test_a_run_alone_does_not_say_that_it_waits_for_others(tasks, said, monkeypa
     assert [record.message.startswith(said) for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_local.py has Slurm
+@pytest.mark.parametrize("way", ["flags", pytest.param("slurm", marks=pytest.mark.slow)])  # test_jobs.py has Slurm
 def test_two_processes_reduce_together_and_stop_at_the_same_step(way):
     """SIGTERM with flags, Ctrl-C under Slurm, each on the second process, which is slower than the first one."""
     port, processes = free_port(), []
