@@ -196,6 +196,13 @@ def trim(entries: Iterable[Path], limit_bytes: int, keep: Collection[str] = ()) 
                 total_bytes -= size_bytes
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Raises InputError if a folder cannot be made or written in. The message begins with `name`, such as --to=."""
+    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not at.is_dir() or not os.access(at, os.W_OK):
+        raise InputError(f"{name}{folder}: {at} cannot be written in\n  fix   give another folder")
+
+
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path belongs to an object store, as gs://bucket/name does."""
     return "://" in os.fspath(path)

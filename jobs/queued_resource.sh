@@ -1,43 +1,39 @@
 #!/usr/bin/env bash
-# Asks for a TPU slice, waits until it is there, trains on it with jobs/tpu_vm.sh. May be run again at any point: a
-# request that exists is waited for, a run that was cut short goes on from its newest checkpoint.
+# By launch --print: one start of the run, without the checks, the budgets and the loop of launch.
 set -euo pipefail
-
-# Fill in, or set in the environment; REPOSITORY, REVISION, WORKDIR, COMPILED and TRAIN stand in jobs/tpu_vm.sh.
-export PROJECT=${PROJECT:-}
-export ZONE=${ZONE:-}                    # us-west4-a
-export TPU=${TPU:-}                      # name for the slice; the request gets the same
-ACCELERATOR=${ACCELERATOR:-}             # v5litepod-16
-RUNTIME_VERSION=${RUNTIME_VERSION:-}     # v2-alpha-tpuv5-lite; each kind of TPU has its own
-OPTIONS=(--spot)                         # or --reserved, --valid-until-duration=6h, or nothing: OPTIONS=()
-
-: "${PROJECT:?fill it in}" "${ZONE:?fill it in}" "${TPU:?fill it in}"
-: "${ACCELERATOR:?fill it in}" "${RUNTIME_VERSION:?fill it in}"
-
-queued() {
-  gcloud compute tpus queued-resources "$1" "$TPU" --project="$PROJECT" --zone="$ZONE" "${@:2}"
-}
-
-if ! queued describe >/dev/null 2>&1; then
-  queued create --node-id="$TPU" --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME_VERSION" \
-    ${OPTIONS[@]+"${OPTIONS[@]}"}
+# Asks for the slice. Leave this out if it is there already.
+gcloud compute tpus queued-resources create llama3-8b --node-id=llama3-8b --accelerator-type=v5litepod-256 \
+  --runtime-version=v2-alpha-tpuv5-lite --spot --labels=gspmd-lm-launch=by-hand --zone=us-west4-a --quiet
+until test "$(gcloud compute tpus queued-resources describe llama3-8b '--format=value(state.state)' --zone=us-west4-a --quiet)" = ACTIVE; do sleep 30; done
+# Sends the code that stands here, and installs it.
+tar -czf gspmd_lm.tar.gz --exclude=__pycache__ main.py pyproject.toml README.md LICENSE gspmd_lm rules configs
+gcloud compute tpus tpu-vm scp gspmd_lm.tar.gz llama3-8b:gspmd_lm.tar.gz --worker=all --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+set -eu
+python3 -m pip install --user --quiet uv
+rm -rf gspmd_lm_launch/code
+mkdir -p gspmd_lm_launch/code
+tar -xzf gspmd_lm.tar.gz -C gspmd_lm_launch/code
+cd gspmd_lm_launch/code
+~/.local/bin/uv venv --quiet --python 3.12
+~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'
+END
+)" \
+  --zone=us-west4-a --quiet
+# Trains. Another start needs another name than attempt-1.
+gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+set -eu
+mkdir -p ~/gspmd_lm_launch/attempt-1
+cd ~/gspmd_lm_launch/code
+if ! test -e ~/gspmd_lm_launch/attempt-1/pid; then
+  export JAX_COORDINATOR_PORT=8482
+  touch ~/gspmd_lm_launch/attempt-1/log
+  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > ~/gspmd_lm_launch/attempt-1/code' run .venv/bin/python main.py train --config=llama3_8b --rules=fsdp_tp --set rules.remat=block --set rules.microbatches=4 --set 'data.source=gs://bucket/data/*.jsonl' --set data.tokenizer=/data/tokenizer.json --workdir=gs://bucket/runs/llama3-8b --compile_cache=gs://bucket/runs/compiled >> ~/gspmd_lm_launch/attempt-1/log 2>&1 < /dev/null &
+  echo $! > ~/gspmd_lm_launch/attempt-1/pid
 fi
-
-state=
-until [ "$state" = ACTIVE ]; do
-  state=$(queued describe --format="value(state.state)")
-  echo "$(date +%T) $TPU: $state"
-  case $state in
-    FAILED | SUSPENDING | SUSPENDED)
-      echo "delete the request and run this again: gcloud compute tpus queued-resources delete $TPU" \
-        "--project=$PROJECT --zone=$ZONE --force" >&2
-      exit 1
-      ;;
-    ACTIVE) ;;
-    *) sleep 30 ;;
-  esac
-done
-
-"$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
-echo "done; the slice costs money until: gcloud compute tpus queued-resources delete $TPU" \
-  "--project=$PROJECT --zone=$ZONE --force"
+tail --pid="$(cat ~/gspmd_lm_launch/attempt-1/pid)" --sleep-interval=0.2 -n +1 -f ~/gspmd_lm_launch/attempt-1/log
+echo "gspmd_lm launch: ended with $(cat ~/gspmd_lm_launch/attempt-1/code || echo 137)"
+END
+)" \
+  --zone=us-west4-a --quiet
+# The slice costs money until it is given back: gcloud compute tpus queued-resources delete llama3-8b --force --zone=us-west4-a --quiet

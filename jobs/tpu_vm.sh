@@ -1,33 +1,38 @@
 #!/usr/bin/env bash
-# Trains on every worker of a TPU slice that is up. Run it where gcloud is logged in: jobs/tpu_vm.sh
-# The same command again, after a preemption or a new slice, goes on from the newest checkpoint.
+# By launch --print: one start of the run, without the checks, the budgets and the loop of launch.
 set -euo pipefail
-
-# Fill in, or set in the environment.
-PROJECT=${PROJECT:-}
-ZONE=${ZONE:-}                 # us-west4-a
-TPU=${TPU:-}                   # name of the slice, see `gcloud compute tpus tpu-vm list`
-REPOSITORY=${REPOSITORY:-}     # git URL of your copy, which the workers can clone
-REVISION=${REVISION:-main}
-WORKDIR=${WORKDIR:-}           # gs://bucket/runs/name, one for all workers
-PORT=${PORT:-8482}             # of the first worker, at which all meet; jax's own is 8482
-COMPILED=${COMPILED:-${WORKDIR%/*}/compiled}  # compiled programs: a slice made anew finds them and starts warm
-TRAIN=(--config=llama3_8b --rules=fsdp_tp --set "data.source=/data/*.jsonl" --set data.tokenizer=/data/tokenizer.json)
-
-: "${PROJECT:?fill it in}" "${ZONE:?fill it in}" "${TPU:?fill it in}" "${REPOSITORY:?fill it in}" "${WORKDIR:?fill it in}"
-
-on_all_workers() {
-  gcloud compute tpus tpu-vm ssh "$TPU" --project="$PROJECT" --zone="$ZONE" --worker=all --command="set -eu; $1"
-}
-
-# uv brings a Python: the one of the image may be older than 3.11.
-on_all_workers "
-  python3 -m pip install --user --quiet uv
-  test -d gspmd_lm || git clone $(printf %q "$REPOSITORY") gspmd_lm
-  cd gspmd_lm
-  git fetch --quiet origin $(printf %q "$REVISION")
-  git checkout --quiet --detach FETCH_HEAD
-  test -d .venv || ~/.local/bin/uv venv --quiet --python 3.12
-  ~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'"
-
-on_all_workers "cd gspmd_lm; export JAX_COORDINATOR_PORT=$PORT; exec .venv/bin/python main.py$(printf ' %q' "${TRAIN[@]}" "--workdir=$WORKDIR" "--compile_cache=$COMPILED")"
+# Asks for the slice. Leave this out if it is there already.
+gcloud compute tpus tpu-vm create llama3-8b --accelerator-type=v5litepod-256 --version=v2-alpha-tpuv5-lite \
+  --labels=gspmd-lm-launch=by-hand --zone=us-west4-a --quiet
+# Sends the code that stands here, and installs it.
+tar -czf gspmd_lm.tar.gz --exclude=__pycache__ main.py pyproject.toml README.md LICENSE gspmd_lm rules configs
+gcloud compute tpus tpu-vm scp gspmd_lm.tar.gz llama3-8b:gspmd_lm.tar.gz --worker=all --zone=us-west4-a --quiet
+gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+set -eu
+python3 -m pip install --user --quiet uv
+rm -rf gspmd_lm_launch/code
+mkdir -p gspmd_lm_launch/code
+tar -xzf gspmd_lm.tar.gz -C gspmd_lm_launch/code
+cd gspmd_lm_launch/code
+~/.local/bin/uv venv --quiet --python 3.12
+~/.local/bin/uv pip install --quiet -e '.[tpu,gcs]'
+END
+)" \
+  --zone=us-west4-a --quiet
+# Trains. Another start needs another name than attempt-1.
+gcloud compute tpus tpu-vm ssh llama3-8b --worker=all --command="$(cat <<'END'
+set -eu
+mkdir -p ~/gspmd_lm_launch/attempt-1
+cd ~/gspmd_lm_launch/code
+if ! test -e ~/gspmd_lm_launch/attempt-1/pid; then
+  export JAX_COORDINATOR_PORT=8482
+  touch ~/gspmd_lm_launch/attempt-1/log
+  setsid nohup bash -c 'trap : TERM; "$@"; echo $? > ~/gspmd_lm_launch/attempt-1/code' run .venv/bin/python main.py train --config=llama3_8b --rules=fsdp_tp --set rules.remat=block --set rules.microbatches=4 --set 'data.source=gs://bucket/data/*.jsonl' --set data.tokenizer=/data/tokenizer.json --workdir=gs://bucket/runs/llama3-8b --compile_cache=gs://bucket/runs/compiled >> ~/gspmd_lm_launch/attempt-1/log 2>&1 < /dev/null &
+  echo $! > ~/gspmd_lm_launch/attempt-1/pid
+fi
+tail --pid="$(cat ~/gspmd_lm_launch/attempt-1/pid)" --sleep-interval=0.2 -n +1 -f ~/gspmd_lm_launch/attempt-1/log
+echo "gspmd_lm launch: ended with $(cat ~/gspmd_lm_launch/attempt-1/code || echo 137)"
+END
+)" \
+  --zone=us-west4-a --quiet
+# The slice costs money until it is given back: gcloud compute tpus tpu-vm delete llama3-8b --zone=us-west4-a --quiet

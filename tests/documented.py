@@ -102,7 +102,8 @@ def make_folder(at: Path) -> Path:
     (at / "prompts.jsonl").write_text('{"prompt": "01"}\n')
     shutil.copy(ROOT / "rules/tp8.yaml", at / "mine.yaml")
     shutil.copy(ROOT / "examples/any_step.py", at / "train.py")
-    (at / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "jobs"):
+        (at / folder).symlink_to(ROOT / folder)
     little = {"layers": 2, "embed": 32, "heads": 8, "kv_heads": 8, "head_dim": 8, "mlp": 64, "vocab": 272,
               "context": 128, "compute_dtype": "float32"}  # fmt: skip
     config = {"model": nest(little), "data": {"source": "text/*.jsonl", "tokenizer": "bytes", "batch": 8, "seq": 32},

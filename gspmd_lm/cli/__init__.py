@@ -22,6 +22,7 @@ from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
 from gspmd_lm.cli.generate import GENERATE
 from gspmd_lm.cli.keys import KEYS
+from gspmd_lm.cli.launch import LAUNCH
 from gspmd_lm.cli.plan import PLAN
 from gspmd_lm.cli.plot import PLOT
 from gspmd_lm.cli.train import TRAIN
@@ -29,7 +30,8 @@ from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, exit_code, printable
 from gspmd_lm.runtime import endings
 
-VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)}
+_VERBS = (TRAIN, LAUNCH, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)
+VERBS = {verb.name: verb for verb in _VERBS}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -104,7 +106,7 @@ def _system_error(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}\n  fix   {_SYSTEM_ERRORS[error.errno]}, then start the same command"
 
 
-def _parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+def parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
     """The flags of a verb, and the arguments that are not flags. Raises InputError for a flag that is wrong."""
     values = verb.flags()
     try:
@@ -203,7 +205,7 @@ def _run(argv: list[str]) -> int:
         hint = f" (did you mean --{flag}={name}?)" if flag else did_you_mean(name, VERBS)
         raise InputError(f"{name}: no such verb{hint}\n  fix   use one of {', '.join(VERBS)}")
     verb = VERBS[name or "train"]
-    values, rest = _parse_flags(verb, argv[2 if name else 1 :])
+    values, rest = parse_flags(verb, argv[2 if name else 1 :])
     if values.help or values.version:
         print(_version() if values.version else versions.with_documents(_help(verb) if name else _overview()))
         return 0

@@ -52,7 +52,7 @@ def _import(values: flags.FlagValues, rules: Rules, source: Path, workdir: epath
         also = ", or --set model.weight_dtype=bfloat16" if "dtype" in idle else ""
         raise InputError(f"--{', --'.join(idle)}: only for convert --to=DIR\n  fix   drop it{also}")
     if "://" not in str(workdir):
-        inputs.check_folder("workdir", Path(workdir))
+        files.check_folder("--workdir=", Path(workdir))
     published = pretrained.open_folder(source, inputs.config_sets(values), values.ignore)
     carried = {architecture.CONFIG: sidecars.as_json(dict(published.like))} | _sidecars_of(source)
     if values.ignore:
@@ -153,7 +153,7 @@ def _export(values: flags.FlagValues, rules: Rules, workdir: str) -> int:
             "a new one is written from the model's settings"
         )
     if begun.machine.is_main:
-        inputs.check_folder("to", folder)
+        files.check_folder("--to=", folder)
     if values.adapter:
         export.family_and_model(folder, model, like)
         imported, written, ends = {}, {}, []  # they are those of the base model

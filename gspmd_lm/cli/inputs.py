@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,13 +105,6 @@ def check_output(output: str | None, source: str | None) -> None:
     path = Path(output or "")
     if output and source and path.exists() and Path(source).exists() and path.samefile(source):
         raise InputError(f"--output={output}: would overwrite the file that is read\n  fix   name another file")
-
-
-def check_folder(flag: str, folder: Path) -> None:
-    """Raises InputError if a folder that a flag names cannot be made or written in."""
-    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not at.is_dir() or not os.access(at, os.W_OK):
-        raise InputError(f"--{flag}={folder}: {at} cannot be written in\n  fix   give another folder")
 
 
 def log_to_stderr() -> None:

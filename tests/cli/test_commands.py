@@ -37,6 +37,10 @@ eval --workdir=W --rules=none --continuations=IN.jsonl --output=scores.jsonl | s
 convert --config=W/config.yaml --workdir=W --to=OUT --step=0 --dtype=bfloat16 --set data.seq=32 | OUT:
 train --config=W/config.yaml --rules=none --set train.init_from=W --set data.source='chats/*.jsonl' --set data.messages_field=messages --set data.batch=2 --set data.seq=64 --set train.trackers=[] --set data.held_out=0.0 --set 'model.lora={rank: 2, alpha: 4, targets: [wq]}' --steps=1 --workdir=tuned | adapters: learning rate
 convert --workdir=tuned --to=ADAPTER --adapter --base=DIR | ADAPTER:
+launch --place=queued-resource --name=one --zone=z --project=p --accelerator=v5litepod-8 --runtime_version=v --spot --port=1 --workdir=gs://b/w --train=--config=small.yaml --max_retries=1 --max_hours=1 --max_usd=1 --usd_per_hour=1 --autodelete --logs=here --print -- --rules=fsdp8 | --config=small.yaml --rules=fsdp8
+launch --place=gke --accelerator=v5litepod-8 --image=i --workdir=gs://b/w --print | image: i
+launch --place=slurm --accelerator=h100:2x8 --python=own --time=1:00 --workdir=w --print | SBATCH --time=1:00
+launch --processes=2 --workdir=runs/two --print -- --config=small.yaml | --num_processes=2 --process_id=1
 keys --markdown | | `train.steps` |
 keys --schema=rules | "microbatches"
 completion bash | complete -o
@@ -49,7 +53,7 @@ HELP = {"h", "help", "version"}
 def parsed(arguments):
     """The verb of a command, its flags by name, and what is no flag."""
     verb, rest = (arguments[0], arguments[1:]) if arguments and arguments[0] in cli.VERBS else ("train", arguments)
-    values, names = cli._parse_flags(cli.VERBS[verb], rest)
+    values, names = cli.parse_flags(cli.VERBS[verb], rest)
     return verb, {name for name in values if values[name].present}, names
 
 
@@ -120,6 +124,8 @@ def small(arguments):
     verb, flags, _ = parsed(arguments)
     if arguments == [verb]:
         return None  # the name of a verb
+    if verb == "launch":
+        return ["launch", "--print", *arguments[1:]]  # it would ask for what is not here
     joined = shlex.split(" ".join(map(shlex.quote, arguments)).replace("--set ", "--set="))
     found = [_small(verb, "dry_run" in flags, one) for one in joined]
     if verb == "plan":

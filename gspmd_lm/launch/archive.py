@@ -1,0 +1,50 @@
+"""The archive of the code that stands here, with the files that the flags of train name, for hosts that lack them."""
+
+from pathlib import Path
+
+from gspmd_lm import versions
+from gspmd_lm.errors import InputError
+from gspmd_lm.launch import place
+from gspmd_lm.launch.job import Job
+
+NAME = "gspmd_lm.tar.gz"
+_OF_CHECKOUT = ("main.py", "pyproject.toml", "README.md", "LICENSE", "gspmd_lm", "rules", "configs")
+
+
+def own_files(job: Job) -> list[str]:
+    """The files in this folder that the flags of train name, and that the checkout does not hold elsewhere.
+
+    Raises InputError for one that lies outside of this folder, since hosts would look for it there.
+    """
+    found = []
+    for word in job.arguments:
+        name, _, value = word.lstrip("-").removeprefix("set=").partition("=")
+        if name in ("config", "rules", "data.tokenizer") and Path(value).expanduser().exists():
+            path = Path(value)
+            if path.is_absolute() or ".." in path.parts or value.startswith("~"):
+                raise InputError(f"train: {word}: lies outside of this folder\n  fix   copy it here")
+            if not (versions.PACKAGE.parent / path).exists():
+                found.append(value)
+    return found
+
+
+def command(job: Job, file: str) -> list[str]:
+    """The command that makes the archive in `file`. Raises InputError if there is no checkout."""
+    checkout = versions.PACKAGE.parent
+    if not (checkout / "main.py").exists():
+        raise InputError(
+            "the code is sent from a checkout, and this package was installed without one\n"
+            "  fix   git clone the repository, and start launch with its main.py"
+        )
+    here = [] if checkout == Path.cwd() else ["-C", str(checkout)]
+    own = own_files(job)
+    back = ["-C", str(Path.cwd()), *own] if own else []
+    return ["tar", "-czf", file, "--exclude=__pycache__", *here, *_OF_CHECKOUT, *back]
+
+
+def make(job: Job) -> Path:
+    """The archive, in the folder of the logs."""
+    path = Path(job.logs).expanduser().absolute() / NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place.call(command(job, str(path)))
+    return path

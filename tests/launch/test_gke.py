@@ -1,0 +1,47 @@
+"""The loop around a JobSet, with a stand-in for kubectl."""
+
+import pytest
+import yaml
+
+from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+
+FINISHED = 'echo "step 9/9"'
+
+
+def job(cloud, **keys):
+    return cloud.job("gke", image="image:tpu", **keys)
+
+
+def test_the_set_restarts_its_pods_until_the_run_is_finished(cloud):
+    cloud.attempts('echo "step 4/9"; exit 1', f'echo "step 5/9"; exit {STOPPED}', FINISHED)
+    assert cloud.launch(job(cloud, spot=True, accelerator="2@v5e:4x4")) == 0
+    assert len(cloud.started()) == 3 and "step 9/9" in cloud.said
+    made = yaml.safe_load((cloud.at / "set.yaml").read_text())
+    slices = made["spec"]["replicatedJobs"][0]
+    pods = slices["template"]["spec"]
+    assert slices["replicas"] == 2 and pods["parallelism"] == pods["completions"] == 4
+    assert pods["template"]["spec"]["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice", "cloud.google.com/gke-tpu-topology": "4x4",
+        "cloud.google.com/gke-spot": "true",
+    }  # fmt: skip
+
+
+def test_wrong_input_ends_the_set(cloud):
+    cloud.attempts(f'echo "model.heads: wrong"; exit {WRONG_INPUT}')
+    assert cloud.launch(job(cloud)) == WRONG_INPUT
+    assert len(cloud.started()) == 1 and "0: model.heads: wrong" in cloud.said
+    policy = yaml.safe_load((cloud.at / "set.yaml").read_text())["spec"]["failurePolicy"]
+    assert policy["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+
+
+def test_restarts_come_to_an_end(cloud):
+    cloud.attempts(*['echo "step 4/9"; exit 1'] * 20)
+    with pytest.raises(RunFailed, match="1 attempt failed at step 4"):
+        cloud.launch(job(cloud, max_retries=3))
+    assert len(cloud.started()) == 4
+
+
+def test_a_budget_that_is_spent_deletes_the_set(cloud):
+    cloud.attempts("echo step 1/9; sleep 8")
+    assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
+    assert list(cloud.at.glob("set-*")) == []

@@ -1,0 +1,109 @@
+"""What is wrong with a launch is said before anything is asked for."""
+
+import shutil
+
+import pytest
+
+from gspmd_lm import cli
+from tests.launched import ROOT
+
+FILE = """
+place: queued-resource
+zone: us-west4-a
+accelerator: v5litepod-8
+workdir: gs://bucket/runs/one
+train: --config=tiny --rules=fsdp8
+"""
+
+
+def launch(*arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["main.py", "launch", *arguments])
+    return end.value.code
+
+
+@pytest.fixture
+def file(cloud, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(FILE)
+    cloud.attempts('echo "step 9/9"')
+    return cloud
+
+
+WRONG = {
+    "a place that does not exist": (["--place=tpu-vn"], "place: must be", "did you mean tpu-vm?"),
+    "keys that are missing": (["--workdir=", "--zone="], "is empty"),
+    "a budget of nothing": (["--max_usd=0"], "max_usd: must be above 0"),
+    "hours of nothing": (["--max_hours=0"], "max_hours: must be above 0"),
+    "a price that is not known": (["--accelerator=v4-16", "--max_usd=3"], "the price of v4-16 is not known"),
+    "a slice that does not exist": (["--accelerator=v5litepod-17"], "accelerator: v5litepod-17", "v5litepod-16 (4x4)"),
+    "a chip that does not exist": (["--accelerator=v5f:4x4"], "accelerator: v5f:4x4: unknown chip"),
+    "no TPU": (["--accelerator=h100:8"], "accelerator: h100:8: no TPU"),
+    "several slices": (["--accelerator=2@v5e:2x2"], "dcn: the devices are 2 slices", "rules.dcn.fsdp=2"),
+    "several slices of one VM": (
+        ["--accelerator=2@v5e:2x2", "--", "--set=rules.dcn.fsdp=2"],
+        "has no 2 slices",
+        "place: gke",
+    ),
+    "a chip that has no TPU VMs": (["--accelerator=tpu7x:2x2x1"], "has no tpu7x", "place: gke"),
+    "a mesh that does not fill the slice": (["--accelerator=v5litepod-16"], "multiply to 8", "devices is 16"),
+    "a mesh that does not divide": (["--", "--rules=tp8", "--mesh=tensor=3"], "multiply to 3"),
+    "a layout that is too large": (["--", "--config=llama3_8b"], "needs about", "finds a layout that fits"),
+    "a config that is wrong": (["--", "--set=model.heads=3"], "model.heads"),
+    "a flag that train lacks": (["--", "--stepps=3"], "--stepps: train has no such flag"),
+    "a name that is none": (["--", "rules"], "train: rules: flags begin with --"),
+    "a second workdir": (["--", "--workdir=runs/x"], "train: --workdir=runs/x", "move it to workdir"),
+    "a workdir that is lost with the slice": (["--workdir=runs/x"], "the workdir is in a bucket"),
+    "a name for no slice": (["--name=Llama_3"], "name: 'Llama_3' is no name"),
+    "a file that no host would find": (["--", "--rules=../rules.yaml"], "lies outside of this folder"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_asks_for_nothing(file, capsys, case):
+    arguments, *said = WRONG[case]
+    shutil.copy(ROOT / "rules/fsdp8.yaml", file.at.parent.parent / "rules.yaml")
+    assert launch("one.yaml", *arguments) == 2
+    error = capsys.readouterr().err
+    assert all(words in error for words in said), error
+    assert not (file.at / "calls").exists()
+
+
+def test_all_missing_keys_are_in_one_message(file, capsys):
+    assert launch("--place=queued-resource") == 2
+    assert "workdir, accelerator, zone missing" in capsys.readouterr().err
+
+
+def test_a_key_that_does_not_exist_and_a_value_of_another_kind_are_in_one_message(file, capsys):
+    file.at.with_name("one.yaml").write_text(f"{FILE}zones: z\nspot: 3\n")
+    assert launch("one.yaml") == 2
+    error = capsys.readouterr().err
+    assert "zones: unknown key (did you mean zone?)" in error and "spot: must be true or false, got 3" in error
+
+
+def test_a_bucket_that_may_not_be_written_is_said_before_the_request(file, capsys):
+    file.behave(bucket="refused")
+    assert launch("one.yaml") == 2
+    error = capsys.readouterr().err
+    assert "gs://bucket/runs/one cannot be written" in error and "storage.objects.create" in error
+    assert file.calls("create") == []
+
+
+def test_a_tool_that_is_not_there_is_named(file, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch("one.yaml") == 2
+    assert "gcloud and tar not found" in capsys.readouterr().err
+
+
+def test_the_files_of_this_folder_and_the_code_are_sent(file, capsys, monkeypatch):
+    shutil.copy(ROOT / "rules/fsdp8.yaml", file.at.with_name("mine.yaml"))
+    file.behave(states=["ACTIVE"])
+    assert launch("one.yaml", "--autodelete", "--", "--rules=mine.yaml") == 0, capsys.readouterr()
+    sent = file.at / "host1/gspmd_lm_launch/code"
+    assert (sent / "mine.yaml").read_text() == (ROOT / "rules/fsdp8.yaml").read_text()
+    assert (sent / "gspmd_lm/launch/loop.py").exists() and (sent / "pyproject.toml").exists()
+    assert not list(sent.rglob("__pycache__"))
+    assert file.started() == ["main.py train --config=tiny --rules=fsdp8 --rules=mine.yaml "
+                              "--workdir=gs://bucket/runs/one --compile_cache=gs://bucket/runs/compiled"]  # fmt: skip
+    assert (file.at.parent / "runs/one.launch/1/0.log").read_text().startswith("step 9/9")
+    assert "the run is finished" in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""Runs that launch starts on this machine, and on stand-ins of TPU hosts: they go on after a kill to the same loss."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+
+import pytest
+
+from gspmd_lm.errors import WRONG_INPUT
+from tests.launch.cloud import HOSTS, QUICK
+from tests.launched import FROM_OUTSIDE, free_port
+from tests.quick import QUICK_FLAGS
+
+TRAIN = shlex.join([
+    "--platform=cpu", "--devices=2", "--config=tiny", "--rules=fsdp", "--set=data.source=random:64",
+    "--set=data.held_out=0.0", "--set=model.vocab=128", "--set=model.layers=1", "--set=train.steps=8",
+    "--set=train.trackers=[]", "--set=train.log_every=1", "--set=train.checkpoint_every=2",
+    "--set=optimizer.warmup_steps=0", *QUICK_FLAGS,
+])  # fmt: skip
+PATIENT = dataclasses.replace(QUICK, others=60, stop=60)  # real processes take longer to end
+
+
+@pytest.fixture
+def machine(cloud, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith(FROM_OUTSIDE)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GSPMD_LM_CACHE", str(tmp_path / "cache"))
+    return cloud
+
+
+def losses(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_wrong_input_ends_a_launch(machine, tmp_path):
+    job = machine.job("local", workdir=str(tmp_path / "run"), train="--config=tinny")
+    assert machine.launch(job) == WRONG_INPUT
+    assert any("0: tinny: no such file" in line for line in machine.said)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_no_run(machine, tmp_path):
+    """Two processes, of which one is killed: all start again, and come to the losses of a run that nobody killed."""
+
+    def kill(line):
+        if line.startswith("step 5/8") and not killed:
+            killed.append(line)
+            (pid,) = (
+                int(folder)
+                for folder in os.listdir("/proc")
+                if folder.isdecimal() and f"--workdir={tmp_path}/killed\0" in command(folder)
+                and "--process_id=1\0" in command(folder)
+            )  # fmt: skip
+            os.kill(pid, signal.SIGKILL)
+
+    killed = []
+    for name, tell in (("whole", lambda line: None), ("killed", kill)):
+        job = machine.job("local", processes=2, workdir=str(tmp_path / name), logs=str(tmp_path / f"{name}.launch"),
+                          train=TRAIN)  # fmt: skip
+        assert machine.launch(job, tell=tell, waits=PATIENT) == 0, machine.said
+    assert killed and re.search(r"attempt 1 failed .* at step [5-8]", "\n".join(machine.said))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def command(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+@pytest.mark.slow
+def test_a_slice_that_is_preempted_trains_on_to_the_same_loss(machine, tmp_path, monkeypatch):
+    """Two hosts, whose disks are lost: the run goes on from the workdir, and starts with programs that are compiled."""
+    # How they find each other is what Slurm says: a real slice asks its metadata.
+    machine.program("trained", f"""#!/usr/bin/env bash
+export SLURM_JOB_ID=7 SLURM_STEP_NODELIST=127.0.0.1 SLURM_NTASKS={HOSTS} SLURM_PROCID=${{HOME##*host}} SLURM_LOCALID=0
+exec {sys.executable} "$@"
+""")  # fmt: skip
+
+    def preempt(line):
+        if line.startswith("step 5/8") and not preempted:
+            preempted.append(line)
+            (machine.at / "preempt").touch()
+
+    preempted = []
+    for name, tell in (("whole", lambda line: None), ("lost", preempt)):
+        job = machine.job("queued-resource", workdir=str(tmp_path / name / "run"), train=TRAIN, port=free_port(),
+                          logs=str(tmp_path / f"{name}.launch"), name=name, autodelete=True)  # fmt: skip
+        machine.said.clear()
+        assert machine.launch(job, tell=tell, waits=PATIENT) == 0, machine.said
+    assert preempted and any(line.startswith("attempt 1 was preempted at step") for line in machine.said)
+    assert any(line.startswith("restored step 4") for line in machine.said)
+    assert any(f"compile cache {tmp_path}/lost/compiled" in line for line in machine.said)
+    assert losses(tmp_path / "lost/run") == losses(tmp_path / "whole/run")

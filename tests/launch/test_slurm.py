@@ -1,0 +1,63 @@
+"""The loop around jobs of Slurm, with stand-ins for its commands."""
+
+import pytest
+
+from gspmd_lm.errors import STOPPED, WRONG_INPUT, RunFailed
+
+FINISHED = 'echo "step 9/9"'
+
+
+def job(cloud, **keys):
+    workdir = str(cloud.at / "runs/one")
+    return cloud.job("slurm", accelerator="h100:2x1", workdir=workdir, python=str(cloud.at / "trained"), **keys)
+
+
+def submitted(cloud):
+    return (cloud.at / "submitted").read_text().splitlines()
+
+
+def test_a_job_that_stopped_at_its_time_limit_is_followed_by_another(cloud):
+    cloud.attempts(f'echo "step 4/9"; exit {STOPPED}', FINISHED)
+    assert cloud.launch(job(cloud)) == 0
+    assert len(set(submitted(cloud))) == 2 and len(cloud.started(1)) == 2
+    assert cloud.started()[0].endswith(f"main.py train --config=tiny --rules=fsdp8 --workdir={cloud.at}/runs/one")
+    assert "attempt 1 stopped with work left at step 4" in cloud.said and "step 9/9" in cloud.said
+
+
+def test_a_job_whose_node_failed_is_requeued_by_slurm(cloud):
+    fails = 'test $SLURM_PROCID = 0 || sleep 60; touch "$STAND_IN/requeue"; kill -KILL $(cat "$STAND_IN/job")'
+    cloud.attempts(f'echo "step 4/9"; {fails}; sleep 60', FINISHED)
+    assert cloud.launch(job(cloud)) == 0
+    assert len(submitted(cloud)) == 1 and len(cloud.started()) == 2
+
+
+def test_a_job_that_was_killed_is_asked_for_again(cloud):
+    """As Slurm ends one that does not stop in time."""
+    cloud.attempts('echo "step 4/9"; test $SLURM_PROCID = 1 || { sleep 0.5; scancel; }; sleep 60', FINISHED)
+    assert cloud.launch(job(cloud)) == 0
+    assert len(submitted(cloud)) == 2 and "attempt 1 lost its processes at step 4" in cloud.said
+
+
+def test_a_controller_that_does_not_answer_starts_nothing_twice(cloud):
+    cloud.attempts('echo "step 4/9"; touch "$STAND_IN/no_answer"; sleep 1; echo "step 9/9"')
+    assert cloud.launch(job(cloud)) == 0
+    assert len(submitted(cloud)) == 1 and len(cloud.started()) == 1
+
+
+def test_wrong_input_is_never_tried_again(cloud):
+    cloud.attempts(f"test $SLURM_PROCID = 1 && exit {WRONG_INPUT}; sleep 60")
+    assert cloud.launch(job(cloud)) == WRONG_INPUT
+    assert len(submitted(cloud)) == 1
+
+
+def test_a_job_that_is_refused_comes_to_an_end(cloud):
+    (cloud.at / "refused").touch()
+    with pytest.raises(RunFailed, match="10 attempts failed"):
+        cloud.launch(job(cloud))
+    assert "Invalid account" in (cloud.at / "logs/1/slurm.txt").read_text()
+
+
+def test_a_budget_that_is_spent_lets_the_tasks_save(cloud):
+    cloud.attempts(f"trap 'echo saved; exit {STOPPED}' TERM; echo step 1/9; while true; do sleep 0.1; done")
+    assert cloud.launch(job(cloud, max_hours=1e-3)) == STOPPED
+    assert "saved" in cloud.said and "saved" in (cloud.at / "logs/1/1.log").read_text()
