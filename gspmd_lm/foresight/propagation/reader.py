@@ -191,9 +191,9 @@ class Reader:
 
         It is sent from where that costs least, of the shardings in which the array was before.
         """
-        result = dataclasses.replace(source.with_dims(target).without_partial_sums(), scatter=None)
+        result = source.with_dims(target).without_partial_sums()._replace(scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
-            return dataclasses.replace(result, is_constant=False)
+            return result._replace(is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
         self.add_transfers(operation, aval, way.begin, way.costs, chosen)
         if source.scatter and source.unreduced:
@@ -202,7 +202,7 @@ class Reader:
             self._add_copy(source, result)
         for array, moved in way.copies:
             self._add_copy(array, moved)
-        return dataclasses.replace(result, identity=source.identity)
+        return result._replace(identity=source.identity)
 
     def _add_sum(self, rows: Any, way: Way, noted: int) -> None:
         """Notes that the table was sent, of which the transfers from number `noted` are, or that its rows were.
@@ -248,7 +248,7 @@ class Reader:
         ):
             sent = self.cheapest(like, array, dims).costs
             if sent and array.identity is not None:
-                copies.append((array, dataclasses.replace(array.with_dims(dims).without_partial_sums(), scatter=None)))
+                copies.append((array, array.with_dims(dims).without_partial_sums()._replace(scatter=None)))
             costs += sent
         looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
         costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
@@ -268,8 +268,7 @@ class Reader:
             return
         summed = operand.without_partial_sums() if keep_unreduced else operand
         moved = self.move(operation, aval, summed, target, chosen=chosen and operand.dims != target)
-        operation.operands[number] = dataclasses.replace(
-            moved, unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
+        operation.operands[number] = moved._replace(unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
         )
 
     def destination(self, source: ArraySharding, wanted: Dims | None) -> Dims:
@@ -329,9 +328,7 @@ class Reader:
                 identity = result.identity
                 if len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
                     identity = identity or self.value(operation)
-                result = dataclasses.replace(
-                    result,
-                    loop_depth=result.loop_depth if operation.primitive in CONTROL else depth,
+                result = result._replace(loop_depth=result.loop_depth if operation.primitive in CONTROL else depth,
                     unreduced=result.unreduced - result.mesh_axes,
                     identity=object() if identity is None else identity,
                 )
@@ -405,7 +402,7 @@ def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def _with_identity(array: ArraySharding) -> ArraySharding:
-    return array if array.identity is not None else dataclasses.replace(array, identity=object())
+    return array if array.identity is not None else array._replace(identity=object())
 
 
 def gather_operands(reader: Reader, operation: Operation) -> None:
