@@ -188,9 +188,7 @@ def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
 def unstack(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """An array is cut along a dimension into arrays that lack it."""
     axis = operation.params["axis"] % operation.inputs[0].ndim
-    return [
-        one._replace(dims=(*one.dims[:axis], *one.dims[axis + 1 :])) for one in split(reader, operation)
-    ]
+    return [one._replace(dims=(*one.dims[:axis], *one.dims[axis + 1 :])) for one in split(reader, operation)]
 
 
 def pad(reader: Reader, operation: Operation) -> ArraySharding:

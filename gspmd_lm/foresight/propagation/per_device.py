@@ -70,8 +70,7 @@ class PerDevice:
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         """The known facts about the results of a jaxpr, from those about its arguments."""
         known = {
-            var: replicated_sharding(rank_of(var.aval))._replace(loop_depth=one.loop_depth, identity=one.identity
-            )
+            var: replicated_sharding(rank_of(var.aval))._replace(loop_depth=one.loop_depth, identity=one.identity)
             for var, one in zip(jaxpr.invars, arguments, strict=True)
         }
 
@@ -118,8 +117,7 @@ class PerDevice:
     ) -> list[ArraySharding]:
         depth = max((one.loop_depth for one in operands), default=0)
         return [
-            replicated_sharding(rank_of(var.aval))._replace(loop_depth=depth, identity=identity and (identity, n)
-            )
+            replicated_sharding(rank_of(var.aval))._replace(loop_depth=depth, identity=identity and (identity, n))
             for n, var in enumerate(operation.equation.outvars)
         ]
 

@@ -1,5 +1,6 @@
 """The sharding of an array of a traced step, and the collectives that bring it to another sharding."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,14 @@ def replicated_sharding(rank: int, is_constant: bool = False) -> ArraySharding:
 
 
 def axes_of(dims: Iterable[Sequence[str]]) -> frozenset[str]:
-    return frozenset(name for names in dims for name in names)
+    """The mesh axes that split some dimension. A tuple of them is one of tuples."""
+    return _axes_of(dims) if isinstance(dims, tuple) else frozenset(itertools.chain.from_iterable(dims))
+
+
+@functools.lru_cache(maxsize=65536)
+def _axes_of(dims: Dims) -> frozenset[str]:
+    """See `axes_of`, which the reader asks several times of each array."""
+    return frozenset(itertools.chain.from_iterable(dims))
 
 
 def without(dims: Iterable[MeshAxes], dropped: Iterable[str]) -> Dims:
@@ -116,7 +124,7 @@ class MeshShape(dict[str, int]):
 
     def shards(self, names: Iterable[str]) -> int:
         """The number of shards that some mesh axes make together."""
-        return math.prod(self[name] for name in names)
+        return math.prod([self[name] for name in names])
 
     def local_bytes(self, aval: Any, dims: Dims) -> float:
         """The bytes that one device holds of an array."""
