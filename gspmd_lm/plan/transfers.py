@@ -24,6 +24,7 @@ from gspmd_lm.foresight.graph import OUT, Matmul, Node
 from gspmd_lm.foresight.propagation.sharding import reshard
 from gspmd_lm.model.parts.latent import K_ROPE, KV_LATENT
 from gspmd_lm.plan.traces import Part
+from gspmd_lm.sharding.op_names import LOSS
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
@@ -183,8 +184,8 @@ class Transfers(abc.ABC):
         return self.sharding(queries) if queries else {}
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
-        return not set(matmul.node.name.owners) & set(self.weights)
+        """Whether a matmul gives the logits: it is a part of the loss."""
+        return LOSS in matmul.node.name.owners
 
     def read_in_same_block(self, node: Node) -> bool:
         """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""

@@ -1,7 +1,6 @@
 """The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
