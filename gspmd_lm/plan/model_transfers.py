@@ -38,6 +38,13 @@ class ModelTransfers(Transfers):
         graph = self.graph
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
         self.blocks = {node.name.modules[:1] for node in graph.nodes if node.checkpoint_name == "layer_input"}
+        # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
+        self.with_whole_keys = {
+            _module(matmul)
+            for matmul in self.matmuls
+            if matmul.output and matmul.output.array in READ[1:] and matmul.input.array not in OF_KEYS
+            if not self.sharding(matmul.input).get("seq")
+        }
         self.add_matmuls()
         if self.part.of_stages and not self.forward_alone:
             self.add_stages(self.part.stream)
@@ -70,7 +77,9 @@ class ModelTransfers(Transfers):
         """Adds what all matmuls move but those of the loss. matmuls.py says how they read and write the stream."""
         matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
-        adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
+        names = self.rules.vocabulary
+        low_rank = [matmul for matmul in matmuls if names.adapted_path(matmul.path) != matmul.path]
+        adapters = [(first, inner[first.output]) for first in low_rank if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
         writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
         for matmul in matmuls:
@@ -202,24 +211,25 @@ class ModelTransfers(Transfers):
     def add_matmul(self, matmul: Matmul, stream_end: Node, inner_end: Node | None) -> None:
         """Adds what a matmul and its gradients move, but for the partial sums at the residual stream."""
         weight, times = self.weights[matmul.path], stream_end.trip_count
-        stream, inner = self.sharding(stream_end), self.sharding(inner_end)
-        inner_axes = self.inner_axes(matmul, stream_end)
+        stream, inner_axes = self.sharding(stream_end), self.inner_axes(matmul, stream_end)
         stream_axes = [axis for axis in stream if axis in weight.sizes]
         inner_elements = math.prod(matmul.node.shape if stream_end is matmul.input else matmul.input.shape)
         inner_bytes = inner_elements * stream_end.itemsize
         rows = {axis: names for axis, names in stream.items() if axis not in weight.sizes}
         computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
         summed_over = mesh_axes(stream, *stream_axes)
-        assert inner_end.placed
+        # What is not placed stays as it is computed.
+        inner, array = (self.sharding(inner_end), inner_end.array) if inner_end else (computed, "")
         # A key of latent attention has numbers besides what this weight gives it.
-        sent_bytes = inner_end.bytes if inner_end.placed.array in (*READ, OUT) else inner_bytes
-        queries = self.sharding_of_queries(inner_end)
+        sent_bytes = inner_end.bytes if inner_end and array in (*READ, OUT) else inner_bytes
+        queries = self.sharding_of_queries(inner_end) if inner_end else {}
         query_axes = mesh_axes(queries, "seq")
         whole_rows = stream_end.array in OF_KEYS and not stream["seq"]  # what keys are made from was gathered
-        goes_back = self.has_gradient(inner_end)
+        goes_back = self.has_gradient(inner_end or matmul.node)
         recomputed = goes_back and self.rules.remat.policy != "none"
-        by_heads = self.rules.context == "ulysses" and inner_end.placed.array in (*READ, OUT) and stream.get("seq")
-        if by_heads or (query_axes and not whole_rows):
+        by_heads = self.rules.context == "ulysses" and array in (*READ, OUT) and stream.get("seq")
+        by_heads = by_heads and _module(matmul) not in self.with_whole_keys
+        if inner_end and (by_heads or (query_axes and not whole_rows)):
             own, heads = {**inner, "seq": stream["seq"]}, inner_axes[0] if by_heads else ""
             ring = self.rules.context == "ring"
             self.add_exchange(inner_end, sent_bytes, own, computed, summed_over, query_axes, heads, ring)
@@ -251,11 +261,11 @@ class ModelTransfers(Transfers):
                 self.transfer(size_bytes, local_gradient, weight.gradient, token_axes, kind="gradients")
             else:
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
-        if inner_end.placed.array == _SHARED_KEY:
+        if inner_end and array == _SHARED_KEY:
             self.gather_vectors(inner_end, 1 + recomputed)
         if not goes_back:
             return
-        if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
+        if array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
@@ -316,8 +326,9 @@ class ModelTransfers(Transfers):
                 partials.add(
                     frozenset(over - self.expert_axes(matmul) if self.expert_axes(matmul) <= token_axes else over)
                 )
-            elif inner_end:
-                partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
+            else:
+                inner = self.sharding(inner_end) if inner_end else self.weights[matmul.path].compute
+                partials.add(frozenset(mesh_axes(inner, *self.inner_axes(matmul, written))))
         for partial in partials:
             self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, times)
 
@@ -371,3 +382,8 @@ class ModelTransfers(Transfers):
                 self.transfer(node.bytes, self.sharding(made_from), self.sharding(node), times=times)
                 if self.has_gradient(node):
                     self.transfer(node.bytes, self.sharding(node), self.sharding(made_from), times=times)
+
+
+def _module(matmul: Matmul) -> str:
+    """The path of the module that a matmul's weight belongs to."""
+    return matmul.path.rpartition(".")[0]
