@@ -19,7 +19,9 @@ from collections.abc import Iterable
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import OUT, READ, Matmul, Node
 from gspmd_lm.model.parts.latent import K_ROPE
+from gspmd_lm.plan.traces import Part
 from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, mesh_axes, mesh_axes_except
+from gspmd_lm.sharding.shapes import Arrays
 
 _SHARED_KEY = K_ROPE.partition(":")[0]
 
@@ -34,7 +36,13 @@ class ModelTransfers(Transfers):
     made of another one without a matmul.
     """
 
+    def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
+        super().__init__(part, arrays, forward_alone)
+        self.add_model()
+        self.add_update()
+
     def add_model(self) -> None:
+        """Adds all that the program does before its weights are updated."""
         graph = self.graph
         # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
         self.blocks = {node.name.modules[:1] for node in graph.nodes if node.checkpoint_name == "layer_input"}

@@ -12,7 +12,6 @@ of each step instead (foresight/propagation). To trace a step and to read it tak
 (`python -m benchmarks.plan pricing`). tests/plan/test_sent.py compares the two.
 """
 
-import abc
 import collections
 import dataclasses
 import math
@@ -71,8 +70,11 @@ class Parameter:
         return math.prod(self.sizes.values())
 
 
-class Transfers(abc.ABC):
-    """The transfers of one device in a step: `all`. forward_alone: those of a second forward pass of a part."""
+class Transfers:
+    """The transfers of one device in a step: `all`. `ModelTransfers` adds them.
+
+    forward_alone: whether they are those of a second forward pass of a part.
+    """
 
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
@@ -92,12 +94,14 @@ class Transfers(abc.ABC):
         self.matmuls = [matmul for matmul in self.graph.matmuls if part.has(matmul.path)]
         self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
         self.used = {path: nodes for path, nodes in self.graph.placements_in_use.items() if part.has(path)}
-        self.add_model()
-        step, pipeline = part.step_rules, part.step_rules.pipeline
+
+    def add_update(self) -> None:
+        """Adds the last sums of gradients, and what the update of the weights sends."""
+        part, step, pipeline = self.part, self.part.step_rules, self.part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
         if part.of_stages and step.microbatches == 1:  # of several microbatches, everything is summed below
             self.add_sums_of_turns(reduced_last)
-        if part.of_stages or forward_alone:
+        if part.of_stages or self.forward_alone:
             return
         by_all = {*step.stages} if pipeline and pipeline.schedule == "1f1b" else set()  # stages with gradients of it
         for weight in self.weights.values():
@@ -132,10 +136,6 @@ class Transfers(abc.ABC):
         if transfer.in_loop:
             return transfer._replace(times_per_step=round(transfer.times_per_step * runs))
         return transfer._replace(times_per_step=turns, bytes=transfer.bytes * self.part.runs / turns)
-
-    @abc.abstractmethod
-    def add_model(self) -> None:
-        """Adds all that the program does before its weights are updated."""
 
     def add_stages(self, residual: Node) -> None:
         """Adds what stages send to each other: see sharding/pipeline.py."""
