@@ -112,8 +112,8 @@ class ModelTransfers(Transfers):
         """Adds the gathers of a matmul's weight, forward and backward."""
         weight, used = self.weights[matmul.path], self.graph.placements_in_use[matmul.path][0]
         assert used.placed
-        # Out of loops and of what is computed again, compilers keep what forward gathered. A loop takes stacks apart, and
-        # is one where it has a single layer, too.
+        # Out of loops and of what is computed again, compilers keep what forward gathered. A loop takes a stack apart,
+        # even one of a single layer.
         in_loop = used.trip_count > 1 or len(weight.sizes) > len(used.placed.axes)
         again = in_loop or self.is_in_block(used)
         passes = 1 + (again and self.has_gradient(matmul.node) and not self.is_shared(matmul))
