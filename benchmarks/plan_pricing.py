@@ -12,7 +12,7 @@ from gspmd_lm.config import Config
 from gspmd_lm.foresight.propagation import read_train
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.decoder_transfers import DecoderTransfers
+from gspmd_lm.plan.model_transfers import ModelTransfers
 from gspmd_lm.plan.space import Space
 from gspmd_lm.plan.traces import TraceCache, parts
 from gspmd_lm.sharding import rules_file
@@ -50,7 +50,7 @@ def _reading_ms(config: Config, target: Target, traces: TraceCache) -> dict[str,
         took[name] = round(1000 * (time.process_time() - began) / times, 1)
         return result
 
-    timed("transfers_ms", lambda: DecoderTransfers(whole, traces.arrays).all)
+    timed("transfers_ms", lambda: ModelTransfers(whole, traces.arrays).all)
     traced = timed("trace_ms", step.trace_train, 1)
     timed("reading_ms", lambda: read_train(step, traced))
     return took

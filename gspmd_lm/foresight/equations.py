@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -52,26 +52,28 @@ def live(jaxpr: Any) -> Any:
 
 
 def _barriers_apart(jaxpr: Any, apart: dict[int, Any]) -> Any:
-    """A program with a barrier for each array, in place of barriers for several.
+    """A program with a barrier for each array, in place of barriers for several; itself if it has none for several.
 
     apart: by their ids, the programs that were changed before, so that calls of one program still share it.
     """
     inner = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on, it is itself
     if inner is not jaxpr:
-        return jaxpr.replace(jaxpr=_barriers_apart(inner, apart))
+        changed = _barriers_apart(inner, apart)
+        return jaxpr if changed is inner else jaxpr.replace(jaxpr=changed)
     if id(jaxpr) in apart:
         return apart[id(jaxpr)]
     changed = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "optimization_barrier":
+        if equation.primitive.name == "optimization_barrier" and len(equation.invars) > 1:
             pairs = zip(equation.invars, equation.outvars, strict=True)
             changed += [equation.replace(invars=[before], outvars=[after]) for before, after in pairs]
-        elif inner_jaxprs(equation.params):
+        elif any(_barriers_apart(one, apart) is not one for one in inner_jaxprs(equation.params)):
             change = lambda param: _barriers_apart(param, apart) if _is_jaxpr(param) else param  # noqa: E731
             changed.append(equation.replace(params=jax.tree.map(change, equation.params, is_leaf=_is_jaxpr)))
         else:
             changed.append(equation)
-    apart[id(jaxpr)] = jaxpr.replace(eqns=changed)
+    is_same = all(before is after for before, after in itertools.zip_longest(jaxpr.eqns, changed))
+    apart[id(jaxpr)] = jaxpr if is_same else jaxpr.replace(eqns=changed)
     return apart[id(jaxpr)]
 
 
@@ -88,10 +90,12 @@ def model_flops(jaxpr: Any) -> float:
     total = 0.0
     for equation in jaxpr.eqns:
         primitive, params = equation.primitive.name, equation.params
-        if primitive == "pallas_call" or "rematted_computation" in str(equation.source_info.name_stack):
+        if primitive == "pallas_call":
             continue
-        total += flops(equation)
-        inner = [model_flops(inner_jaxpr) for inner_jaxpr in _run_jaxprs(equation)]
+        own, inner = flops(equation), [model_flops(inner_jaxpr) for inner_jaxpr in _run_jaxprs(equation)]
+        if not (own or any(inner)) or "rematted_computation" in str(equation.source_info.name_stack):
+            continue
+        total += own
         if primitive == "cond":
             total += max(inner)
         elif primitive == "shard_map":  # the program of one device; along an axis that splits no input all do the same
@@ -119,9 +123,16 @@ def called_jaxprs(params: Mapping[str, Any]) -> list[Any]:
 
 def inner_jaxprs(params: Mapping[str, Any]) -> list[Any]:
     """All programs among the parameters of an operation, branches too."""
-    leaves = jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr)
-    jaxprs = [one.jaxpr if isinstance(one, core.ClosedJaxpr) else one for one in leaves]
-    return [one for one in jaxprs if isinstance(one, core.Jaxpr)]
+    return [getattr(one, "jaxpr", one) for one in _programs(params.values())]
+
+
+def _programs(values: Iterable[Any]) -> Iterator[Any]:
+    """The programs among some parameters of an operation, and in tuples of them."""
+    for value in values:
+        if _is_jaxpr(value):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _programs(value)
 
 
 def with_rolls(jaxpr: Any) -> list[Any]:

@@ -17,8 +17,7 @@ from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.timing import op_time
 from gspmd_lm.hardware.chips import Chip
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.any_model_transfers import AnyModelTransfers
-from gspmd_lm.plan.decoder_transfers import DecoderTransfers
+from gspmd_lm.plan.model_transfers import ModelTransfers
 from gspmd_lm.plan.operations import AnyOp, NamedNodes, Op, OpGraph, SavedActivations
 from gspmd_lm.plan.overlap import Overlap
 from gspmd_lm.plan.timed_ops import TimedOp, timed_ops
@@ -261,12 +260,10 @@ class Estimator:
             }
         key = remat.policy, names
         if key not in costs.transfers:
-            one_stream = config and config.objective not in ("seq2seq", "masks")
-            kind = DecoderTransfers if one_stream else AnyModelTransfers
             part = dataclasses.replace(costs.part, rules=dataclasses.replace(costs.part.rules, remat=remat))
-            costs.transfers[key] = kind(part, self.traces.arrays).all
+            costs.transfers[key] = ModelTransfers(part, self.traces.arrays).all
             if part.again:
-                costs.transfers[key] += kind(part, self.traces.arrays, forward_alone=True).all
+                costs.transfers[key] += ModelTransfers(part, self.traces.arrays, forward_alone=True).all
         return costs.transfers[key]
 
     def _host_s(self, saved: _Saved, passes_s: tuple[float, float]) -> float:

@@ -8,11 +8,10 @@ What is sent to bring arrays from one sharding to another follows by logic on ax
   a mesh axis splits another dimension in use    its devices exchange pieces, all to all
 
 Scalars are left out, and what optimizers such as muon or adafactor sum over a split matrix. `explain` reads the trace
-of each step instead (foresight/propagation). To trace a step and to read it takes about 200 times as long
+of each step instead (foresight/propagation). To trace a step and to read it takes more than 100 times as long
 (`python -m benchmarks.plan pricing`). tests/plan/test_sent.py compares the two.
 """
 
-import abc
 import collections
 import dataclasses
 import math
@@ -24,6 +23,7 @@ from gspmd_lm.foresight.graph import OUT, Matmul, Node
 from gspmd_lm.foresight.propagation.sharding import reshard
 from gspmd_lm.model.parts.latent import K_ROPE, KV_LATENT
 from gspmd_lm.plan.traces import Part
+from gspmd_lm.sharding.op_names import LOSS
 from gspmd_lm.sharding.shapes import Arrays, pairs
 
 Sharding = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it
@@ -72,8 +72,11 @@ class Parameter:
         return math.prod(self.sizes.values())
 
 
-class Transfers(abc.ABC):
-    """The transfers of one device in a step: `all`. forward_alone: those of a second forward pass of a part."""
+class Transfers:
+    """The transfers of one device in a step: `all`. `ModelTransfers` adds them.
+
+    forward_alone: whether they are those of a second forward pass of a part.
+    """
 
     def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
         self.part, self.rules, self.graph = part, part.rules, part.graph
@@ -93,12 +96,14 @@ class Transfers(abc.ABC):
         self.matmuls = [matmul for matmul in self.graph.matmuls if part.has(matmul.path)]
         self.matmul_inputs = {matmul.input for matmul in self.matmuls if not self.is_head(matmul)}
         self.used = {path: nodes for path, nodes in self.graph.placements_in_use.items() if part.has(path)}
-        self.add_model()
-        step, pipeline = part.step_rules, part.step_rules.pipeline
+
+    def add_update(self) -> None:
+        """Adds the last sums of gradients, and what the update of the weights sends."""
+        part, step, pipeline = self.part, self.part.step_rules, self.part.step_rules.pipeline
         reduced_last, self.reduced_last = self.reduced_last, set()
         if part.of_stages and step.microbatches == 1:  # of several microbatches, everything is summed below
             self.add_sums_of_turns(reduced_last)
-        if part.of_stages or forward_alone:
+        if part.of_stages or self.forward_alone:
             return
         by_all = {*step.stages} if pipeline and pipeline.schedule == "1f1b" else set()  # stages with gradients of it
         for weight in self.weights.values():
@@ -133,10 +138,6 @@ class Transfers(abc.ABC):
         if transfer.in_loop:
             return transfer._replace(times_per_step=round(transfer.times_per_step * runs))
         return transfer._replace(times_per_step=turns, bytes=transfer.bytes * self.part.runs / turns)
-
-    @abc.abstractmethod
-    def add_model(self) -> None:
-        """Adds all that the program does before its weights are updated."""
 
     def add_stages(self, residual: Node) -> None:
         """Adds what stages send to each other: see sharding/pipeline.py."""
@@ -185,8 +186,8 @@ class Transfers(abc.ABC):
         return self.sharding(queries) if queries else {}
 
     def is_head(self, matmul: Matmul) -> bool:
-        """Whether a matmul gives the logits: it is part of the loss, and no weight's name is on it."""
-        return not set(matmul.node.name.owners) & set(self.weights)
+        """Whether a matmul gives the logits: it is a part of the loss."""
+        return LOSS in matmul.node.name.owners
 
     def read_in_same_block(self, node: Node) -> bool:
         """Whether a matmul of the same block reads the sum that is written here, so that recomputation needs it."""

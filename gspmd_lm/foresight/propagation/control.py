@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gspmd_lm.foresight import equations
@@ -28,7 +28,7 @@ def call(reader: Reader, operation: Operation) -> list[ArraySharding]:
     )
     if operation.params.get("prevent_cse"):
         depth = max((operand.loop_depth for operand in operands), default=0)
-        operands = [dataclasses.replace(_rename(reader, operand), loop_depth=depth) for operand in operands]
+        operands = [_rename(reader, operand)._replace(loop_depth=depth) for operand in operands]
     asked = operation.params.get("out_shardings", ())
     wanted = [operation.wanted.get(var) for var in operation.equation.outvars]
     for number, sharding in enumerate(asked):
@@ -48,7 +48,7 @@ def linear_solve(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 def _rename(reader: Reader, array: ArraySharding) -> ArraySharding:
     """The array under a new identity, so that its collectives are not taken for those of the old one."""
-    renamed = dataclasses.replace(array, identity=object())
+    renamed = array._replace(identity=object())
     if array.identity is not None:
         reader.record.values.link(renamed.identity, array.identity)
     return renamed
@@ -73,24 +73,24 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
     def inside(one: ArraySharding, outside: ArraySharding) -> ArraySharding:
         if once:
-            return dataclasses.replace(_rename(reader, one), loop_depth=outside.loop_depth)
-        return dataclasses.replace(one, loop_depth=depth, identity=object())
+            return _rename(reader, one)._replace(loop_depth=outside.loop_depth)
+        return one._replace(loop_depth=depth, identity=object())
 
     added = terms(body, range(carried), use_counts(body))
     sums = [n for n, var in enumerate(body.invars[constants:][:carried]) if added.get(var) == n and not once]
-    slices = [inside(dataclasses.replace(one, dims=one.dims[1:]), one) for one in stacked]
+    slices = [inside(one._replace(dims=one.dims[1:]), one) for one in stacked]
+
+    def enter(carry: Sequence[ArraySharding]) -> None:
+        for aval, before, one in zip(operation.inputs[constants:], begin, carry, strict=False):
+            before = before.without_partial_sums() if before.unreduced == one.unreduced else before
+            reader.move(operation, aval, before, one.dims)
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
-        carried = map(inside, carry, begin)
+        carried = (inside(one._replace(identity=None), outside) for one, outside in zip(carry, begin, strict=True))
         operands = [*operation.operands[:constants], *carried, *slices]
         return reader.read(body, operands, operation.stack, accumulated=sums)
 
-    with reader.trial():
-        carry = _settled_carry(iterate, begin)
-    for aval, before, one in zip(operation.inputs[constants:], begin, carry, strict=False):
-        before = before.without_partial_sums() if before.unreduced == one.unreduced else before
-        reader.move(operation, aval, before, one.dims)
-    results = iterate(carry)
+    carry, results = _settle(reader, begin, enter, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=False):
         if result.unreduced == one.unreduced:
             result = result.without_partial_sums()
@@ -99,11 +99,11 @@ def scan(reader: Reader, operation: Operation) -> list[ArraySharding]:
         reader.move(operation, var.aval, result, one.dims)
     reader.loops.pop()
     around = min(depth - 1, max((one.loop_depth for one in operation.operands), default=0))
-    stacks = [dataclasses.replace(one, dims=((), *one.dims)) for one in results[carried:]]
+    stacks = [one._replace(dims=((), *one.dims)) for one in results[carried:]]
     identities = [object() for _ in (*carry, *stacks)]
     _note_stacks(reader, results, identities, stacked, slices, carried if not once else None)
     return [
-        dataclasses.replace(one, loop_depth=around, identity=identity, scatter=None)
+        one._replace(loop_depth=around, identity=identity, scatter=None)
         for one, identity in zip((*carry, *stacks), identities, strict=True)
     ]
 
@@ -134,22 +134,38 @@ def _note_stacks(
             values.stacked.add(identity)
 
 
-def _settled_carry(iterate: Any, begin: Sequence[ArraySharding]) -> list[ArraySharding]:
-    """The sharding of what a loop carries, once another iteration does not change it."""
+def _settle(
+    reader: Reader,
+    begin: Sequence[ArraySharding],
+    enter: Callable[[Sequence[ArraySharding]], None],
+    iterate: Callable[[Sequence[ArraySharding]], list[ArraySharding]],
+) -> tuple[list[ArraySharding], list[ArraySharding]]:
+    """What a loop carries, once another iteration does not change its sharding; and the results of that iteration.
+
+    enter: brings what the loop begins with to the sharding that it carries. The notes of an iteration are taken back if
+    its result has another sharding than what it was given.
+    """
     carry = list(begin)
     sums = [one.is_constant or bool(one.unreduced) for one in begin]  # what may be carried as a partial sum
     for turn in range(_FIXED_POINT_TURNS):
-        after = iterate(carry)
+        before = reader.record.copy()
+        enter(carry)
+        results = iterate(carry)
         settled = []
-        for number, (one, result) in enumerate(zip(carry, after, strict=False)):
+        for number, (one, result) in enumerate(zip(carry, results, strict=False)):
             dims = one.dims if result.is_constant else result.dims
             unreduced = result.unreduced if sums[number] else frozenset()
             sums[number] &= turn == 0 or not one.unreduced or one.unreduced == unreduced
             settled.append(ArraySharding(dims, unreduced))
-        if [(one.dims, one.unreduced) for one in settled] == [(one.dims, one.unreduced) for one in carry]:
-            return settled
+        if settled == [one._replace(loop_depth=0, identity=None) for one in carry]:
+            return settled, results
+        reader.record.take_back(before)
+        is_settled = [one[:2] for one in settled] == [one[:2] for one in carry]
         carry = settled
-    return carry
+        if is_settled:  # but what it began with was made of constants, or could be sent in a narrower dtype
+            break
+    enter(carry)
+    return carry, iterate(carry)
 
 
 def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
@@ -165,17 +181,15 @@ def while_loop(reader: Reader, operation: Operation) -> list[ArraySharding]:
     depth = len(reader.loops)
 
     def iterate(carry: Sequence[ArraySharding]) -> list[ArraySharding]:
-        inside = [dataclasses.replace(one, loop_depth=depth, identity=object()) for one in carry]
+        inside = [one._replace(loop_depth=depth, identity=object()) for one in carry]
         reader.read(condition, [*asked, *inside], operation.stack)
         return reader.read(body, [*captured, *inside], operation.stack)
 
-    with reader.trial():
-        carry = [one.without_partial_sums() for one in _settled_carry(iterate, carry)]
-    results = iterate(carry)
+    carry, results = _settle(reader, carry, lambda _: None, iterate)
     for var, result, one in zip(body.outvars, results, carry, strict=True):
         reader.move(operation, var.aval, result, one.dims)
     reader.loops.pop()
-    return [dataclasses.replace(one, loop_depth=depth - 1, identity=None) for one in carry]
+    return [one._replace(loop_depth=depth - 1, identity=None) for one in carry]
 
 
 def branches(reader: Reader, operation: Operation) -> list[ArraySharding]:

@@ -1,6 +1,5 @@
 """The rules of primitives that compute each element by itself, reduce dimensions or change the form of an array."""
 
-import dataclasses
 import math
 from collections.abc import Collection
 from typing import Any
@@ -335,7 +334,7 @@ def convert(reader: Reader, operation: Operation) -> ArraySharding | list[ArrayS
     narrower = operand.narrower or before
     if not isinstance(result, ArraySharding) or result.unreduced or narrower.itemsize >= after.itemsize:
         return result
-    return dataclasses.replace(result, narrower=narrower)
+    return result._replace(narrower=narrower)
 
 
 RULES: dict[str, Rule] = {

@@ -1,6 +1,5 @@
 """The rules of primitives that read or write a part of an array."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +63,7 @@ def gather(reader: Reader, operation: Operation) -> ArraySharding:
     # devices that asked for them.
     rows = _looked_up(operation, without(wanted, indices.mesh_axes), indices.dims, table.unreduced)
     back = reader.move(operation, operation.output, columns_split.without_partial_sums(), rows.dims, chosen=True)
-    return dataclasses.replace(back, unreduced=rows.unreduced)
+    return back._replace(unreduced=rows.unreduced)
 
 
 def _table_is_less(reader: Reader, operation: Operation, table: Dims, exchanged: frozenset[str]) -> bool:
@@ -124,7 +123,7 @@ def scatter_extreme(reader: Reader, operation: Operation) -> ArraySharding:
     """Rows are multiplied with those of an array, or the larger or smaller ones stay. Devices add nothing up later."""
     if not operation.operands[0].is_constant:
         return scatter(reader, operation)
-    own = dataclasses.replace(scatter_add(reader, operation), scatter=None)
+    own = scatter_add(reader, operation)._replace(scatter=None)
     return reader.move(operation, operation.output, own, own.dims)
 
 
@@ -189,9 +188,7 @@ def split(reader: Reader, operation: Operation) -> list[ArraySharding]:
 def unstack(reader: Reader, operation: Operation) -> list[ArraySharding]:
     """An array is cut along a dimension into arrays that lack it."""
     axis = operation.params["axis"] % operation.inputs[0].ndim
-    return [
-        dataclasses.replace(one, dims=(*one.dims[:axis], *one.dims[axis + 1 :])) for one in split(reader, operation)
-    ]
+    return [one._replace(dims=(*one.dims[:axis], *one.dims[axis + 1 :])) for one in split(reader, operation)]
 
 
 def pad(reader: Reader, operation: Operation) -> ArraySharding:
@@ -323,7 +320,7 @@ def reverse(reader: Reader, operation: Operation) -> ArraySharding:
 def stack(reader: Reader, operation: Operation) -> ArraySharding:
     """Arrays along a new dimension."""
     result, axis = _join(reader, operation, ()), operation.params.get("axis", 0)
-    return dataclasses.replace(result, dims=(*result.dims[:axis], (), *result.dims[axis:]))
+    return result._replace(dims=(*result.dims[:axis], (), *result.dims[axis:]))
 
 
 RULES: dict[str, Rule] = {

@@ -76,7 +76,7 @@ def product(reader: Reader, product: Product) -> ArraySharding:
         used |= set(names)
         dims.append(names)
     sums = axes_of(product.dims[LEFT][a] for a, _ in product.contracted) | left.unreduced | right.unreduced
-    split = axes_of((*product.dims[LEFT], *product.dims[RIGHT]))
+    split = axes_of([*product.dims[LEFT], *product.dims[RIGHT]])
     reader.add_flops(operation, equations.flops(operation.equation) / reader.mesh.shards(split))
     return ArraySharding(tuple(dims), sums - used)
 
@@ -121,7 +121,7 @@ def _cost(reader: Reader, product: Product, name: str, side: int) -> float:
         operand = operation.operands[1 - side].without_partial_sums()
         cost += total_bytes(reader.cheapest(operation.inputs[1 - side], operand, tuple(dims)).costs)
     if any(pair[side] == dimension for pair in product.contracted):
-        split = axes_of((*product.dims[LEFT], *product.dims[RIGHT])) - {name}
+        split = axes_of([*product.dims[LEFT], *product.dims[RIGHT]]) - {name}
         local = array_bytes(operation.output) / reader.mesh.shards(split)
         cost += total_bytes(reader.mesh.cost("reduce-scatter", {name}, local))
     return cost

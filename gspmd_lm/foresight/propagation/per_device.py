@@ -51,7 +51,7 @@ def shard_map(reader: Reader, operation: Operation) -> list[ArraySharding]:
     is_late = only_sums and len(operation.terms) == len(operation.equation.outvars)
     # On TPUs and GPUs, XLA makes a sum over devices that a loop adds to what it carries once, after the loop.
     depth = len(reader.loops) - is_late
-    operands = [dataclasses.replace(one, loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
+    operands = [one._replace(loop_depth=min(one.loop_depth, depth)) for one in operation.operands]
     results = PerDevice(reader, operation.stack, 1 / reader.mesh.shards(left)).read(body, operands)
     return [
         ArraySharding(reader.mesh.dims(spec, var.aval.ndim), loop_depth=result.loop_depth + is_late)
@@ -70,15 +70,13 @@ class PerDevice:
     def read(self, jaxpr: Any, arguments: Sequence[ArraySharding]) -> list[ArraySharding]:
         """The known facts about the results of a jaxpr, from those about its arguments."""
         known = {
-            var: dataclasses.replace(
-                replicated_sharding(rank_of(var.aval)), loop_depth=one.loop_depth, identity=one.identity
-            )
+            var: replicated_sharding(rank_of(var.aval))._replace(loop_depth=one.loop_depth, identity=one.identity)
             for var, one in zip(jaxpr.invars, arguments, strict=True)
         }
 
         def array(atom: Any) -> ArraySharding:
             if isinstance(atom, core.Literal):
-                return dataclasses.replace(replicated_sharding(rank_of(atom.aval)), identity=str(atom.val))
+                return replicated_sharding(rank_of(atom.aval))._replace(identity=str(atom.val))
             return known.get(atom, replicated_sharding(rank_of(atom.aval)))
 
         for equation in jaxpr.eqns:
@@ -119,9 +117,7 @@ class PerDevice:
     ) -> list[ArraySharding]:
         depth = max((one.loop_depth for one in operands), default=0)
         return [
-            dataclasses.replace(
-                replicated_sharding(rank_of(var.aval)), loop_depth=depth, identity=identity and (identity, n)
-            )
+            replicated_sharding(rank_of(var.aval))._replace(loop_depth=depth, identity=identity and (identity, n))
             for n, var in enumerate(operation.equation.outvars)
         ]
 

@@ -1,7 +1,6 @@
 """The reader: it follows shardings through a jaxpr, and asks the rule of each primitive what must be sent."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,33 +48,34 @@ CALLS = frozenset(
 # Those that read another jaxpr: what they are given is looked at there.
 CONTROL = CALLS | {"scan", "cond", "while", "shard_map", equations.LINEAR_SOLVE}
 
+# Those that are given partial sums as they are: others are given the sum.
+_READ_PARTIAL_SUMS = ADDITIVE | MULTIPLICATIVE | CONTROL
+
 RENAMING = ("optimization_barrier", "device_put")  # their rules say that nothing is made
 
+_NONE = frozenset[int]()
 _INDICES = ("int32", "uint32")  # dtypes of arrays for which it is worth while to see that they are the same
 
 
-@dataclasses.dataclass
 class Operation:
     """One equation, where the reader meets it."""
 
-    equation: Any
-    stack: str  # the names of the functions around it
-    operands: list[ArraySharding]
-    wanted: Wanted
-    terms: frozenset[int] = frozenset()  # the results that are only added to what the loop around carries
-
-    @property
-    def primitive(self) -> str:
-        return self.equation.primitive.name
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.equation.params
-
-    @property
-    def inputs(self) -> list[Any]:
-        """Shapes and dtypes of the operands."""
-        return [atom.aval for atom in self.equation.invars]
+    def __init__(
+        self,
+        equation: Any,
+        stack: str,
+        operands: list[ArraySharding],
+        wanted: Wanted,
+        terms: frozenset[int] = frozenset(),
+    ) -> None:
+        self.equation = equation
+        self.primitive: str = equation.primitive.name
+        self.params: Mapping[str, Any] = equation.params
+        self.stack = stack  # the names of the functions around it
+        self.inputs: list[Any] = [atom.aval for atom in equation.invars]  # shapes and dtypes of the operands
+        self.operands = operands
+        self.wanted = wanted
+        self.terms = terms  # the results that are only added to what the loop around carries
 
     @property
     def output(self) -> Any:
@@ -129,6 +129,7 @@ class Reader:
         self.mesh = MeshShape(mesh)
         self.rules = rules
         self.loops: list[int] = []
+        self.products = 0  # how many matmuls, convolutions and kernels were met
         # Buffers of exchanges are filled as balanced routing fills them. Rows of such buffers -> how much of them is.
         self.filled: dict[int, float] = {}
         self.values: dict[Any, object] = {}  # what is computed from which arrays -> the identity of the result
@@ -152,6 +153,7 @@ class Reader:
     def add_flops(self, operation: Operation, flops: float) -> None:
         """Notes FLOPs of one device, which run in each iteration of all loops around."""
         if flops:
+            self.products += 1
             total = self.record.flops.get(operation.phase, 0.0) + flops * math.prod(self.loops)
             self.record.flops[operation.phase] = total
 
@@ -191,9 +193,9 @@ class Reader:
 
         It is sent from where that costs least, of the shardings in which the array was before.
         """
-        result = dataclasses.replace(source.with_dims(target).without_partial_sums(), scatter=None)
+        result = source.with_dims(target).without_partial_sums()._replace(scatter=None)
         if source.is_constant or not hasattr(aval, "shape"):
-            return dataclasses.replace(result, is_constant=False)
+            return result._replace(is_constant=False)
         way, noted = self.cheapest(aval, source, target), len(self.record.transfers)
         self.add_transfers(operation, aval, way.begin, way.costs, chosen)
         if source.scatter and source.unreduced:
@@ -202,7 +204,7 @@ class Reader:
             self._add_copy(source, result)
         for array, moved in way.copies:
             self._add_copy(array, moved)
-        return dataclasses.replace(result, identity=source.identity)
+        return result._replace(identity=source.identity)
 
     def _add_sum(self, rows: Any, way: Way, noted: int) -> None:
         """Notes that the table was sent, of which the transfers from number `noted` are, or that its rows were.
@@ -248,7 +250,7 @@ class Reader:
         ):
             sent = self.cheapest(like, array, dims).costs
             if sent and array.identity is not None:
-                copies.append((array, dataclasses.replace(array.with_dims(dims).without_partial_sums(), scatter=None)))
+                copies.append((array, array.with_dims(dims).without_partial_sums()._replace(scatter=None)))
             costs += sent
         looked_up = [names if d in dimension.values() else () for d, names in enumerate(target)]
         costs += self.mesh.reshard(array_bytes(aval), tuple(looked_up), target, source.unreduced - over)
@@ -268,8 +270,8 @@ class Reader:
             return
         summed = operand.without_partial_sums() if keep_unreduced else operand
         moved = self.move(operation, aval, summed, target, chosen=chosen and operand.dims != target)
-        operation.operands[number] = dataclasses.replace(
-            moved, unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
+        operation.operands[number] = moved._replace(
+            unreduced=operand.unreduced - axes_of(target) if keep_unreduced else frozenset()
         )
 
     def destination(self, source: ArraySharding, wanted: Dims | None) -> Dims:
@@ -311,34 +313,36 @@ class Reader:
 
         for equation in equations.with_rolls(jaxpr):
             names = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
-            of_sum = frozenset(number for number, var in enumerate(equation.outvars) if var in added)
+            outputs = equation.outvars
+            of_sum = frozenset(number for number, var in enumerate(outputs) if var in added) if added else _NONE
             operation = Operation(equation, names, [sharding_of(atom) for atom in equation.invars], wants, of_sum)
-            if operation.primitive not in ADDITIVE | MULTIPLICATIVE | CONTROL:
+            operands, primitive = operation.operands, operation.primitive
+            if primitive not in _READ_PARTIAL_SUMS:
                 for number, atom in enumerate(equation.invars):  # one sum for all that reads it
-                    if operation.operands[number].unreduced:
-                        known[atom] = operation.operands[number] = self.reduce(
-                            operation, atom, operation.operands[number]
-                        )
-            flops_before = sum(self.record.flops.values())
-            if operation.primitive in CONSTRAINTS:
-                results = [self._constrain(operation, constrained, uses[equation.outvars[0]])]
+                    if operands[number].unreduced:
+                        known[atom] = operands[number] = self.reduce(operation, atom, operands[number])
+            products = self.products
+            if primitive in CONSTRAINTS:
+                results = [self._constrain(operation, constrained, uses[outputs[0]])]
             else:
                 results = self._results(operation)
-            depth = max((one.loop_depth for one in operation.operands), default=0)
-            for var, result in zip(equation.outvars, results, strict=True):
-                identity = result.identity
-                if len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
-                    identity = identity or self.value(operation)
-                result = dataclasses.replace(
-                    result,
-                    loop_depth=result.loop_depth if operation.primitive in CONTROL else depth,
-                    unreduced=result.unreduced - result.mesh_axes,
-                    identity=object() if identity is None else identity,
+            depth = max((one.loop_depth for one in operands), default=0)
+            for var, result in zip(outputs, results, strict=True):
+                dims, unreduced, is_constant, own_depth, narrower, identity, scatter = result
+                if identity is None and len(results) == 1 and getattr(var.aval, "dtype", None) in _INDICES:
+                    identity = self.value(operation)
+                result = ArraySharding(
+                    dims,
+                    unreduced - axes_of(dims) if unreduced else unreduced,
+                    is_constant,
+                    own_depth if primitive in CONTROL else depth,
+                    narrower,
+                    object() if identity is None else identity,
+                    scatter,
                 )
                 known[var] = self._for_all_uses(operation, var, result) if uses[var] > 1 else result
-            if operation.primitive not in CALLS:
-                multiplies = sum(self.record.flops.values()) > flops_before
-                self._add_values(operation, [known[var] for var in equation.outvars], multiplies)
+            if primitive not in CALLS:
+                self._add_values(operation, [known[var] for var in outputs], self.products > products)
         return [sharding_of(atom) for atom in jaxpr.outvars]
 
     def _add_values(self, operation: Operation, results: Sequence[ArraySharding], multiplies: bool) -> None:
@@ -346,11 +350,10 @@ class Reader:
         operands = [one.identity for one in operation.operands if not one.is_constant]
         if operands and operation.primitive not in RENAMING:
             times = self.times(len(self.loops))
-            sizes = [
-                times * self.mesh.local_bytes(var.aval, one.dims) if hasattr(var.aval, "shape") else 0.0
+            made = [
+                (one.identity, times * self.mesh.local_bytes(var.aval, one.dims) if hasattr(var.aval, "shape") else 0.0)
                 for var, one in zip(operation.equation.outvars, results, strict=True)
             ]
-            made = zip((one.identity for one in results), sizes, strict=True)
             is_repeatable = not multiplies and operation.primitive not in ("scan", "while")
             self.record.values.add(operation.phase, operands, made, is_repeatable)
 
@@ -405,7 +408,7 @@ def unknown(reader: Reader, operation: Operation) -> list[ArraySharding]:
 
 
 def _with_identity(array: ArraySharding) -> ArraySharding:
-    return array if array.identity is not None else dataclasses.replace(array, identity=object())
+    return array if array.identity is not None else array._replace(identity=object())
 
 
 def gather_operands(reader: Reader, operation: Operation) -> None:

@@ -1,6 +1,7 @@
 """The notes that the reader takes of a step, and the result of reading."""
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,6 +105,9 @@ class SavedValues:
             self.made_from[value], self.local_bytes[value] = (same,), self.local_bytes[same]
             self.stacked |= {value} if same in self.stacked else set()
 
+    def __copy__(self) -> "SavedValues":
+        return SavedValues(**{name: copy.copy(table) for name, table in vars(self).items()})
+
     def update(self, other: "SavedValues") -> None:
         """Adds the values of a part of the step that was read apart."""
         for field in dataclasses.fields(self):
@@ -156,6 +160,14 @@ class Record:
     @property
     def sent_bytes(self) -> float:
         return sum(transfer.bytes_per_step for transfer in self.transfers)
+
+    def copy(self) -> "Record":
+        """These notes, to which nothing is added when more is noted here."""
+        return Record(**{name: copy.copy(notes) for name, notes in vars(self).items()})
+
+    def take_back(self, before: "Record") -> None:
+        """Takes back all that was noted since the copy `before` was made."""
+        vars(self).update(vars(before))
 
     def add(self, other: "Record") -> None:
         self.transfers += other.transfers

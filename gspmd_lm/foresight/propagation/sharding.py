@@ -1,6 +1,6 @@
 """The sharding of an array of a traced step, and the collectives that bring it to another sharding."""
 
-import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,7 @@ MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]  # of each dimension, the mesh axes that split it, the major one first
 
 
-@dataclasses.dataclass(frozen=True)
-class ArraySharding:
+class ArraySharding(NamedTuple):
     """The reader's facts about an array: its sharding, and the mesh axes over which it is still a partial sum."""
 
     dims: Dims = ()
@@ -25,8 +24,8 @@ class ArraySharding:
     is_constant: bool = False  # made of constants alone: each device makes what it needs
     loop_depth: int = 0  # how many of the loops around it change it; the collectives of others are hoisted
     narrower: Any = None  # the dtype that it was converted from, if that has fewer bytes: it can be sent before
-    identity: Any = dataclasses.field(default=None, compare=False)  # an array is brought to a sharding once
-    scatter: Any = dataclasses.field(default=None, compare=False)  # the `ScatterAdd` that it is the result of
+    identity: Any = None  # an array is brought to a sharding once
+    scatter: Any = None  # the `ScatterAdd` that it is the result of
 
     @property
     def mesh_axes(self) -> frozenset[str]:
@@ -36,11 +35,11 @@ class ArraySharding:
     def with_dims(self, dims: Iterable[MeshAxes]) -> "ArraySharding":
         """The same array, split by `dims`. It is no partial sum over a mesh axis that splits a dimension."""
         dims = tuple(dims)
-        return dataclasses.replace(self, dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
+        return self._replace(dims=dims, unreduced=self.unreduced - axes_of(dims), identity=None)
 
     def without_partial_sums(self) -> "ArraySharding":
         """The same sharding of an array that is no partial sum."""
-        return dataclasses.replace(self, unreduced=frozenset())
+        return self._replace(unreduced=frozenset()) if self.unreduced else self
 
 
 class ScatterAdd(NamedTuple):
@@ -67,7 +66,14 @@ def replicated_sharding(rank: int, is_constant: bool = False) -> ArraySharding:
 
 
 def axes_of(dims: Iterable[Sequence[str]]) -> frozenset[str]:
-    return frozenset(name for names in dims for name in names)
+    """The mesh axes that split some dimension. A tuple of them is one of tuples."""
+    return _axes_of(dims) if isinstance(dims, tuple) else frozenset(itertools.chain.from_iterable(dims))
+
+
+@functools.lru_cache(maxsize=65536)
+def _axes_of(dims: Dims) -> frozenset[str]:
+    """See `axes_of`, which the reader asks several times of each array."""
+    return frozenset(itertools.chain.from_iterable(dims))
 
 
 def without(dims: Iterable[MeshAxes], dropped: Iterable[str]) -> Dims:
@@ -118,7 +124,7 @@ class MeshShape(dict[str, int]):
 
     def shards(self, names: Iterable[str]) -> int:
         """The number of shards that some mesh axes make together."""
-        return math.prod(self[name] for name in names)
+        return math.prod([self[name] for name in names])
 
     def local_bytes(self, aval: Any, dims: Dims) -> float:
         """The bytes that one device holds of an array."""

@@ -1,4 +1,4 @@
-"""The communication volume of a sharded decoder: the bytes that one device must send in a step.
+"""The communication volume of a sharded model: the bytes that one device must send in a step.
 
 For tensor parallelism it is Megatron's count, arXiv 1909.08053: four reductions of [B, T, D] per layer, each of
 2 (n-1)/n; with a sequence-split residual, arXiv 2205.05198, four reduce-scatters and six all-gathers of (n-1)/n, since
@@ -19,53 +19,83 @@ from collections.abc import Iterable
 from gspmd_lm.foresight.bounds import FLOAT32_BYTES
 from gspmd_lm.foresight.graph import OUT, READ, Matmul, Node
 from gspmd_lm.model.parts.latent import K_ROPE
+from gspmd_lm.plan.traces import Part
 from gspmd_lm.plan.transfers import OF_KEYS, Parameter, Sharding, Transfers, mesh_axes, mesh_axes_except
+from gspmd_lm.sharding.shapes import Arrays
 
 _SHARED_KEY = K_ROPE.partition(":")[0]
 
 
-class DecoderTransfers(Transfers):
-    """The transfers of the decoder, or of any model that reads and writes a residual stream.
+class ModelTransfers(Transfers):
+    """The transfers of any model.
 
-    A matmul of a layer has one end at the residual stream. `stream_end` is that end, and `inner_end` is the other one.
+    A matmul has a `stream_end` and an `inner_end`. The stream end is what it reads, or the sum that it is a part of:
+    where blocks read from a residual stream and write to it, the residual stream, gathered. Of what a model moves
+    between two shardings of its activations, these moves are counted: those of `gathered` and `reduced` of
+    sharding/matmuls.py, of keys and values that all queries read, of rows that are looked up, and of an array that is
+    made of another one without a matmul.
     """
 
+    def __init__(self, part: Part, arrays: Arrays, forward_alone: bool = False):
+        super().__init__(part, arrays, forward_alone)
+        self.add_model()
+        self.add_update()
+
     def add_model(self) -> None:
+        """Adds all that the program does before its weights are updated."""
         graph = self.graph
-        # Blocks read the residual stream, gathered, and their sums go back to it.
-        self.block_input = next(matmul.input for matmul in graph.matmuls if graph.gathered_from(matmul.input))
-        self.residual = self.part.stream
-        self.add_layers()
+        # What remat speaks of: blocks, whose input has a name. Where none has, any operation may be within a block.
+        self.blocks = {node.name.modules[:1] for node in graph.nodes if node.checkpoint_name == "layer_input"}
+        # Attention whose keys are made from an array that is whole: its queries stay where their tokens are.
+        self.with_whole_keys = {
+            _module(matmul)
+            for matmul in self.matmuls
+            if matmul.output and matmul.output.array in READ[1:] and matmul.input.array not in OF_KEYS
+            if not self.sharding(matmul.input).get("seq")
+        }
+        self.add_matmuls()
         if self.part.of_stages and not self.forward_alone:
-            self.add_stages(self.residual)
+            self.add_stages(self.part.stream)
         for matmul in self.matmuls:
             if self.is_head(matmul) and not self.forward_alone:
                 self.add_loss(matmul)
-        for path in filter(self.part.has, graph.looked_up):
-            if path not in graph.placements_in_use or path in graph.matrix_paths:
-                small = [
-                    self.weights[other]
-                    for other in graph.looked_up
-                    if other in graph.placements_in_use and other != path
-                ]
-                self.add_look_up(self.weights[path], self.residual, small, path in graph.matrix_paths)
+        looked_up = {path: self.rows_of(nodes) for path, nodes in graph.looked_up.items() if self.part.has(path)}
+        added = set[str]()  # tables whose gradients are added with those of another one
+        for path, found in looked_up.items():
+            if path in graph.placements_in_use and path not in graph.matrix_paths:
+                continue
+            for rows in found:
+                used = [one for one in looked_up if one in graph.placements_in_use and one != path]
+                small = [one for one in used if rows in looked_up[one]]
+                is_gathered = path in graph.matrix_paths and len(found) == 1
+                self.add_look_up(self.weights[path], rows, [self.weights[one] for one in small], is_gathered)
+                added.update(small)
         for path in set(self.used) - graph.matrix_paths:
-            self.add_small(self.weights[path])
+            self.add_small(self.weights[path], has_sum=path in added)
+        if self.part.of_stages is None:
+            self.add_moves()
 
-    # The layers
+    def rows_of(self, look_ups: Iterable[Node]) -> list[Node]:
+        """Where the rows are placed that some operations look up."""
+        return [placed for node in look_ups for placed in self.graph.after([node])[:1]]
 
-    def add_layers(self) -> None:
-        """Adds what the matmuls of all layers move. matmuls.py says how they read and write the stream."""
+    # Matmuls
+
+    def add_matmuls(self) -> None:
+        """Adds what all matmuls move but those of the loss. matmuls.py says how they read and write the stream."""
         matmuls = [matmul for matmul in self.matmuls if not self.is_head(matmul)]
         inner = {source: matmul for matmul in matmuls if (source := self.graph.gathered_from(matmul.input))}
-        adapters = [(first, inner[first.output]) for first in matmuls if first.output in inner]
+        names = self.rules.vocabulary
+        low_rank = [matmul for matmul in matmuls if names.adapted_path(matmul.path) != matmul.path]
+        adapters = [(first, inner[first.output]) for first in low_rank if first.output in inner]
         reads: dict[Node, list[Matmul]] = collections.defaultdict(list)
         writes: dict[Node, list[Matmul]] = collections.defaultdict(list)
         for matmul in matmuls:
-            if self.graph.gathered_from(matmul.input) and not (matmul.group_axis and matmul.output):
-                reads[matmul.input].append(matmul)
-            elif matmul.output and self.graph.written_to(matmul.output) is not matmul.output:
+            is_read = self.graph.gathered_from(matmul.input) and not (matmul.group_axis and matmul.output)
+            if matmul.output and not is_read and self.graph.written_to(matmul.output) is not matmul.output:
                 writes[matmul.output].append(matmul)
+            else:
+                reads[matmul.input].append(matmul)
         adapted = {matmul.node for pair in adapters for matmul in pair}
         for x, group in reads.items():
             if x not in {second.input for _, second in adapters}:
@@ -76,55 +106,75 @@ class DecoderTransfers(Transfers):
         for first, second in adapters:
             self.add_adapter(first, second)
         for matmul in {matmul.path: matmul for matmul in matmuls if matmul.node not in adapted}.values():
-            weight, used = self.weights[matmul.path], self.graph.placements_in_use[matmul.path][0]
-            # Forward and backward. Out of a loop, compilers keep what forward gathered of a weight without gradient.
-            passes = 2 if weight.trained or used.trip_count > 1 else 1
-            passes = passes if self.has_gradient(matmul.node) and not self.is_shared(matmul) else 1
-            if self.forward_alone:
-                passes = 0 if self.part.gathers_once else 1
-            elif self.part.gathers_once or self.part.gathers_ahead:
-                whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
-                self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
-                passes = 0 if self.part.gathers_once else passes - 1
-            for _ in range(passes):
-                self.gather(weight, used.itemsize)
+            self.add_weight(matmul)
+
+    def add_weight(self, matmul: Matmul) -> None:
+        """Adds the gathers of a matmul's weight, forward and backward."""
+        weight, used = self.weights[matmul.path], self.graph.placements_in_use[matmul.path][0]
+        assert used.placed
+        # Out of loops and of what is computed again, compilers keep what forward gathered. A loop takes a stack apart,
+        # even one of a single layer.
+        in_loop = used.trip_count > 1 or len(weight.sizes) > len(used.placed.axes)
+        again = in_loop or self.is_in_block(used)
+        passes = 1 + (again and self.has_gradient(matmul.node) and not self.is_shared(matmul))
+        if self.forward_alone:
+            passes = 0 if self.part.gathers_once else 1
+        elif self.part.gathers_once or self.part.gathers_ahead:
+            whole = self.volume(weight.elements * used.itemsize, weight.storage, weight.compute)
+            self.add_once(whole, "weights", 1 if self.part.gathers_once else self.part.step_rules.microbatches)
+            passes = 0 if self.part.gathers_once else passes - 1
+        for _ in range(passes):
+            self.gather(weight, used.itemsize)
 
     def is_shared(self, matmul: Matmul) -> bool:
         """Whether a weight is gathered once for the matmuls of all layers, and its gradient reduced once."""
         return matmul.node.trip_count > matmul.weight.trip_count
 
+    def is_in_block(self, node: Node) -> bool:
+        """Whether the backward pass computes an operation again, unless the policy keeps its result."""
+        within = not self.blocks or node.name.modules[:1] in self.blocks
+        return within and self.rules.remat.policy != "none"
+
     def add_input_side(self, x: Node, readers: list[Matmul], matmuls: list[Matmul]) -> None:
         """Adds what one input of several matmuls moves, forward and backward. `matmuls`: those without adapters."""
         stream = self.graph.gathered_from(x)
-        assert stream and x.placed
-        input_saved = self.rules.remat.policy == "none" or x.placed.array in self.saved
-        # The input is gathered, and once more for the gradients of the weights, and for what is computed again.
-        times = 1 + (not input_saved and any(map(self.reads_again, readers)))
-        for _ in range(0 if self.gather_vectors(stream, times) else times):
-            self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=x.trip_count)
+        # What comes from outside of a loop is gathered once for all its iterations, and so is the sum of its gradients.
+        times = self.changes(stream or x)
+        if stream:
+            # The input is gathered, and once more for the gradients of the weights, and for what is computed again.
+            again = times == x.trip_count and x.array not in self.saved and any(map(self.reads_again, readers))
+            count = 1 + again
+            for _ in range(0 if self.gather_vectors(stream, count) else count):
+                self.transfer(x.bytes, self.sharding(stream), self.sharding(x), times=times)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, x) if matmul.group_axis else self.add_matmul(matmul, x, matmul.output)
         self.add_dispatch(x, [matmul for matmul in matmuls if matmul.group_axis])
-        if self.has_gradient(x):
-            self.add_partial_sums(x, stream, matmuls, [matmul.output for matmul in matmuls])
+        # `gathered` adds up the gradients of all matmuls before it sums them over devices.
+        together = [matmuls] if stream else [[matmul] for matmul in matmuls]
+        for group in together if self.has_gradient(x) else []:
+            self.add_partial_sums(x, stream or x, group, [matmul.output for matmul in group], times)
 
     def reads_again(self, matmul: Matmul) -> bool:
-        """Whether the backward pass needs what a matmul reads."""
+        """Whether the backward pass needs what a matmul reads, and that is not there any more."""
         trained, remat = self.weights[matmul.path].trained, self.rules.remat
         saved = remat.policy == "dots" or (matmul.output and matmul.output.array in self.saved)
-        return self.has_gradient(matmul.node) and (trained or not saved)
+        return self.is_in_block(matmul.node) and self.has_gradient(matmul.node) and (trained or not saved)
 
     def add_output_side(self, y: Node, matmuls: list[Matmul]) -> None:
         """Adds what several matmuls move whose outputs are summed into the residual stream, forward and backward."""
         stream = self.graph.written_to(y)
-        has_gradient = self.has_gradient(y)
-        recomputed = has_gradient and self.rules.remat.policy in ("block", "names") and "residual" not in self.saved
-        for _ in range(2 if recomputed and self.read_in_same_block(stream) else 1):
-            self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls])
-        if has_gradient:
+        for _ in range(1 + self.is_summed_again(matmuls[0], y)):
+            self.add_partial_sums(y, stream, matmuls, [matmul.input for matmul in matmuls], y.trip_count)
+        if self.has_gradient(y):
             self.transfer(y.bytes, self.sharding(stream), self.sharding(y), times=y.trip_count)
         for matmul in matmuls:
             self.add_expert_gradient(matmul, y) if matmul.group_axis else self.add_matmul(matmul, y, matmul.input)
+
+    def is_summed_again(self, matmul: Matmul, y: Node) -> bool:
+        """Whether the backward pass computes the sum again that a matmul is a part of."""
+        kept = self.rules.remat.policy == "dots" or "residual" in self.saved
+        again = self.has_gradient(y) and not kept and self.is_in_block(matmul.node)
+        return again and self.read_in_same_block(self.graph.written_to(y))
 
     def add_expert_gradient(self, matmul: Matmul, stream_end: Node) -> None:
         """Adds the reduction of the gradient of experts' weights, of which each device has a sum over its own tokens.
@@ -171,26 +221,26 @@ class DecoderTransfers(Transfers):
 
     def add_matmul(self, matmul: Matmul, stream_end: Node, inner_end: Node | None) -> None:
         """Adds what a matmul and its gradients move, but for the partial sums at the residual stream."""
-        assert inner_end
         weight, times = self.weights[matmul.path], stream_end.trip_count
-        stream, inner = self.sharding(stream_end), self.sharding(inner_end)
-        inner_axes = self.inner_axes(matmul, stream_end)
+        stream, inner_axes = self.sharding(stream_end), self.inner_axes(matmul, stream_end)
         stream_axes = [axis for axis in stream if axis in weight.sizes]
-        rows_bytes = math.prod(stream_end.shape[:2]) * stream_end.itemsize
-        inner_bytes = rows_bytes * math.prod(weight.sizes[axis] for axis in inner_axes)
-        rows = {"batch": stream["batch"], "seq": stream["seq"]}
+        inner_elements = math.prod(matmul.node.shape if stream_end is matmul.input else matmul.input.shape)
+        inner_bytes = inner_elements * stream_end.itemsize
+        rows = {axis: names for axis, names in stream.items() if axis not in weight.sizes}
         computed = {**rows, **{axis: weight.compute[axis] for axis in inner_axes}}
         summed_over = mesh_axes(stream, *stream_axes)
-        assert inner_end.placed
+        # What is not placed stays as it is computed.
+        inner, array = (self.sharding(inner_end), inner_end.array) if inner_end else (computed, "")
         # A key of latent attention has numbers besides what this weight gives it.
-        sent_bytes = inner_end.bytes if inner_end.placed.array in (*READ, OUT) else inner_bytes
-        queries = self.sharding_of_queries(inner_end)
+        sent_bytes = inner_end.bytes if inner_end and array in (*READ, OUT) else inner_bytes
+        queries = self.sharding_of_queries(inner_end) if inner_end else {}
         query_axes = mesh_axes(queries, "seq")
         whole_rows = stream_end.array in OF_KEYS and not stream["seq"]  # what keys are made from was gathered
-        goes_back = self.has_gradient(inner_end)
+        goes_back = self.has_gradient(inner_end or matmul.node)
         recomputed = goes_back and self.rules.remat.policy != "none"
-        by_heads = self.rules.context == "ulysses" and inner_end.placed.array in (*READ, OUT) and stream["seq"]
-        if by_heads or (query_axes and not whole_rows):
+        by_heads = self.rules.context == "ulysses" and array in (*READ, OUT) and stream.get("seq")
+        by_heads = by_heads and _module(matmul) not in self.with_whole_keys
+        if inner_end and (by_heads or (query_axes and not whole_rows)):
             own, heads = {**inner, "seq": stream["seq"]}, inner_axes[0] if by_heads else ""
             ring = self.rules.context == "ring"
             self.add_exchange(inner_end, sent_bytes, own, computed, summed_over, query_axes, heads, ring)
@@ -211,9 +261,9 @@ class DecoderTransfers(Transfers):
         if weight.trained:
             local_gradient = {
                 **{axis: stream[axis] for axis in stream_axes},
-                **{axis: inner[axis] for axis in inner_axes},
+                **{axis: inner.get(axis, weight.compute[axis]) for axis in inner_axes},
             }
-            token_axes = mesh_axes(stream, "batch", "seq") | (query_axes if whole_rows else set())
+            token_axes = mesh_axes(rows) | (query_axes if whole_rows else set())
             if self.part.gathers_once:
                 whole = self.volume(weight.elements * FLOAT32_BYTES, local_gradient, weight.gradient, token_axes)
                 self.add_once(whole, "gradients", self.part.step_rules.microbatches)
@@ -222,11 +272,11 @@ class DecoderTransfers(Transfers):
                 self.transfer(size_bytes, local_gradient, weight.gradient, token_axes, kind="gradients")
             else:
                 self.transfer(gradient_bytes, local_gradient, weight.gradient, token_axes, times, "gradients")
-        if inner_end.placed.array == _SHARED_KEY:
+        if inner_end and array == _SHARED_KEY:
             self.gather_vectors(inner_end, 1 + recomputed)
         if not goes_back:
             return
-        if inner_end.placed.array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
+        if array == _SHARED_KEY:  # its gradient is the sum of those of all heads' keys
             self.transfer(inner_bytes, inner, inner, self.rules.split("rules", READ[1], "heads"), times)
         if head_axes := mesh_axes_except(queries, "batch", "seq") - mesh_axes_except(inner, "batch", "seq"):
             # Query heads are split over more mesh axes than key heads. The gradients of the query heads of a key head
@@ -258,7 +308,7 @@ class DecoderTransfers(Transfers):
         weight, and the gradient of its second matrix is summed over the mesh axes that split its first.
         """
         inner_axes: set[str] = set()
-        stream = self.sharding(self.block_input)
+        stream = self.sharding(first.input if self.graph.gathered_from(first.input) else second.output or second.input)
         for matmul in (first, second):
             weight = self.weights[matmul.path]
             gathered = self.volume(weight.elements * matmul.weight.itemsize, weight.storage, weight.compute)
@@ -274,9 +324,9 @@ class DecoderTransfers(Transfers):
                 self.transfer(matmul.input.bytes, stream, stream, rank_axes, matmul.node.trip_count)
 
     def add_partial_sums(
-        self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None]
+        self, written: Node, stream: Node, matmuls: list[Matmul], inner_ends: Iterable[Node | None], times: int
     ) -> None:
-        """Adds the reduction into the residual stream of sums over heads or hidden units.
+        """Adds the reduction into the residual stream of sums over heads or hidden units, `times` in each microbatch.
 
         Matmuls that are summed over the same mesh axes are reduced once.
         """
@@ -287,10 +337,11 @@ class DecoderTransfers(Transfers):
                 partials.add(
                     frozenset(over - self.expert_axes(matmul) if self.expert_axes(matmul) <= token_axes else over)
                 )
-            elif inner_end:
-                partials.add(frozenset(mesh_axes(self.sharding(inner_end), *self.inner_axes(matmul, written))))
+            else:
+                inner = self.sharding(inner_end) if inner_end else self.weights[matmul.path].compute
+                partials.add(frozenset(mesh_axes(inner, *self.inner_axes(matmul, written))))
         for partial in partials:
-            self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, written.trip_count)
+            self.transfer(written.bytes, self.sharding(written), self.sharding(stream), partial, times)
 
     # Before and after the layers
 
@@ -315,14 +366,35 @@ class DecoderTransfers(Transfers):
             token_axes = mesh_axes(x, "batch", "seq")
             self.transfer(table.elements * FLOAT32_BYTES, local_gradient, table.gradient, token_axes, kind="gradients")
 
-    def add_small(self, weight: Parameter) -> None:
-        """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed."""
+    def add_small(self, weight: Parameter, has_sum: bool) -> None:
+        """Adds a norm's scale, a bias or a table of positions: it is gathered once, and its gradient is summed.
+
+        has_sum: whether the sum of its gradient is added already.
+        """
         itemsize = self.graph.placements_in_use[weight.path][0].itemsize
         self.gather(weight, itemsize)
         applied = self.graph.applied_to(weight.path)
-        if weight.path in self.graph.looked_up or not weight.trained or not applied:
+        if has_sum or not weight.trained or not applied:
             return
         sharding = self.sharding(applied)
         local_gradient = {axis: sharding.get(axis, names) for axis, names in weight.compute.items()}
         summed_over = mesh_axes_except(sharding, *weight.sizes)
         self.transfer(weight.elements * itemsize, local_gradient, weight.gradient, summed_over, kind="gradients")
+
+    def add_moves(self) -> None:
+        """Adds what moves an array that is made without a matmul of another array, and is split otherwise."""
+        for node in self.graph.activations:
+            before = self.graph.before([node], past_matmuls=False)
+            if self.graph.gathered_from(node) or not before or before[0].array == node.array:
+                continue
+            made_from, times = before[0], self.changes(node)
+            assert node.placed and made_from.placed
+            if (node.placed.axes, node.shape) == (made_from.placed.axes, made_from.shape):
+                self.transfer(node.bytes, self.sharding(made_from), self.sharding(node), times=times)
+                if self.has_gradient(node):
+                    self.transfer(node.bytes, self.sharding(node), self.sharding(made_from), times=times)
+
+
+def _module(matmul: Matmul) -> str:
+    """The path of the module that a matmul's weight belongs to."""
+    return matmul.path.rpartition(".")[0]
