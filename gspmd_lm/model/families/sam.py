@@ -14,13 +14,16 @@ from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.config.masks import PARTS, POINTS
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import TRANSFORMED
+from gspmd_lm.model.compose import mlp_parts
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, attend_masked, head_numbers
-from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
+from gspmd_lm.model.mlp import Mlp
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
+from gspmd_lm.model.parts.activations import ACTIVATIONS
+from gspmd_lm.model.parts.classes import TRANSFORMED
 from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
@@ -219,7 +222,7 @@ class TwoWay(nn.Module):
         y_BPD = Crossing(cfg, name="to_image")(tokens, image)
         tokens_BPD = Norm(cfg, name="to_image_norm")(tokens.x + y_BPD)
         with gathered(tokens_BPD, PROMPTS, PROMPTS) as in_BPD:
-            y, _ = Mlp(cfg, name="mlp")(in_BPD)
+            y, _ = Mlp(cfg, mlp_parts(cfg), name="mlp")(in_BPD, Tokens())
         tokens = tokens._replace(x=Norm(cfg, name="mlp_norm")(tokens_BPD + reduced(y, PROMPTS, PROMPTS)))
         y_BTD = Crossing(cfg, name="to_tokens")(image, tokens)
         return tokens, image._replace(x=shard(Norm(cfg, name="to_tokens_norm")(image.x + y_BTD), RESIDUAL))

@@ -9,9 +9,10 @@ from einops import rearrange
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, score_classes, token_keys
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.parts.classes import score_classes
+from gspmd_lm.model.parts.dropout import before_blocks, token_keys
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding.annotate import like
