@@ -11,8 +11,8 @@ from gspmd_lm.model.kernels.attention import Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.norm import same
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import bias, matrix, with_adapter
-from gspmd_lm.sharding.annotate import shard
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import Adapted, Weight, shard
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -24,6 +24,7 @@ class AttentionParts(NamedTuple):
 
     biased: str = ""  # the names of q, k and v that have a bias
     add_bias: Callable[..., jax.Array] = lambda x_BTNH, bias_NH: x_BTNH
+    adapt: Callable[[nn.Module, Weight], Adapted] = lambda module, weight: Adapted(weight)  # gives it an adapter
     norms: tuple[Callable[[], Any], ...] = (lambda: same,) * 3  # of queries, keys and values
     turns: tuple[Turn, ...] = ()  # of queries and keys, by their positions
     query_turns: tuple[Turn, ...] = ()  # of queries alone, before the others
@@ -43,22 +44,22 @@ class Attention(nn.Module):
     made: ClassVar[str] = "kv"  # which of keys and values it makes
 
     def setup(self):
-        cfg, parts, D = self.cfg, self.parts, self.keys_width
-        keys = "kv_heads head_dim", (cfg.kv_head_rows, cfg.head_dim)
-        heads = {"q": ("heads head_dim", (cfg.head_rows, cfg.head_dim)), "k": keys, "v": keys}
-        inward = {"q": cfg.embed, "k": D, "v": D}
+        cfg, parts = self.cfg, self.parts
+        axes = {"q": "heads head_dim"} | dict.fromkeys("kv", "kv_heads head_dim")
+        sizes = {"q": (cfg.head_rows, cfg.head_dim)} | dict.fromkeys("kv", (cfg.kv_head_rows, cfg.head_dim))
+        widths = {"q": cfg.embed} | dict.fromkeys("kv", self.keys_width)
         weights = {
-            name: matrix(self, f"w{name}", f"embed {heads[name][0]}", (inward[name], *heads[name][1]), cfg)
+            name: matrix(self, f"w{name}", f"embed {axes[name]}", (widths[name], *sizes[name]), cfg)
             for name in ("q", *self.made)
         }
-        weights["o"] = matrix(self, "wo", "heads head_dim embed", (*heads["q"][1], cfg.embed), cfg)
+        weights["o"] = matrix(self, "wo", "heads head_dim embed", (*sizes["q"], cfg.embed), cfg)
         self.gate = parts.gate(self)
-        self.biases = {name: bias(self, f"b{name}", *heads[name], cfg) for name in parts.biased}
+        self.biases = {name: bias(self, f"b{name}", axes[name], sizes[name], cfg) for name in parts.biased}
         self.weights = weights
         self.numbers, self.attend = parts.numbers(self), parts.attend(self)
         self.out_bias = parts.out_bias(self)
         self.q_norm, self.k_norm, self.value_norm = (make() for make in parts.norms)
-        self.matrices = {name: with_adapter(self, weights[name], cfg) for name in ("q", "o", *self.made)}
+        self.matrices = {name: parts.adapt(self, weights[name]) for name in ("q", "o", *self.made)}
 
     @property
     def keys_width(self) -> int:

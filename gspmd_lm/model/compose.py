@@ -20,6 +20,7 @@ from gspmd_lm.model.block import Branch, BranchMaker, Part, begin_stream, keep_a
 from gspmd_lm.model.cache import Kept, in_cache
 from gspmd_lm.model.ends import Ends, own_unembedding, table_axis
 from gspmd_lm.model.kernels.context import attend_to_memory
+from gspmd_lm.model.lora import adapt
 from gspmd_lm.model.mlp import Mlp, MlpParts, hidden_layer
 from gspmd_lm.model.moe import Experts
 from gspmd_lm.model.norm import Change, Norm, apply_changes, make_norm, no_norm, same
@@ -104,8 +105,10 @@ def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
 def mlp_parts(cfg: config.ModelConfig) -> MlpParts:
     """The steps of a feed-forward network, or of each expert, of this config."""
     inward = {"gated": ("gate", "up"), "plain": ("up",)}[cfg.feed_forward.kind]
-    biased = {"biased": (*inward, "down"), "add_bias": operator.add} if cfg.feed_forward.bias else {}
-    return MlpParts(inward, activation(cfg), **biased)
+    parts: dict[str, Any] = {"adapt": functools.partial(adapt, cfg)} if cfg.lora else {}
+    if cfg.feed_forward.bias:
+        parts |= {"biased": (*inward, "down"), "add_bias": operator.add}
+    return MlpParts(inward, activation(cfg), **parts)
 
 
 @functools.cache
@@ -161,6 +164,8 @@ def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
 def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     """The steps that this config adds to attention."""
     parts: dict[str, Any] = {"norms": head_norms(cfg)}
+    if cfg.lora:
+        parts["adapt"] = functools.partial(adapt, cfg)
     if cfg.attention.qkv_bias:
         parts["add_bias"] = heads.add_bias
         parts["biased"] = "q" if cfg.attention.shared_kv_layers else "q" + "k" * cfg.attention.key_bias + "v"
@@ -214,7 +219,7 @@ def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
             for each, heads in zip(axes, (cfg.heads, cfg.kv_heads), strict=True)
         ],
     }
-    none = [lambda: same]
+    none = [AttentionParts().norms[0]]
     of_queries_and_keys = kinds[cfg.attention.qk_norm_kind] if cfg.attention.qk_norm else none * 2
     return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.attention.value_norm else none))
 

@@ -10,8 +10,8 @@ import jax
 from gspmd_lm import config
 from gspmd_lm.model.norm import Change, same
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import bias, matrix, with_adapter
-from gspmd_lm.sharding.annotate import recomputed, shard
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import Adapted, Weight, recomputed, shard
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -25,6 +25,7 @@ class MlpParts(NamedTuple):
     activate: Callable[..., jax.Array]  # the hidden layer, from their products: see `hidden_layer`
     biased: tuple[str, ...] = ()  # the matrices that have a bias
     add_bias: Callable[[Any, Any], Any] = lambda y, bias: y
+    adapt: Callable[[nn.Module, Weight], Adapted] = lambda module, weight: Adapted(weight)  # gives it an adapter
 
 
 class Mlp(nn.Module):
@@ -41,7 +42,7 @@ class Mlp(nn.Module):
             name: bias(self, f"b_{name}", ends[name][0].split()[1], ends[name][1][1:], cfg)
             for name in self.parts.biased
         }
-        self.weights = {name: with_adapter(self, w, cfg) for name, w in weights.items()}
+        self.weights = {name: self.parts.adapt(self, w) for name, w in weights.items()}
 
     def __call__(self, in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
         """The output that the residual stream adds, and the tokens as they are. `in_BTD` is gathered."""

@@ -14,7 +14,7 @@ from gspmd_lm.model.mlp import Mlp, MlpParts
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.moe_routing import capacity
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import bias, matrix, weight, with_adapter
+from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
 from gspmd_lm.sharding.matmuls import project
@@ -55,7 +55,7 @@ class Experts(nn.Module):
             zeros = nn.initializers.zeros
             b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
-        matrices = [with_adapter(self, w, cfg) for w in (*inward, down)]
+        matrices = [self.parts.adapt(self, w) for w in (*inward, down)]
         self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
         if cfg.moe.shared_mlp:
             self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.moe.shared_mlp), self.parts)
