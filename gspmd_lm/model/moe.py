@@ -158,9 +158,9 @@ def balance_experts(params: dict[str, Any], load_LC: jax.Array, cfg: config.Mode
     moves_LC = cfg.moe.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     sparse = [number for number, layer in enumerate(cfg.each_layer) if layer.experts]
-    for module, (layers, stacked) in held_layers(cfg).items():
+    for module, (layers, stacked, stack) in held_layers(cfg).items():
         rows = [sparse.index(layer) for layer in layers if layer in sparse]
-        if rows and module[0] not in cfg.frozen:
+        if rows and not stack and module[0] not in cfg.frozen:
             flat[(*module, "mlp", BALANCE_BIAS)] += moves_LC[jnp.array(rows)] if stacked else moves_LC[rows[0]]
     return unflatten_dict(flat)
 

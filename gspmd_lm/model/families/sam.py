@@ -13,6 +13,7 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.config.masks import PARTS, POINTS
+from gspmd_lm.model.addresses import layer_name
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.compose import mlp_parts
 from gspmd_lm.model.families import vit
@@ -114,7 +115,7 @@ class MaskDecoder(nn.Module):
         image = Side(like(x_BTD + of_prompt, RESIDUAL), places_BTD, (BLOCK_INPUT, RESIDUAL), is_patch_BT)
 
         for number in range(cfg.layers):
-            tokens, image = TwoWay(cfg, name=f"layer_{number}")(tokens, image, number == 0)
+            tokens, image = TwoWay(cfg, name=layer_name(number))(tokens, image, number == 0)
         tokens_BPD = tokens.x + Crossing(cfg, name="last")(tokens, image)
         tokens_BPD = Norm(_with_eps(cfg, LAST_EPS), name="last_norm")(tokens_BPD)
         pixels_BTPK = upscale(self, cfg, image.x)
