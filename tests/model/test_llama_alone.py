@@ -32,7 +32,7 @@ def files_run(function, *args):
 
 
 def loss_of(config):
-    """The loss of a config, its parameters and a batch. The parts of the model have been chosen, to make the weights."""
+    """The loss of a config, its parameters and a batch. The parts of the model have been chosen before."""
     task = decoder.task(config)
     params = nn.unbox(jax.eval_shape(task.initial, jax.random.key(0)))
     return lambda params, batch: task.summed(params, batch, None)[0], params, task.batch(2)
