@@ -5,7 +5,6 @@ A part that has weights is a function of the module that holds them.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -105,9 +104,9 @@ def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
 def mlp_parts(cfg: config.ModelConfig) -> MlpParts:
     """The steps of a feed-forward network, or of each expert, of this config."""
     inward = {"gated": ("gate", "up"), "plain": ("up",)}[cfg.feed_forward.kind]
-    parts: dict[str, Any] = {"adapt": functools.partial(adapt, cfg)} if cfg.lora else {}
+    parts = adapters(cfg)
     if cfg.feed_forward.bias:
-        parts |= {"biased": (*inward, "down"), "add_bias": operator.add}
+        parts |= {"biased": (*inward, "down"), "add_bias": lambda y, bias: y + bias}
     return MlpParts(inward, activation(cfg), **parts)
 
 
@@ -131,6 +130,11 @@ def activation(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
         of_gate.append(lambda x: drop_small(x, sparsity))
     of_gate.append(ACTIVATIONS[cfg.feed_forward.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
     return hidden_layer(*(functools.partial(apply_changes, changes=changes) for changes in (of_gate, of_up)))
+
+
+def adapters(cfg: config.ModelConfig) -> dict[str, Any]:
+    """The part of attention, an MLP or experts that gives their matrices adapters, if the config has any."""
+    return {"adapt": functools.partial(adapt, cfg)} if cfg.lora else {}
 
 
 # Attention
@@ -163,9 +167,7 @@ def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
 @functools.cache
 def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     """The steps that this config adds to attention."""
-    parts: dict[str, Any] = {"norms": head_norms(cfg)}
-    if cfg.lora:
-        parts["adapt"] = functools.partial(adapt, cfg)
+    parts = {"norms": head_norms(cfg)} | adapters(cfg)
     if cfg.attention.qkv_bias:
         parts["add_bias"] = heads.add_bias
         parts["biased"] = "q" if cfg.attention.shared_kv_layers else "q" + "k" * cfg.attention.key_bias + "v"

@@ -89,7 +89,7 @@ def transform(
 ) -> jax.Array:
     """The head of a masked language model: a matrix, the activation and a norm (BERT)."""
     (width, axis), (reduced_spec, _) = table_axis(cfg), table_specs(cfg)
-    spec = TRANSFORMED_FOR_TABLE if cfg.embedding.width else TRANSFORMED
+    spec = {"embed": TRANSFORMED, "embedding_width": TRANSFORMED_FOR_TABLE}[axis]
     y_BTD = activate(project_with_bias(module, cfg, x_BTD, "head_transform", width, spec))
     return Norm(cfg, axis, name="head_norm")(like(y_BTD, reduced_spec))
 
