@@ -75,10 +75,8 @@ def branch_maker(
         after.append(functools.partial(make_layer_scale, cfg, f"{result}_layer_scale"))
     if cfg.residual.scale != 1:
         after.append(lambda module: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual.scale, y_BTD.dtype))
-    before, after_sum = (
-        branch_norm(cfg, f"{name}_norm", cfg.norm.pre),
-        branch_norm(cfg, f"{result}_sum_norm", cfg.norm.sum),
-    )
+    before = branch_norm(cfg, f"{name}_norm", cfg.norm.pre)
+    after_sum = branch_norm(cfg, f"{result}_sum_norm", cfg.norm.sum)
     drop = functools.partial(drop_in_branch, cfg.dropout, site) if cfg.dropout else keep_all
     return functools.partial(make_branch, part, before, after, after_sum, drop)
 
@@ -298,7 +296,7 @@ def end_parts(cfg: config.ModelConfig) -> Ends:
         parts["from_table"].append(functools.partial(embeddings.scale, cfg))
     positions = {"learned": embeddings.add_positions, "sinusoidal": embeddings.add_sinusoids}
     additions = [positions[cfg.positions]] if cfg.positions in positions else []
-    additions += [embeddings.add_types] * (cfg.embedding.token_types > 0) + [embeddings.norm] * cfg.embedding.norm
+    additions += [embeddings.add_types] * (cfg.embedding.token_types > 0) + [embeddings.normalize] * cfg.embedding.norm
     parts["additions"] = [functools.partial(add, cfg, sizes) for add in additions]
     if cfg.embedding.input == "sum":
         parts["last"].append(functools.partial(embeddings.widen, cfg, True))

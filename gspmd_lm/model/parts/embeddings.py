@@ -60,7 +60,7 @@ def add_types(
     return x_BTW + use(table, jnp.float32)[batch["token_types"]].astype(jnp.dtype(cfg.compute_dtype))
 
 
-def norm(
+def normalize(
     cfg: config.ModelConfig, sizes: tuple[int, str], module: nn.Module, x_BTW: jax.Array, batch: Batch
 ) -> jax.Array:
     """Embedded tokens after a norm. sizes: see `add_positions`."""
