@@ -16,6 +16,7 @@ import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.config import value_at
+from gspmd_lm.model.addresses import inner_stacks
 from gspmd_lm.model.families.whisper import TAPS
 from gspmd_lm.sharding.axes import AXES
 
@@ -32,19 +33,8 @@ from gspmd_lm.sharding.axes import AXES
 LETTERS = {axis: letter for axis, (letter, _) in AXES.items()}
 LETTERS |= {"positions": "p", "types": "t", "ranges": "r", "classes": "c", "pixels": "x", "bands": "b", "joint": "j"}
 LETTERS |= {"channels": "k", "masks": "m"}
-_INNER = ("encoder", "vision", "queries", "masks")  # how the weights of other stacks of blocks begin
-LEVEL = "level_"  # how those of a level of blocks begin, before its number
 _NEIGHBOURS = 16  # numbers of 2 or 4 bytes: a cache line, or half of one
 _JOINED = {"N": "R", "K": "R", "F": "J", "H": "X", "Z": "G", "P": "G", "A": "s", "p": "s"}
-
-
-def inner(path: str, model: config.ModelConfig) -> config.ModelConfig | None:
-    """The settings of the inner stack of blocks to which a weight belongs; None for the model's own layers."""
-    name = path.partition(".")[0]
-    if name.startswith(LEVEL):
-        return config.levels(model)[int(name.removeprefix(LEVEL))]
-    holder = model.vision if name == "queries" else model
-    return (part := getattr(holder, name, None)) and part.of(model) if name in _INNER else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +71,7 @@ class Tensor:
 
     def stack_config(self, model: config.ModelConfig) -> config.ModelConfig:
         """The settings of the stack of blocks whose weights it holds: those of an inner one, or of the model."""
-        return inner(self.weights[0], model) or model
+        return inner_stacks(model).get(self.weights[0].partition(".")[0], model)
 
     def view(self, model: config.ModelConfig) -> tuple[int, ...]:
         """The shape as which the tensor is read: one dimension per letter."""

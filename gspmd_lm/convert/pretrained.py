@@ -16,11 +16,11 @@ from gspmd_lm import config
 from gspmd_lm.convert import architecture, dequantise, multimodal, safetensors
 from gspmd_lm.convert.families import whisper
 from gspmd_lm.convert.family import Family
-from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed, inner
+from gspmd_lm.convert.layout import LETTERS, AxisOrder, Tensor, copy_transposed
 from gspmd_lm.convert.safetensors import Stored
 from gspmd_lm.data.tokenizer import Bytes
 from gspmd_lm.errors import InputError
-from gspmd_lm.model.addresses import held_layers, layer_number
+from gspmd_lm.model.addresses import held_layers, inner_stacks
 from gspmd_lm.model.families import init
 from gspmd_lm.sharding import of_flax
 from gspmd_lm.sharding.axes import DECODER
@@ -96,16 +96,11 @@ def _layers(path: str, model: config.ModelConfig) -> tuple[str, tuple[int, ...],
 
     What all layers share has a single tensor, whose name says no layer.
     """
-    head, _, rest = path.partition(".")
-    if of_stack := inner(path, model):
-        weight, layers, stacked = _layers(rest, of_stack)
-        return f"{head}.{weight}", layers, stacked
-    for module, (layers, stacked) in held_layers(model).items():
+    for module, (layers, stacked, stack) in held_layers(model).items():
         prefix = f"{'.'.join(module)}."
         if path.startswith(prefix):
-            return path.removeprefix(prefix), () if model.shared_layers else layers, stacked
-    if (number := layer_number(head)) is not None:  # of a module that is no stack, such as the decoder of masks
-        return rest, (number,), False
+            shared = inner_stacks(model).get(stack, model).shared_layers
+            return ".".join((*stack.split(), path.removeprefix(prefix))), () if shared else layers, stacked
     return path, (), False
 
 

@@ -38,15 +38,24 @@ def layer_name(number: int | str) -> str:
     return f"layer_{number}"
 
 
-def layer_number(module: str) -> int | None:
-    """The number of a layer whose module is called as `layer_name` says; None for other modules."""
-    number = module.removeprefix("layer_")
-    return int(number) if module == layer_name(number) and number.isdigit() else None
-
-
 def block_name(place: int) -> str:
     """The module of a layer of a turn of several, counted from 0 in the turn."""
     return f"block_{place}"
+
+
+def level_name(number: int) -> str:
+    """The module of a level of a model whose layers have several widths, counted from 0."""
+    return f"level_{number}"
+
+
+@functools.cache
+def inner_stacks(cfg: config.ModelConfig) -> dict[str, config.ModelConfig]:
+    """The settings of the stacks of layers inside of a model, by the names of their modules."""
+    if cfg.windows and not cfg.masks:
+        return {level_name(number): level for number, level in enumerate(config.levels(cfg))}
+    masks = cfg.masks and cfg.masks.of(cfg)
+    inner = {"encoder": cfg.encoder_config, "vision": cfg.vision_config, "queries": cfg.queries_config, "masks": masks}
+    return {name: stack for name, stack in inner.items() if stack}
 
 
 class Held(NamedTuple):
@@ -54,14 +63,20 @@ class Held(NamedTuple):
 
     layers: tuple[int, ...]
     stacked: bool  # whether its arrays have a first dimension for them
+    stack: str = ""  # the name of their stack, if it is one of `inner_stacks`
 
 
 @functools.cache
 def held_layers(cfg: config.ModelConfig) -> dict[tuple[str, ...], Held]:
-    """What the modules of `addresses` hold."""
-    layers: dict[tuple[str, ...], tuple[int, ...]] = {}
-    stacked: dict[tuple[str, ...], bool] = {}
-    for number, address in enumerate(addresses(cfg)):
-        layers[address.module] = (*layers.get(address.module, ()), number)
-        stacked[address.module] = address.row is not None
-    return {module: Held(layers[module], stacked[module]) for module in layers}
+    """The layers that each module of a model holds, by the names of the modules from the root of the model."""
+    found: dict[tuple[str, ...], Held] = {}
+    inner = inner_stacks(cfg)
+    outer = {} if level_name(0) in inner else {"": cfg}  # all layers of a model of levels are in its levels
+    for stack, own in (outer | inner).items():
+        # The decoder of masks (SAM) runs its layers one by one, without a loop.
+        alone = [Address((layer_name(i),), None) for i in range(own.layers)]
+        for number, address in enumerate(alone if stack == "masks" else addresses(own)):
+            module = (*stack.split(), *address.module)
+            layers = found[module].layers if module in found else ()
+            found[module] = Held((*layers, number), address.row is not None, stack)
+    return found

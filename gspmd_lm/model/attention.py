@@ -5,15 +5,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.kernels.attention import Q
 from gspmd_lm.model.kernels.context import attend, keys_spec
 from gspmd_lm.model.norm import same
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import bias, matrix, with_adapter
-from gspmd_lm.sharding.annotate import platform, shard, split
+from gspmd_lm.model.weights import bias, matrix
+from gspmd_lm.sharding.annotate import Adapted, Weight, shard
 from gspmd_lm.sharding.matmuls import project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
 
@@ -24,6 +23,8 @@ class AttentionParts(NamedTuple):
     """The steps that a family adds to attention. Parts that have weights make them in the module that they get."""
 
     biased: str = ""  # the names of q, k and v that have a bias
+    add_bias: Callable[..., jax.Array] = lambda x_BTNH, bias_NH: x_BTNH
+    adapt: Callable[[nn.Module, Weight], Adapted] = lambda module, weight: Adapted(weight)  # gives it an adapter
     norms: tuple[Callable[[], Any], ...] = (lambda: same,) * 3  # of queries, keys and values
     turns: tuple[Turn, ...] = ()  # of queries and keys, by their positions
     query_turns: tuple[Turn, ...] = ()  # of queries alone, before the others
@@ -43,27 +44,22 @@ class Attention(nn.Module):
     made: ClassVar[str] = "kv"  # which of keys and values it makes
 
     def setup(self):
-        cfg, parts, H = self.cfg, self.parts, self.cfg.head_dim
-        of_keys = "kv_heads", cfg.kv_head_rows
-        heads = {"q": ("heads", cfg.head_rows), "k": of_keys, "v": of_keys}
-        width = {"q": cfg.embed, "k": self.keys_width, "v": self.keys_width}
+        cfg, parts = self.cfg, self.parts
+        axes = {"q": "heads head_dim"} | dict.fromkeys("kv", "kv_heads head_dim")
+        sizes = {"q": (cfg.head_rows, cfg.head_dim)} | dict.fromkeys("kv", (cfg.kv_head_rows, cfg.head_dim))
+        widths = {"q": cfg.embed} | dict.fromkeys("kv", self.keys_width)
         weights = {
-            name: matrix(self, f"w{name}", f"embed {axis} head_dim", (width[name], n, H), cfg)
-            for name, (axis, n) in heads.items()
-            if name in f"q{self.made}"
+            name: matrix(self, f"w{name}", f"embed {axes[name]}", (widths[name], *sizes[name]), cfg)
+            for name in ("q", *self.made)
         }
-        weights["o"] = matrix(self, "wo", "heads head_dim embed", (cfg.head_rows, H, cfg.embed), cfg)
+        weights["o"] = matrix(self, "wo", "heads head_dim embed", (*sizes["q"], cfg.embed), cfg)
         self.gate = parts.gate(self)
-        self.biases = {
-            name: bias(self, f"b{name}", f"{axis} head_dim", (n, H), cfg)
-            for name, (axis, n) in heads.items()
-            if name in parts.biased
-        }
+        self.biases = {name: bias(self, f"b{name}", axes[name], sizes[name], cfg) for name in parts.biased}
         self.weights = weights
         self.numbers, self.attend = parts.numbers(self), parts.attend(self)
         self.out_bias = parts.out_bias(self)
         self.q_norm, self.k_norm, self.value_norm = (make() for make in parts.norms)
-        self.matrices = {name: with_adapter(self, weights[name], cfg) for name in ("q", "o", *self.made)}
+        self.matrices = {name: parts.adapt(self, weights[name]) for name in ("q", "o", *self.made)}
 
     @property
     def keys_width(self) -> int:
@@ -107,17 +103,4 @@ class Attention(nn.Module):
     @nn.nowrap
     def project_heads(self, name: str, in_BTD: jax.Array) -> jax.Array:
         """Queries, keys or values, with their bias if they have one."""
-        y = project(in_BTD, self.matrices[name])
-        return _add_bias(y, self.biases[name]) if name in self.biases else y
-
-
-def _add_bias(x_BTNH: jax.Array, b_NH: jax.Array) -> jax.Array:
-    """The sum. On GPUs, heads are flattened first: cuBLAS fuses a bias of one dimension with the matmul."""
-    if platform() != "gpu" or split("q", "head_dim").num_shards > 1:
-        return x_BTNH + b_NH
-    return (x_BTNH.reshape(*x_BTNH.shape[:2], -1) + b_NH.reshape(-1)).reshape(x_BTNH.shape)
-
-
-def mask_padded_heads(cfg: config.ModelConfig, out_BTNH: jax.Array) -> jax.Array:
-    """The result of attention with zeros in the heads that are padding, so that they add nothing."""
-    return jnp.where((jnp.arange(cfg.head_rows) < cfg.heads)[:, None], out_BTNH, 0)
+        return self.parts.add_bias(project(in_BTD, self.matrices[name]), self.biases.get(name))

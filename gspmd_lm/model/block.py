@@ -1,30 +1,34 @@
 """A layer: branches around a residual stream. compose.py chooses the branches of each family."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd_lm.model.cache import Cache, Kept
-from gspmd_lm.model.norm import Change, same
+from gspmd_lm.model.norm import Change, apply_changes, same
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.sharding.annotate import interleave, shard
-from gspmd_lm.sharding.chunks import Part as Turn
-from gspmd_lm.sharding.chunks import after, in_turns
-from gspmd_lm.sharding.matmuls import gathered, sharing_weights
+from gspmd_lm.sharding.annotate import shard
+from gspmd_lm.sharding.interleave import Turns, after, interleave
+from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import Unreduced, reduced
 
 RESIDUAL = "residual: batch seq embed"
 BLOCK_INPUT = "block_input: batch seq embed"
 
-Stream = Turn[tuple[jax.Array, Tokens]]  # the residual stream and its tokens, which come in turns: see `in_turns`
+Stream = Turns[tuple[jax.Array, Tokens]]  # the residual stream and its tokens, which come in turns: see `interleave`
 
 # Attention or a feed-forward network: it reads gathered tokens and returns a sum over devices that is not yet reduced.
 Part = Callable[[jax.Array, Tokens], tuple[Unreduced, Tokens]]
+Drop = Callable[[jax.Array, Tokens], jax.Array]  # the output of a branch after dropout
+
+
+def keep_all(y_BTD: jax.Array, tokens: Tokens) -> jax.Array:
+    """`y_BTD` itself, of which nothing is dropped."""
+    return y_BTD
 
 
 class Branch(NamedTuple):
@@ -34,8 +38,7 @@ class Branch(NamedTuple):
     before: Change = same
     after: Change = same
     after_sum: Change = same
-    dropout: float = 0.0
-    site: int = 0  # the number of the dropout within a layer
+    drop: Drop = keep_all
 
     def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> Stream:
         """The residual stream after the branch. It yields once, until the other parts of the rows have gathered too."""
@@ -43,8 +46,29 @@ class Branch(NamedTuple):
             others = yield in_BTD
             y, tokens = self.part(in_BTD, tokens)
         y_BTD = self.after(reduced(after(y, others), BLOCK_INPUT, RESIDUAL))
-        x_BTD += dropout(y_BTD, self.dropout, tokens.keys_BT, self.site)
-        return shard(self.after_sum(x_BTD), RESIDUAL), tokens
+        return shard(self.after_sum(x_BTD + self.drop(y_BTD, tokens)), RESIDUAL), tokens
+
+
+# It makes a branch in the module of a layer.
+BranchMaker = Callable[[nn.Module], Callable[[jax.Array, Tokens], Stream]]
+
+
+def make_branch(
+    part: Callable[[], Part],
+    before: Callable[[nn.Module], Change],
+    after: Sequence[Callable[[nn.Module], Change]],
+    after_sum: Callable[[nn.Module], Change],
+    drop: Drop,
+    module: nn.Module,
+) -> Branch:
+    """A branch of functions that make its steps. Steps that have weights make them in the module of the layer."""
+    changes = [make(module) for make in after]
+    return Branch(part(), before(module), functools.partial(apply_changes, changes=changes), after_sum(module), drop)
+
+
+def begin_stream(x_BTD: jax.Array) -> tuple[jax.Array, Change, None]:
+    """A single residual stream, to which nothing is done after the last layer, and of which layers keep no keys."""
+    return shard(x_BTD, RESIDUAL), same, None
 
 
 class Carried(NamedTuple):
@@ -63,7 +87,7 @@ class Carried(NamedTuple):
 class Block(nn.Module):
     """One layer: its branches, one after the other."""
 
-    branches: Callable[[nn.Module], Sequence[Callable[[jax.Array, Tokens], Stream]]]
+    branches: tuple[BranchMaker, ...]
 
     @nn.compact
     def __call__(self, carried: Carried, input_BTY: jax.Array | None, tokens: Tokens) -> tuple[Carried, Any]:
@@ -71,39 +95,13 @@ class Block(nn.Module):
         layer, x_BTD, cache, kept = carried
         # Without these names, a scan keeps its carry on the device, whatever the remat policy says.
         x_BTD = checkpoint_name(checkpoint_name(x_BTD, "layer_input"), "residual")
-        branches = self.branches(self)
+        branches = [make(self) for make in self.branches]
 
         def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
             for branch in branches:
                 x_BTD, tokens = yield from branch(x_BTD, tokens)
             return x_BTD, tokens
 
-        x_BTD, tokens = in_parts(compute, x_BTD, tokens.for_layer(layer, cache, kept, input_BTY))
+        tokens = tokens.for_layer(layer, cache, kept, input_BTY)
+        x_BTD, tokens = interleave(compute, x_BTD, tokens, None if cache else tokens.rows, RESIDUAL)
         return Carried(layer + 1, x_BTD, tokens.cache, tokens.kept), tokens.routed
-
-
-def in_parts(
-    compute: Callable[[jax.Array, Tokens], Stream], x_BTD: jax.Array, tokens: Tokens
-) -> tuple[jax.Array, Tokens]:
-    """The result of `compute` for all rows, which are interleaved in as many parts as the rules say."""
-    parts = interleave() if tokens.cache is None and x_BTD.shape[0] > 1 else 1
-    if parts == 1:
-        return in_turns([compute(x_BTD, tokens)])[0]
-    # No row moves: each device has rows of every part.
-    rows = jax.tree.map(lambda x: rearrange(x, "(b p) ... -> p b ...", p=parts), (x_BTD, tokens.rows))
-    with sharing_weights():
-        each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(parts)]
-        ends = in_turns([compute(shard(x_bTD, RESIDUAL), of_part) for x_bTD, of_part in each])
-    x_pbTD = jnp.stack([x_bTD for x_bTD, _ in ends])
-    return shard(rearrange(x_pbTD, "p b ... -> (b p) ..."), RESIDUAL), tokens
-
-
-def dropout(x_BTD: jax.Array, rate: float, keys_BT: jax.Array | None, site: int) -> jax.Array:
-    """`x_BTD` with entries dropped. Each token has a key of its own: its mask is the same however tokens are split."""
-    if keys_BT is None or rate == 0:
-        return x_BTD
-
-    def keep(key: jax.Array) -> jax.Array:
-        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x_BTD.shape[2:])
-
-    return jnp.where(jax.vmap(jax.vmap(keep))(keys_BT), x_BTD / (1 - rate), 0).astype(x_BTD.dtype)

@@ -14,103 +14,125 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.config import with_values
-from gspmd_lm.model.attention import Attention, AttentionParts, mask_padded_heads
-from gspmd_lm.model.block import RESIDUAL, Branch, Part
+from gspmd_lm.model.attention import Attention, AttentionParts
+from gspmd_lm.model.block import Branch, BranchMaker, Part, begin_stream, keep_all, make_branch
 from gspmd_lm.model.cache import Kept, in_cache
-from gspmd_lm.model.kernels.attention import OUT, Q
+from gspmd_lm.model.ends import Ends, own_unembedding, table_axis
 from gspmd_lm.model.kernels.context import attend_to_memory
-from gspmd_lm.model.mlp import Mlp, apply_changes
+from gspmd_lm.model.lora import adapt
+from gspmd_lm.model.mlp import Mlp, MlpParts, hidden_layer
 from gspmd_lm.model.moe import Experts
-from gspmd_lm.model.norm import Change, JointNorm, Norm, same
-from gspmd_lm.model.parts import relative
-from gspmd_lm.model.parts.altup import Streams, around_streams, with_laurel
+from gspmd_lm.model.norm import Change, Norm, apply_changes, make_norm, no_norm, same
+from gspmd_lm.model.parts import embeddings, heads, relative, rope_scaling
+from gspmd_lm.model.parts.activations import ACTIVATIONS, drop_small
+from gspmd_lm.model.parts.altup import around_streams, split_streams, with_laurel
 from gspmd_lm.model.parts.chunks import in_chunks
-from gspmd_lm.model.parts.convolution import beside_first_layer
+from gspmd_lm.model.parts.convolution import add_convolution
+from gspmd_lm.model.parts.dropout import before_blocks, drop_in_branch
+from gspmd_lm.model.parts.joint_norm import JointNorm
 from gspmd_lm.model.parts.latent import LatentAttention
 from gspmd_lm.model.parts.linear import GatedDeltaNet
 from gspmd_lm.model.parts.memory import CrossAttention
 from gspmd_lm.model.parts.parallel import side_by_side
-from gspmd_lm.model.parts.shared_keys import KeepingAttention, SharingAttention, no_keys
+from gspmd_lm.model.parts.shared_keys import KeepingAttention, SharingAttention, keep_keys
+from gspmd_lm.model.parts.temperature import scale_by_position
 from gspmd_lm.model.parts.windows import window_attention
-from gspmd_lm.model.rope import rotate, scale_by_position
+from gspmd_lm.model.rope import Rotary, frequencies, rotate
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import bias, matrix, weight
-from gspmd_lm.sharding.annotate import like, shard, use
-from gspmd_lm.sharding.matmuls import project
-from gspmd_lm.sharding.partial_sums import Unreduced
-
-Named = Callable[[nn.Module, str], Change]  # makes, in the module of a layer, a step of the branch of that name
-
+from gspmd_lm.model.weights import weight
+from gspmd_lm.sharding.annotate import use
 
 # Layers
 
 
 @functools.cache
-def branches(cfg: config.ModelConfig, keeps: bool = False) -> Callable[[nn.Module], Sequence[Any]]:
-    """A function that makes the branches of a layer in its module. keeps: later layers reuse its keys and values."""
-    attention, mlp, cross = attention_part(cfg, keeps), mlp_part(cfg), cross_attention(cfg)
-    norm, branch = branch_norm(cfg, "norm", cfg.norm.pre), branch_of(cfg)
-    laurel = functools.partial(with_laurel, cfg) if cfg.residual.laurel_rank else lambda branch: branch
-
-    def crossing(module: nn.Module) -> list[Any]:
-        return [branch(module, "cross", "cross", part(), site=2) for part in cross]
-
-    def sequential(module: nn.Module) -> list[Any]:
-        first = laurel(branch(module, "attention", "attention", attention(), site=0))
-        return [first, *crossing(module), branch(module, "mlp", "mlp", mlp(), site=1)]
-
-    def parallel(module: nn.Module) -> list[Any]:
-        first = branch(module, "attention", "attention_mlp", attention(), site=0)
-        return [side_by_side(first, mlp(), None if cfg.norm.shared else norm(module, "mlp")), *crossing(module)]
-
-    make = {"sequential": sequential, "parallel": parallel}[cfg.block]
-    return (lambda module: [around_streams(cfg, make(module))]) if cfg.residual.streams > 1 else make
+def branches(cfg: config.ModelConfig, keeps: bool = False) -> tuple[BranchMaker, ...]:
+    """Functions that make the branches of a layer. keeps: later layers reuse its keys and values."""
+    attention, mlp, branch = attention_part(cfg, keeps), mlp_part(cfg), functools.partial(branch_maker, cfg)
+    crossing = [branch("cross", "cross", part, site=2) for part in cross_attention(cfg)]
+    if cfg.block == "parallel":
+        first = branch("attention", "attention_mlp", attention, site=0)
+        norm = None if cfg.norm.shared else branch_norm(cfg, "mlp_norm", cfg.norm.pre)
+        made = [functools.partial(side_by_side, first, mlp, norm), *crossing]
+    else:
+        first = branch("attention", "attention", attention, site=0)
+        if cfg.residual.laurel_rank:
+            first = functools.partial(with_laurel, cfg, first)
+        made = [first, *crossing, branch("mlp", "mlp", mlp, site=1)]
+    return (functools.partial(around_streams, cfg, made),) if cfg.residual.streams > 1 else tuple(made)
 
 
-def branch_of(cfg: config.ModelConfig) -> Callable[..., Branch]:
-    """A function that gives a branch of a layer: of a module, the name of what it reads, the name of what it adds, its
-    part and the number of its dropout."""
-    before, after_sum = branch_norm(cfg, "norm", cfg.norm.pre), branch_norm(cfg, "sum_norm", cfg.norm.sum)
-    after: list[Named] = [branch_norm(cfg, "post_norm", True)] * cfg.norm.post
+def branch_maker(
+    cfg: config.ModelConfig, name: str, result: str, part: Callable[[], Part], site: int
+) -> functools.partial[Branch]:
+    """A function that makes a branch of a layer.
+
+    name, result: the names of what it reads and of what it adds, with which the names of its norms begin. site: the
+    number of its dropout within a layer.
+    """
+    after = [branch_norm(cfg, f"{result}_post_norm", True)] * cfg.norm.post
     if cfg.residual.layer_scale:
-        after.append(functools.partial(make_layer_scale, cfg))
+        after.append(functools.partial(make_layer_scale, cfg, f"{result}_layer_scale"))
     if cfg.residual.scale != 1:
-        after.append(lambda module, name: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual.scale, y_BTD.dtype))
-
-    def branch(module: nn.Module, name: str, result: str, part: Part, site: int) -> Branch:
-        changes = [make(module, result) for make in after]
-        of_result = functools.partial(apply_changes, changes=changes)
-        return Branch(part, before(module, name), of_result, after_sum(module, result), cfg.dropout, site)
-
-    return branch
+        after.append(lambda module: lambda y_BTD: y_BTD * jnp.asarray(cfg.residual.scale, y_BTD.dtype))
+    before = branch_norm(cfg, f"{name}_norm", cfg.norm.pre)
+    after_sum = branch_norm(cfg, f"{result}_sum_norm", cfg.norm.sum)
+    drop = functools.partial(drop_in_branch, cfg.dropout, site) if cfg.dropout else keep_all
+    return functools.partial(make_branch, part, before, after, after_sum, drop)
 
 
-def branch_norm(cfg: config.ModelConfig, end: str, is_normed: bool) -> Named:
-    """A function that makes a norm of a branch; `end` is the end of the norm's name. Without a norm, the identity."""
-    return (lambda module, name: Norm(cfg, name=f"{name}_{end}")) if is_normed else lambda module, name: same
+def branch_norm(cfg: config.ModelConfig, name: str, is_normed: bool) -> Callable[[nn.Module], Change]:
+    """A function that makes a norm of a branch; the identity without a norm."""
+    return functools.partial(make_norm, cfg, name) if is_normed else no_norm
 
 
-def make_layer_scale(cfg: config.ModelConfig, module: nn.Module, name: str) -> Change:
+def make_layer_scale(cfg: config.ModelConfig, name: str, module: nn.Module) -> Change:
     """LayerScale: a learned vector that multiplies the output of a branch (BEiT)."""
     start = nn.initializers.constant(cfg.residual.layer_scale)
-    scale_D = use(weight(module, f"{name}_layer_scale", "embed", (cfg.embed,), cfg, start))
+    scale_D = use(weight(module, name, "embed", (cfg.embed,), cfg, start))
     return lambda y_BTD: y_BTD * scale_D
 
 
 def mlp_part(cfg: config.ModelConfig) -> Callable[[], Part]:
     """A function that makes the feed-forward network of a layer, or its experts."""
-    kind = Experts if cfg.experts else Mlp
+    return functools.partial(Experts if cfg.experts else Mlp, cfg, mlp_parts(cfg), name="mlp")
 
-    def make() -> Part:
-        module = kind(cfg, name="mlp")
 
-        def part(in_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
-            y, routed = module(in_BTD)
-            return y, tokens._replace(routed=routed)
+@functools.cache
+def mlp_parts(cfg: config.ModelConfig) -> MlpParts:
+    """The steps of a feed-forward network, or of each expert, of this config."""
+    inward = {"gated": ("gate", "up"), "plain": ("up",)}[cfg.feed_forward.kind]
+    parts = adapters(cfg)
+    if cfg.feed_forward.bias:
+        parts |= {"biased": (*inward, "down"), "add_bias": lambda y, bias: y + bias}
+    return MlpParts(inward, activation(cfg), **parts)
 
-        return part
 
-    return make
+@functools.cache
+def activation(cfg: config.ModelConfig) -> Callable[..., jax.Array]:
+    """The function that computes hidden layers of this config: see `mlp.hidden_layer`."""
+    limit, offset, sparsity, slope = (
+        cfg.feed_forward.limit,
+        cfg.feed_forward.up_offset,
+        cfg.feed_forward.sparsity,
+        cfg.feed_forward.slope,
+    )
+    of_gate: list[Change] = []
+    of_up: list[Change] = []
+    if limit:
+        of_gate.append(lambda x: jnp.minimum(x, limit))
+        of_up.append(lambda x: jnp.clip(x, -limit, limit))
+    if offset:
+        of_up.append(lambda x: x + jnp.asarray(offset, x.dtype))
+    if sparsity:
+        of_gate.append(lambda x: drop_small(x, sparsity))
+    of_gate.append(ACTIVATIONS[cfg.feed_forward.activation] if slope == 1 else lambda x: x * jax.nn.sigmoid(slope * x))
+    return hidden_layer(*(functools.partial(apply_changes, changes=changes) for changes in (of_gate, of_up)))
+
+
+def adapters(cfg: config.ModelConfig) -> dict[str, Any]:
+    """The part of attention, an MLP or experts that gives their matrices adapters, if the config has any."""
+    return {"adapt": functools.partial(adapt, cfg)} if cfg.lora else {}
 
 
 # Attention
@@ -143,11 +165,12 @@ def _attend_to_memory(q_BTNH, k_BSKH, v_BSKH, tokens, cfg, numbers):
 @functools.cache
 def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     """The steps that this config adds to attention."""
-    parts: dict[str, Any] = {"norms": head_norms(cfg)}
+    parts = {"norms": head_norms(cfg)} | adapters(cfg)
     if cfg.attention.qkv_bias:
+        parts["add_bias"] = heads.add_bias
         parts["biased"] = "q" if cfg.attention.shared_kv_layers else "q" + "k" * cfg.attention.key_bias + "v"
     if cfg.positions == "rope":
-        parts["turns"] = (functools.partial(rotate, cfg),)
+        parts["turns"] = (functools.partial(rotate, rotary(cfg)),)
     if cfg.attention.temperature:
         parts["query_turns"] = (functools.partial(scale_by_position, cfg.attention.temperature),)
     if cfg.attention.chunk:
@@ -155,12 +178,21 @@ def attention_parts(cfg: config.ModelConfig) -> AttentionParts:
     if cfg.windows:
         parts["attend"] = functools.partial(window_attention, cfg)
     if cfg.attention.gate:
-        parts["gate"] = functools.partial(make_gate, cfg)
+        parts["gate"] = functools.partial(heads.make_gate, cfg)
     if cfg.head_rows > cfg.heads:
-        parts["result"] = functools.partial(mask_padded_heads, cfg)
+        parts["result"] = functools.partial(heads.mask_padded_heads, cfg)
     if cfg.attention.out_bias:
-        parts["out_bias"] = functools.partial(make_out_bias, cfg)
+        parts["out_bias"] = functools.partial(heads.make_out_bias, cfg)
     return AttentionParts(**parts, **numbers_of_heads(cfg))
+
+
+def rotary(cfg: config.ModelConfig) -> Rotary:
+    """How heads of this config are rotated."""
+    rope, dim = cfg.attention.rope, cfg.attention.rope.dim or cfg.head_dim
+    if not rope.scaling:
+        return Rotary(dim, functools.partial(frequencies, dim, rope.theta))
+    scaled = functools.partial(rope_scaling.KINDS[rope.scaling.kind], rope.scaling, dim, rope.theta)
+    return Rotary(dim, scaled, rope.scaling.attention_factor)
 
 
 def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
@@ -171,7 +203,7 @@ def numbers_of_heads(cfg: config.ModelConfig) -> dict[str, Any]:
     if cfg.attention.relative_positions:
         shared = cfg.attention.relative_positions.shared
         return {"numbers": relative.shared_biases if shared else functools.partial(relative.own_biases, cfg)}
-    return {"numbers": functools.partial(make_sinks, cfg)} if cfg.attention.sinks else {}
+    return {"numbers": functools.partial(heads.make_sinks, cfg)} if cfg.attention.sinks else {}
 
 
 def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
@@ -187,31 +219,9 @@ def head_norms(cfg: config.ModelConfig) -> tuple[Callable[[], Any], ...]:
             for each, heads in zip(axes, (cfg.heads, cfg.kv_heads), strict=True)
         ],
     }
-    none = [lambda: same]
+    none = [AttentionParts().norms[0]]
     of_queries_and_keys = kinds[cfg.attention.qk_norm_kind] if cfg.attention.qk_norm else none * 2
     return (*of_queries_and_keys, *([functools.partial(Norm, plain)] if cfg.attention.value_norm else none))
-
-
-def make_gate(cfg: config.ModelConfig, module: nn.Module) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function that multiplies the result of attention by sigmoid(x w) (Qwen3-Next)."""
-    gate = matrix(module, "wg", "embed heads head_dim", (cfg.embed, cfg.head_rows, cfg.head_dim), cfg)
-
-    def multiply(in_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
-        return shard(out_BTNH * jax.nn.sigmoid(like(project(in_BTD, gate), Q)), OUT)
-
-    return multiply
-
-
-def make_sinks(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Tokens], jax.Array]:
-    """Attention sinks: a learned logit of each head that takes part in its softmax without a key (gpt-oss)."""
-    sinks_N = bias(module, "sinks", "heads", (cfg.head_rows,), cfg)
-    return lambda tokens: sinks_N
-
-
-def make_out_bias(cfg: config.ModelConfig, module: nn.Module) -> Callable[[Unreduced], Unreduced]:
-    """A function that adds a bias to the output of attention."""
-    bias_D = bias(module, "bo", "embed", (cfg.embed,), cfg)
-    return lambda y: y + bias_D
 
 
 # The stack
@@ -221,7 +231,7 @@ class Loop(NamedTuple):
     """Layers that run in one loop, and the remaining ones after it: see `config.Stack`."""
 
     stack: config.Stack
-    branches: tuple[Callable[[nn.Module], Sequence[Any]], ...]  # of the layers of one turn
+    branches: tuple[tuple[BranchMaker, ...], ...]  # of the layers of one turn
     shared_weights: bool  # whether all layers have the same weights
     shares_keys: bool  # whether its layers read the keys and values that earlier ones kept
 
@@ -232,12 +242,11 @@ class StackParts(NamedTuple):
     loops: tuple[Loop, ...]
     # What is added to the tokens of all layers, of which caches are only there if text is generated.
     shared: tuple[Callable[[nn.Module, Tokens], Tokens], ...]
-    # The residual stream before the first layer, and what is done to it after the last one.
-    ends: Callable[[jax.Array], tuple[jax.Array, Change]]
-    # The keys and values, before the first layer, that layers keep for later ones.
-    kept: Callable[[int, int], Kept | None]
-    # By the name of a loop, what is done to its output, from the input of all.
-    beside: Callable[[nn.Module, jax.Array, Tokens], dict[str, Change]]
+    # From the input of the first layer: the residual stream before it, what is done to the stream after the last one,
+    # and the keys and values that layers keep for later ones.
+    begin: Callable[[jax.Array], tuple[jax.Array, Change, Kept | None]]
+    # The names of loops, and what is done to their output, from the input of the first layer.
+    beside: tuple[tuple[str, Callable[[nn.Module, jax.Array, Tokens], Change]], ...]
     norm: Callable[[], Change]  # after the last layer
 
 
@@ -257,27 +266,48 @@ def stack_parts(cfg: config.ModelConfig) -> StackParts:
         shares = stack.kinds[0].attention.shared_kv_layers > 0
         each = tuple(branches(kind, keeps and not shares) for kind in stack.kinds)
         loops.append(Loop(stack, each, stack.kinds[0].shared_layers, shares))
+    begin = functools.partial(split_streams, cfg) if cfg.residual.streams > 1 else begin_stream
     return StackParts(
         tuple(loops),
         tuple(shared),
-        functools.partial(stream_ends, cfg) if cfg.residual.streams > 1 else one_stream,
-        functools.partial(no_keys, cfg) if keeps else lambda rows, length: None,
-        functools.partial(beside_first_layer, cfg) if cfg.convolution else lambda module, x_BTD, tokens: {},
+        functools.partial(keep_keys, cfg, begin) if keeps else begin,
+        (("convolved_layers", functools.partial(add_convolution, cfg)),) if cfg.convolution else (),
         functools.partial(Norm, cfg, name="final_norm") if cfg.norm.final else lambda: same,
     )
-
-
-def one_stream(x_BTD: jax.Array) -> tuple[jax.Array, Change]:
-    """A single residual stream."""
-    return shard(x_BTD, RESIDUAL), same
-
-
-def stream_ends(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, Change]:
-    """Several residual streams, [M, B, T, D], and the function that merges them after the last layer (AltUp)."""
-    streams = Streams(cfg, name="streams")
-    return streams.apart(x_BTD), streams.together
 
 
 def add_places_in_cache(places: Sequence[int], module: nn.Module, tokens: Tokens) -> Tokens:
     """The tokens with the index of each layer in the cache, if there is one."""
     return tokens._replace(places_in_cache_L=jnp.array(places)) if tokens.cache else tokens
+
+
+# The ends of models of texts
+
+
+@functools.cache
+def end_parts(cfg: config.ModelConfig) -> Ends:
+    """The steps at the ends of a text model of this config."""
+    parts: dict[str, Any] = {"from_table": [], "additions": [], "last": []}
+    sizes = table_axis(cfg)  # of the embeddings that positions and types are added to
+    if cfg.embedding.width and cfg.embedding.input == "tokens":
+        parts["from_table"].append(functools.partial(embeddings.widen, cfg, False))
+        sizes = cfg.embed, "embed"
+    if cfg.embedding.scale != 1:
+        parts["from_table"].append(functools.partial(embeddings.scale, cfg))
+    positions = {"learned": embeddings.add_positions, "sinusoidal": embeddings.add_sinusoids}
+    additions = [positions[cfg.positions]] if cfg.positions in positions else []
+    additions += [embeddings.add_types] * (cfg.embedding.token_types > 0) + [embeddings.normalize] * cfg.embedding.norm
+    parts["additions"] = [functools.partial(add, cfg, sizes) for add in additions]
+    if cfg.embedding.input == "sum":
+        parts["last"].append(functools.partial(embeddings.widen, cfg, True))
+    if cfg.dropout:
+        parts["drop"] = functools.partial(before_blocks, cfg)
+    if cfg.logits.transform:
+        parts["head"] = functools.partial(embeddings.transform, cfg, activation(cfg))
+    elif cfg.embedding.width:
+        parts["head"] = functools.partial(embeddings.narrow, cfg)
+    if not cfg.embedding.tied:
+        parts["unembedding"] = functools.partial(own_unembedding, cfg)
+    if cfg.logits.bias:
+        parts["bias"] = functools.partial(embeddings.make_logit_bias, cfg)
+    return Ends(cfg, **parts)

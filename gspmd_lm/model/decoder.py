@@ -6,10 +6,9 @@ import flax.linen as nn
 import jax
 
 from gspmd_lm.model.cache import Cache
-from gspmd_lm.model.ends import before_logits, embed_tokens, table_axis
+from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.stack import Stack
-from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import Weight
 
 
@@ -39,7 +38,7 @@ class Decoder(Stack):
         With a cache, it also holds slot [], where the T tokens begin, start [B], where each row's first token is, and
         length [B], how many tokens each row will have: positions that depend on it are those of a whole text.
         """
-        x_BTD, table, keys_BT = embed_tokens(self, self.cfg, batch, dropout_key)
+        x_BTD, table, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
         return self.decode(x_BTD, table, keys_BT, batch, cache)
 
     def decode(
@@ -51,17 +50,9 @@ class Decoder(Stack):
         cache: Cache[jax.Array] | None,
     ) -> Decoded:
         """Hidden states from embedded tokens and their table. keys_BT: a dropout key for each token."""
-        cfg = self.cfg
         x_BTD, cache, routed = self.blocks(x_BTD, batch, keys_BT, cache, self.layer_inputs(x_BTD, batch))
-        x_BTD = before_logits(self, cfg, x_BTD)
-        unembedding, unembedding_bias = table, None
-        if not cfg.embedding.tied:
-            width, axis = table_axis(cfg)
-            unembedding = matrix(self, "unembedding", f"vocab {axis}", (cfg.vocab_rows, width), cfg)
-        if cfg.logits.bias:
-            zeros = nn.initializers.zeros
-            unembedding_bias = weight(self, "unembedding_bias", "vocab", (cfg.vocab_rows,), cfg, zeros)
-        return Decoded(x_BTD, unembedding, unembedding_bias, cache, routed)
+        ends, x_BTD = self.ends, self.ends.head(self, x_BTD)
+        return Decoded(x_BTD, ends.unembedding(self, table), ends.bias(self), cache, routed)
 
     def layer_inputs(self, x_BTD: jax.Array, batch: dict[str, jax.Array]) -> jax.Array | None:
         """The input that each layer reads beside the residual stream; None if there is none."""

@@ -1,16 +1,39 @@
-"""Trees of parameters with adapters: the adapters by themselves, joined with the weights, or merged into them."""
+"""Low-rank adapters, and trees of parameters with them: by themselves, joined with the weights, or merged."""
 
 import dataclasses
+import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
+from gspmd_lm.model.weights import first_output, weight
+from gspmd_lm.sharding.annotate import Adapted, Weight
 from gspmd_lm.sharding.axes import ADAPTERS, BALANCE_BIAS, FIXED
 
 Tree = dict[str, Any]  # nested, with anything for leaves
+
+
+def adapt(cfg: config.ModelConfig, module: nn.Module, weight_: Weight) -> Adapted:
+    """The matrix, with an adapter if it is one of `lora.targets`. An adapter adds nothing at first.
+
+    Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.
+    """
+    name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
+    lora = cfg.lora
+    assert lora
+    if name not in lora.targets:
+        return Adapted(weight_)
+    cfg = dataclasses.replace(cfg, weight_dtype="float32")
+    first, rank, inner = names.count("expert"), lora.rank, first_output(names)  # each expert has one of its own
+    start, zeros = nn.initializers.normal(math.prod(sizes[first:inner]) ** -0.5), nn.initializers.zeros
+    a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
+    b_names, b_sizes = (*names[:first], "rank", *names[inner:]), (*sizes[:first], rank, *sizes[inner:])
+    b = weight(module, f"{name}_b", " ".join(b_names), b_sizes, cfg, zeros)
+    return Adapted(weight_, (a, b), lora.scale)
 
 
 def adapters(params: Tree) -> Tree:

@@ -1,17 +1,21 @@
-"""Cross-entropy in chunks of the sequence, over a vocabulary that may be split, without ever holding all logits.
+"""The prediction of tokens: cross-entropy in chunks of the sequence, without ever holding all logits.
 
-The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits live only while the chunk's
-share of the gradients is computed. The table is put in use once, before the loop. Its gradient is accumulated as one
-partial sum per shard of the batch, and reduced once, after the loop.
+The vocabulary may be split. The gradients are computed in the forward pass (as in arXiv 2410.10989): a chunk's logits
+live only while the chunk's share of the gradients is computed. The table is put in use once, before the loop. Its
+gradient is accumulated as one partial sum per shard of the batch, and reduced once, after the loop.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspmd_lm import config
 from gspmd_lm.model.ends import table_specs
+from gspmd_lm.model.kernels.context import zigzag_sharded
+from gspmd_lm.model.objectives import Batch, Objective, count_targets, target_inputs
 from gspmd_lm.sharding import chunks
 from gspmd_lm.sharding.annotate import Weight, in_use, like, platform, shard, use
 from gspmd_lm.sharding.matmuls import einsum
@@ -163,3 +167,52 @@ def _finish_logits(raw_BTV: jax.Array, cfg: config.ModelConfig) -> jax.Array:
 def chunk_count(rows: int, length: int) -> int:
     """The number of chunks of the loss: see `chunks.count`."""
     return chunks.count(rows, length, GPU_CHUNK_TOKENS if platform() == "gpu" else CHUNK_TOKENS)
+
+
+# The objective: next-token or masked-token prediction
+
+
+def _sums_of_tokens(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
+    cfg = module.cfg
+    batch = zigzag_sharded(dict(batch), cfg.attention.mask)
+    x_BTD, table, bias, _, routed = module.apply({"params": params}, batch, key)
+    sums = losses(x_BTD, table, bias, batch["targets"], cfg)
+    if routed is None:
+        return sums
+    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
+    penalty, rounds = ((of_LB.mean(0) * targets_B).sum() for of_LB in (routed.penalty_B, routed.rounds_B))
+    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C, expert_rounds=rounds)
+
+
+def _totals_of_tokens(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    sums = _sums_of_tokens(module, params, batch, None)
+    return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": count_targets(batch)}
+
+
+def _means_of_tokens(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
+    means = {
+        "loss": sums.loss / targets,
+        "cross_entropy": sums.cross_entropy / targets,
+        "accuracy": sums.correct / targets,
+        "target_tokens": targets,
+    }
+    if not isinstance(sums.load_LC, tuple):
+        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
+        means["expert_rounds"] = sums.expert_rounds / targets
+    return means
+
+
+def _scores_of_tokens(totals: Mapping[str, float]) -> dict[str, float]:
+    targets = totals["target_tokens"]
+    loss = totals["cross_entropy"] / targets
+    return {
+        "eval_loss": loss,
+        "eval_perplexity": float(np.exp(loss)),
+        "eval_accuracy": totals["correct"] / targets,
+        "eval_tokens": targets,
+    }
+
+
+TOKENS = Objective(
+    target_inputs, _sums_of_tokens, count_targets, _totals_of_tokens, _means_of_tokens, _scores_of_tokens
+)

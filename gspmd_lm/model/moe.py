@@ -10,10 +10,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gspmd_lm import config
 from gspmd_lm.model.addresses import held_layers
-from gspmd_lm.model.mlp import Mlp, hidden_layer
+from gspmd_lm.model.mlp import Mlp, MlpParts
 from gspmd_lm.model.moe_dispatch import map_local_tokens, mixture_of_experts
 from gspmd_lm.model.moe_routing import capacity
-from gspmd_lm.model.weights import bias, matrix, weight, with_adapter
+from gspmd_lm.model.tokens import Tokens
+from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard
 from gspmd_lm.sharding.axes import BALANCE_BIAS
 from gspmd_lm.sharding.matmuls import project
@@ -34,6 +35,7 @@ class Experts(nn.Module):
     """Routed experts, and experts that compute every token."""
 
     cfg: config.ModelConfig
+    parts: MlpParts
 
     def setup(self):
         cfg = self.cfg
@@ -45,23 +47,23 @@ class Experts(nn.Module):
         if cfg.balance_bias:
             at_rest = dataclasses.replace(exact, weight_dtype="float32")
             self.balance_bias = bias(self, BALANCE_BIAS, "scores", (E,), at_rest)
-        names = ("gate", "up") if cfg.feed_forward.kind == "gated" else ("up",)
+        names = self.parts.inward
         inward = [matrix(self, f"w_{name}", "expert embed mlp", (E, D, F), cfg) for name in names]
         down = matrix(self, "w_down", "expert mlp embed", (E, F, D), cfg)
         b_in, b_down = [None] * len(names), None
-        if cfg.feed_forward.bias:
+        if self.parts.biased:
             zeros = nn.initializers.zeros
             b_in = [weight(self, f"b_{name}", "expert mlp", (E, F), cfg, zeros) for name in names]
             b_down = weight(self, "b_down", "expert embed", (E, D), cfg, zeros)
-        matrices = [with_adapter(self, w, cfg) for w in (*inward, down)]
+        matrices = [self.parts.adapt(self, w) for w in (*inward, down)]
         self.matrices = list(zip(matrices, [*b_in, b_down], strict=True))
         if cfg.moe.shared_mlp:
-            self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.moe.shared_mlp))
+            self.shared = Mlp(dataclasses.replace(cfg, mlp=cfg.moe.shared_mlp), self.parts)
         if cfg.moe.shared_gate:
             self.shared_gate = weight(self, "shared_gate", "embed", (D,), cfg, nn.initializers.normal(cfg.init_std))
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[Unreduced, RouterOutput]:
-        """The output of the experts, which the residual stream adds, and of the router. `x_BTD` is gathered."""
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[Unreduced, Tokens]:
+        """The output that the residual stream adds, and the tokens with that of the router. `x_BTD` is gathered."""
         cfg = self.cfg
         with jax.default_matmul_precision("highest"):
             logits_BTC = shard(project(x_BTD, self.router), ROUTING)
@@ -83,15 +85,15 @@ class Experts(nn.Module):
 
         weights_BTk *= cfg.moe.scale
         y, rounds_B = mixture_of_experts(
-            x_BTD, chosen_BTk, weights_BTk, self.matrices, hidden_layer(cfg), most, cfg.moe.weighted_input
+            x_BTD, chosen_BTk, weights_BTk, self.matrices, self.parts.activate, most, cfg.moe.weighted_input
         )
         if cfg.moe.shared_mlp:
-            shared, _ = self.shared(x_BTD)
+            shared, _ = self.shared(x_BTD, tokens)
             if cfg.moe.shared_gate:
                 gate_BT = like(project(x_BTD, self.shared_gate), "tokens: batch seq")
                 shared = jax.nn.sigmoid(gate_BT)[..., None] * shared
             y += shared
-        return y, RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B))
+        return y, tokens._replace(routed=RouterOutput(load_C, penalty_B, jax.lax.stop_gradient(rounds_B)))
 
     def _chosen(self, scores_BTC: jax.Array) -> jax.Array:
         """The experts of each token, [B, T, k], the highest scores first."""
@@ -156,9 +158,9 @@ def balance_experts(params: dict[str, Any], load_LC: jax.Array, cfg: config.Mode
     moves_LC = cfg.moe.balance_rate * jnp.sign(load_LC.mean(1, keepdims=True) - load_LC)
     flat: dict[Any, Any] = dict(flatten_dict(params))
     sparse = [number for number, layer in enumerate(cfg.each_layer) if layer.experts]
-    for module, (layers, stacked) in held_layers(cfg).items():
+    for module, (layers, stacked, stack) in held_layers(cfg).items():
         rows = [sparse.index(layer) for layer in layers if layer in sparse]
-        if rows and module[0] not in cfg.frozen:
+        if rows and not stack and module[0] not in cfg.frozen:
             flat[(*module, "mlp", BALANCE_BIAS)] += moves_LC[jnp.array(rows)] if stacked else moves_LC[rows[0]]
     return unflatten_dict(flat)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -19,6 +19,11 @@ Change = Callable[[jax.Array], jax.Array]
 def same(x: jax.Array) -> jax.Array:
     """`x` itself: the identity, where a model has no norm, no bias or no scale."""
     return x
+
+
+def apply_changes(x: jax.Array, changes: Sequence[Change]) -> jax.Array:
+    """`x` after all changes, the first one first."""
+    return functools.reduce(lambda x, change: change(x), changes, x)
 
 
 class Learned(NamedTuple):
@@ -83,24 +88,11 @@ class Norm(nn.Module):
         return squares.mean(-1, keepdims=True)
 
 
-class JointNorm(Norm):
-    """A norm over all heads together, [..., N, H]. The last heads may be padding, which does not count."""
-
-    heads: int = 0  # the number of heads that are not padding
-
-    @nn.nowrap
-    def mask_padding(self, x: jax.Array) -> jax.Array:
-        """`x` with zeros in the heads that are padding."""
-        if x.shape[-2] == self.heads:
-            return x
-        return jnp.where((jnp.arange(x.shape[-2]) < self.heads)[:, None], x, 0)
-
-    @nn.nowrap
-    def mean(self, squares: jax.Array) -> jax.Array:
-        """The mean over the heads that are not padding."""
-        return squares.shape[-2] / self.heads * squares.mean((-2, -1), keepdims=True)
+def make_norm(cfg: config.ModelConfig, name: str, module: nn.Module) -> Change:
+    """A norm of a layer, in its module."""
+    return Norm(cfg, name=name)
 
 
-def root(x: jax.Array, least: float = 0.0) -> jax.Array:
-    """The square root of `x`, and at least that of `least`. At zero, its gradient is zero."""
-    return jnp.sqrt(jnp.maximum(x, max(least, jnp.finfo(x.dtype).tiny)))
+def no_norm(module: nn.Module) -> Change:
+    """The identity, in place of a norm of a layer."""
+    return same

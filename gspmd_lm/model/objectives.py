@@ -1,6 +1,6 @@
 """The training objectives, `config.objective`: their sums over a batch, their count and their metrics.
 
-An objective that only one family has is in the family's file.
+The objective of most models, which predict tokens, is in loss.py. One that only one family has is in the family's file.
 """
 
 import dataclasses
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspmd_lm.config import Config
-from gspmd_lm.model.kernels.context import zigzag_sharded
-from gspmd_lm.model.loss import Sums, losses
 
 TOKEN_SPEC = "tokens: batch seq"
 ROW_SPEC = "tokens: batch"
@@ -68,57 +66,14 @@ def target_inputs(shape: Shape) -> dict[str, Input]:
     return {"targets": Input((shape.batch, shape.seq), "int32", TOKEN_SPEC)}
 
 
-def label_inputs(shape: Shape, dtype: str = "int32") -> dict[str, Input]:
-    """labels [B]: the class of the row, or a bit for each of its classes, -1 for no label; in regression, a number."""
-    return {"labels": Input((shape.batch,), dtype, ROW_SPEC)}
-
-
-# Tokens: next-token or masked-token prediction
-
-
-def _sums_of_tokens(module: Any, params: Any, batch: Batch, key: jax.Array | None) -> Sums:
-    cfg = module.cfg
-    batch = zigzag_sharded(dict(batch), cfg.attention.mask)
-    x_BTD, table, bias, _, routed = output(module, params, batch, key)
-    sums = losses(x_BTD, table, bias, batch["targets"], cfg)
-    if routed is None:
-        return sums
-    targets_B = (batch["targets"] >= 0).sum(1, dtype=jnp.float32)
-    penalty, rounds = ((of_LB.mean(0) * targets_B).sum() for of_LB in (routed.penalty_B, routed.rounds_B))
-    return sums._replace(loss=sums.loss + penalty, load_LC=routed.load_C, expert_rounds=rounds)
-
-
 def count_targets(batch: Batch) -> jax.Array:
+    """The number of targets of a batch."""
     return (batch["targets"] >= 0).sum(dtype=jnp.float32)
 
 
-def _totals_of_tokens(module: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
-    sums = _sums_of_tokens(module, params, batch, None)
-    return {"cross_entropy": sums.cross_entropy, "correct": sums.correct, "target_tokens": count_targets(batch)}
-
-
-def _means_of_tokens(sums: Sums, targets: jax.Array) -> dict[str, jax.Array]:
-    means = {
-        "loss": sums.loss / targets,
-        "cross_entropy": sums.cross_entropy / targets,
-        "accuracy": sums.correct / targets,
-        "target_tokens": targets,
-    }
-    if not isinstance(sums.load_LC, tuple):
-        means["expert_imbalance"] = (sums.load_LC.max(1) / sums.load_LC.mean(1)).max()
-        means["expert_rounds"] = sums.expert_rounds / targets
-    return means
-
-
-def _scores_of_tokens(totals: Mapping[str, float]) -> dict[str, float]:
-    targets = totals["target_tokens"]
-    loss = totals["cross_entropy"] / targets
-    return {
-        "eval_loss": loss,
-        "eval_perplexity": float(np.exp(loss)),
-        "eval_accuracy": totals["correct"] / targets,
-        "eval_tokens": targets,
-    }
+def label_inputs(shape: Shape, dtype: str = "int32") -> dict[str, Input]:
+    """labels [B]: the class of the row, or a bit for each of its classes, -1 for no label; in regression, a number."""
+    return {"labels": Input((shape.batch,), dtype, ROW_SPEC)}
 
 
 # Classes of texts or images
@@ -264,9 +219,6 @@ def _scores_of_numbers(totals: Mapping[str, float]) -> dict[str, float]:
     return {"eval_loss": squares / max(count, 1)} | number_scores(totals) | {"eval_labels": count}
 
 
-TOKENS = Objective(
-    target_inputs, _sums_of_tokens, count_targets, _totals_of_tokens, _means_of_tokens, _scores_of_tokens
-)
 CLASSES = Objective(label_inputs, _sums_of_classes, _labels, _totals_of_classes, _means_of_classes, _scores_of_classes)
 SEVERAL = Objective(label_inputs, _sums_of_several, _labels, _totals_of_several, _means_of_classes, _scores_of_several)
 NUMBERS = Objective(

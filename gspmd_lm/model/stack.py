@@ -1,6 +1,5 @@
 """A stack of blocks from the residual stream to the residual stream. The code reads as if there were one device."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.addresses import block_name, layer_name
-from gspmd_lm.model.block import Block, Carried
+from gspmd_lm.model.block import Block, BranchMaker, Carried
 from gspmd_lm.model.cache import Cache
-from gspmd_lm.model.compose import Loop, stack_parts
+from gspmd_lm.model.compose import Loop, end_parts, stack_parts
+from gspmd_lm.model.ends import Ends
 from gspmd_lm.model.moe import RouterOutput
 from gspmd_lm.model.norm import same
 from gspmd_lm.model.tokens import Tokens
@@ -23,7 +23,7 @@ from gspmd_lm.sharding.partial_sums import for_all_layers
 class Pattern(nn.Module):
     """The layers of one turn of a pattern: block_0, block_1, ..."""
 
-    branches: tuple[Callable[[nn.Module], Sequence[Any]], ...]
+    branches: tuple[tuple[BranchMaker, ...], ...]
 
     @nn.compact
     def __call__(self, carried: Carried, inputs: jax.Array | None, tokens: Tokens):
@@ -43,6 +43,11 @@ class Stack(nn.Module):
 
     cfg: config.ModelConfig
 
+    @property
+    def ends(self) -> Ends:
+        """The steps before the blocks and after them, of a model of texts."""
+        return end_parts(self.cfg)
+
     @nn.nowrap  # operations are named after modules, not after this method
     def blocks(
         self,
@@ -60,9 +65,9 @@ class Stack(nn.Module):
         parts, tokens = stack_parts(self.cfg), Tokens.from_batch(batch, keys_BT)._replace(cache=cache)
         for add in parts.shared:
             tokens = add(self, tokens)
-        tokens, kept = tokens._replace(cache=None), parts.kept(*x_BTD.shape[:2])
-        x_BTD, joined = parts.ends(x_BTD)
-        beside = parts.beside(self, x_BTD, tokens)
+        tokens = tokens._replace(cache=None)
+        x_BTD, join, kept = parts.begin(x_BTD)
+        beside = {name: make(self, x_BTD, tokens) for name, make in parts.beside}
         routed: list[RouterOutput] = []
         for loop in parts.loops:
             if loop.shares_keys:
@@ -71,7 +76,7 @@ class Stack(nn.Module):
             (_, x_BTD, cache, kept), of_loop = self._layers(loop, carried, inputs, tokens)
             x_BTD = beside.get(loop.stack.name, same)(x_BTD)
             routed += of_loop
-        x_BTD = parts.norm()(joined(x_BTD))
+        x_BTD = parts.norm()(join(x_BTD))
         return x_BTD, cache, jax.tree.map(lambda *each: jnp.concatenate(each), *routed) if routed else None
 
     @nn.nowrap

@@ -59,8 +59,8 @@ class Tokens(NamedTuple):
         return Tokens(**{name: x for name, x in self._asdict().items() if name.rpartition("_")[2].startswith("B")})
 
     def lengths(self, tokens: int) -> int | jax.Array:
-        """The lengths of rows, on which some rotary positions depend: [B, 1], or `tokens` for all."""
-        return tokens if self.length_B is None else self.length_B[:, None]
+        """The lengths of rows, on which some rotary positions depend: [B, 1, 1], or `tokens` for all."""
+        return tokens if self.length_B is None else self.length_B[:, None, None]
 
     @property
     def place_in_cache(self) -> Any:

@@ -1,4 +1,4 @@
-"""The weights of a model; a matrix may have a low-rank adapter."""
+"""The weights of a model."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.sharding.annotate import Adapted, Weight, parameter, use
+from gspmd_lm.sharding.annotate import Weight, parameter, use
 from gspmd_lm.sharding.axes import ADAPTERS, FIXED, NARROW, QUANTISED, STACKED, TO_RESIDUAL
 from gspmd_lm.sharding.quantised import EIGHT_BITS, Quantised
 
@@ -68,24 +68,6 @@ def matrix(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg:
     model."""
     shrink = math.sqrt(2 * cfg.layers) if name in TO_RESIDUAL else 1.0
     return weight(module, name, axes, shape, cfg, nn.initializers.normal(cfg.init_std / shrink))
-
-
-def with_adapter(module: nn.Module, weight_: Weight, cfg: config.ModelConfig) -> Adapted:
-    """The matrix, with an adapter if the config gives it one. An adapter adds nothing at first.
-
-    Adapters rest in float32, because a step changes them by less than bfloat16 can resolve.
-    """
-    name, names, sizes = weight_.path.rpartition(".")[2], weight_.axes, weight_.array.shape
-    lora = cfg.lora
-    if lora is None or name not in lora.targets:
-        return Adapted(weight_)
-    cfg = dataclasses.replace(cfg, weight_dtype="float32")
-    first, rank, inner = names.count("expert"), lora.rank, first_output(names)  # each expert has one of its own
-    start, zeros = nn.initializers.normal(math.prod(sizes[first:inner]) ** -0.5), nn.initializers.zeros
-    a = weight(module, f"{name}_a", " ".join((*names[:inner], "rank")), (*sizes[:inner], rank), cfg, start)
-    b_names, b_sizes = (*names[:first], "rank", *names[inner:]), (*sizes[:first], rank, *sizes[inner:])
-    b = weight(module, f"{name}_b", " ".join(b_names), b_sizes, cfg, zeros)
-    return Adapted(weight_, (a, b), lora.scale)
 
 
 def bias(module: nn.Module, name: str, axes: str, shape: tuple[int, ...], cfg: config.ModelConfig) -> jax.Array:

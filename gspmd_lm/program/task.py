@@ -170,7 +170,7 @@ class Task:
         function = functools.partial(self._sums, training)
         called = function if self.config else products.summing_once(function, _rows(batch))
         sums, changed = called(params, batch, key)
-        state = self._check_state(params, changed)
+        state = self._check_state(params, changed) if changed else changed
         if getattr(sums, "shape", None) == (_rows(batch),):
             return Losses(sums.sum(dtype=jnp.float32)), state
         if getattr(getattr(sums, "loss", None), "shape", None) != () or not hasattr(sums, "_asdict"):

@@ -250,11 +250,6 @@ def remat() -> Callable[..., Any] | None:
     return placement().setting("remat")
 
 
-def interleave() -> int:
-    """The number of parts of the rows that a layer interleaves."""
-    return placement().setting("interleave")
-
-
 def unroll(turns: int) -> int:
     """The number of turns that the program unrolls of a loop over layers, which has `turns`."""
     short, some = placement().setting("unroll")

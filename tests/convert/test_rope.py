@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from gspmd_lm.model import rope as ropes
+from gspmd_lm.model.compose import rotary
+from gspmd_lm.model.rope import rotate
+from gspmd_lm.model.tokens import Tokens
 from tests.convert.published_configs import LLAMA31
 from tests.convert.test_architecture import model_of
 
@@ -37,26 +39,25 @@ def test_frequencies_and_attention_factor(scaling, length):
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**{k: v for k, v in raw.items() if k != "model_type"}))
     theirs(torch.zeros(1, 1), torch.tensor([[length - 1]]))  # it chooses its frequencies by the last position
     model = model_of(raw)
-    np.testing.assert_allclose(ropes.rope_frequencies(model, length), theirs.inv_freq.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(rotary(model).frequencies(length), theirs.inv_freq.numpy(), rtol=2e-6)
     factor = model.attention.rope.scaling.attention_factor if model.attention.rope.scaling else 1.0
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
 def test_a_row_longer_than_the_original_context_is_scaled():
     """longrope and dynamic depend on the length of a row, which all rows of a batch share or each has for itself."""
-    frequencies = jax.jit(ropes.rope_frequencies, static_argnums=(0, 1))
-    of_each = jax.jit(ropes.rope_frequencies, static_argnums=0)
     for scaling in ({"rope_type": "dynamic", "factor": 4.0}, SCALINGS[8]):
         model = model_of(LLAMA31 | {"rope_scaling": scaling, "max_position_embeddings": 2048})
-        short, at, long = (np.asarray(frequencies(model, length)) for length in (7, 2048, 2049))
+        frequencies = rotary(model).frequencies
+        short, at, long = (np.asarray(jax.jit(frequencies, static_argnums=0)(length)) for length in (7, 2048, 2049))
         np.testing.assert_array_equal(short, at)
         assert (long <= short).all() and (long[1:] < short[1:]).all()
-        each = of_each(model, np.array([[7], [2048], [2049]]))
+        each = jax.jit(frequencies)(Tokens(length_B=np.array([7, 2048, 2049])).lengths(1))[:, 0]
         np.testing.assert_allclose(each, [short, at, long], rtol=1e-6)
 
 
 def test_queries_and_keys_are_multiplied_by_the_attention_factor():
     model = model_of(LLAMA31 | {"rope_scaling": SCALINGS[7]})
     x_BTNH = np.random.default_rng(0).standard_normal((1, 3, 2, 128), np.float32)
-    turned = jax.jit(ropes.rope, static_argnums=(2, 3))(x_BTNH, np.arange(3)[None], model, 3)
+    turned = jax.jit(lambda x_BTNH, at: rotate(rotary(model), x_BTNH, Tokens(at)))(x_BTNH, np.arange(3)[None])
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), 1.25 * np.linalg.norm(x_BTNH, axis=-1), rtol=1e-5)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.compose import activation
 from gspmd_lm.model.families import decode, init
-from gspmd_lm.model.mlp import hidden_layer
 from tests.model.cached import both_ways
 
 # Layers: 0 sliding, 1 full, 2 sliding, and 3 full and 4 sliding with the keys of 1 and 2. The last one stands alone.
@@ -80,13 +80,13 @@ def test_the_share_of_a_gate_that_is_cut_off(small, share):
     """Of normal numbers, whatever their mean and their size."""
     cfg = small(**{"feed_forward.sparsity": share, "feed_forward.activation": "relu"}).model
     gate = np.random.default_rng(0).normal(3, 5, (4, 20_000)).astype(np.float32)
-    found = jax.jit(hidden_layer(cfg))(gate, np.ones_like(gate))
+    found = jax.jit(activation(cfg))(gate, np.ones_like(gate))
     np.testing.assert_allclose((np.asarray(found) == 0).mean(-1), share, atol=0.01)
 
 
 def test_a_gate_of_equal_numbers_has_a_gradient(small):
     cfg = small(**{"feed_forward.sparsity": 0.9}).model
-    slope = jax.jit(jax.grad(lambda gate: hidden_layer(cfg)(gate, jnp.ones_like(gate)).sum()))(
+    slope = jax.jit(jax.grad(lambda gate: activation(cfg)(gate, jnp.ones_like(gate)).sum()))(
         np.zeros((1, 4), np.float32)
     )
     assert np.isfinite(slope).all()

@@ -16,11 +16,13 @@ from gspmd_lm.foresight import hlo
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import empty_cache
+from gspmd_lm.model.compose import mlp_part
 from gspmd_lm.model.families import decode, extend, init
 from gspmd_lm.model.kernels import grouped as kernels
 from gspmd_lm.model.kernels import grouped_gpu
 from gspmd_lm.model.kernels.grouped import grouped, outer
-from gspmd_lm.model.moe import Experts, balance_experts
+from gspmd_lm.model.moe import balance_experts
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding import quantised
 from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import reduced
@@ -50,8 +52,8 @@ VARIANTS = {
 def alone(module, x):
     """What a layer of experts adds to the stream, and what its router did."""
     with gathered(x, BLOCK_INPUT, RESIDUAL) as in_BTD:
-        y, routed = module(in_BTD)
-    return reduced(y, BLOCK_INPUT, RESIDUAL), routed
+        y, tokens = module(in_BTD, Tokens())
+    return reduced(y, BLOCK_INPUT, RESIDUAL), tokens.routed
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
@@ -329,7 +331,7 @@ def reference(p, x_BTD, cfg, share):
 )  # fmt: skip
 def test_values_and_gradients(small, variant):
     cfg = small(**SIZES, **VARIANTS[variant]).model
-    module, rng = Experts(cfg), np.random.default_rng(0)
+    module, rng = mlp_part(cfg)(), np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 2, 16, cfg.embed)).astype("f4")
     params = drawn(module, x)
 
@@ -355,7 +357,7 @@ def test_values_and_gradients(small, variant):
 def test_a_token_whose_weight_is_zero_gives_no_gradient_and_no_nan(small):
     """A router so sure of one expert that the scores of the other two chosen ones are exactly 0."""
     cfg = small(**SIZES).model
-    module, x = Experts(cfg), np.random.default_rng(0).normal(size=(1, 4, cfg.embed)).astype("f4")
+    module, x = mlp_part(cfg)(), np.random.default_rng(0).normal(size=(1, 4, cfg.embed)).astype("f4")
     params = drawn(module, x)
     params["router"] *= np.float32(1e4)
     logits = x @ params["router"]
@@ -375,7 +377,7 @@ def test_penalties_and_loads(small):
             "experts.z_loss": 0.1,
         }
     ).model
-    module, x = Experts(cfg), np.eye(cfg.embed, dtype=np.float32)[np.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
+    module, x = mlp_part(cfg)(), np.eye(cfg.embed, dtype=np.float32)[np.array([[0, 1, 2, 3], [0, 0, 0, 0]])]
     params = drawn(module, x) | {"router": 9 * np.eye(cfg.embed, 4, dtype=np.float32)}
     p = float(np.exp(9) / (np.exp(9) + 3))
     log_z = float(np.log(np.exp(9) + 3))
@@ -387,9 +389,9 @@ def test_penalties_and_loads(small):
     np.testing.assert_allclose(row.load_C, [5, 1, 1, 1])
     np.testing.assert_allclose(row.penalty_B, [0.5 + 0.1 * log_z**2, 0.5 * 4 * p + 0.1 * log_z**2], rtol=1e-5)
     with_bias = params | {"balance_bias": np.zeros(4, np.float32)}
-    both = routed(Experts(with_values(cfg, {"experts.balance": "bias_row"})), with_bias)
+    both = routed(mlp_part(with_values(cfg, {"experts.balance": "bias_row"}))(), with_bias)
     np.testing.assert_array_equal(both.penalty_B, row.penalty_B)
-    both = routed(Experts(with_values(cfg, {"experts.balance": "batch", "experts.z_loss": 0.0})), params)
+    both = routed(mlp_part(with_values(cfg, {"experts.balance": "batch", "experts.z_loss": 0.0}))(), params)
     share = np.array([(0.25 * (p + (1 - p)) + p) / 2] + [(0.25 + (1 - p) / 3) / 2] * 3)
     np.testing.assert_allclose(both.penalty_B, [0.5 * 4 * (share * [5 / 8, 1 / 8, 1 / 8, 1 / 8]).sum()] * 2, rtol=1e-5)
 

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from gspmd_lm.config import RopeScaling, with_values
-from gspmd_lm.model import block, mlp, norm
-from gspmd_lm.model import rope as ropes
+from gspmd_lm.model import block, norm
+from gspmd_lm.model.compose import rotary
 from gspmd_lm.model.decoder import Decoder
 from gspmd_lm.model.families import init
+from gspmd_lm.model.parts.activations import gelu
+from gspmd_lm.model.parts.dropout import dropout
+from gspmd_lm.model.rope import rotate
 from gspmd_lm.model.tokens import Tokens
 from tests.courses import weights
 
@@ -142,8 +145,8 @@ def test_dropout_masks_belong_to_tokens(small):
 
     @jax.jit
     def found(x, keys):
-        one_row, reversed_rows = (block.dropout(x[cut], 0.25, keys[cut], 1) for cut in (np.s_[2:3], np.s_[:, ::-1]))
-        return block.dropout(x, 0.25, keys, 1), one_row, reversed_rows, block.dropout(x, 0.25, keys, 2)
+        one_row, reversed_rows = (dropout(x[cut], 0.25, keys[cut], 1) for cut in (np.s_[2:3], np.s_[:, ::-1]))
+        return dropout(x, 0.25, keys, 1), one_row, reversed_rows, dropout(x, 0.25, keys, 2)
 
     dropped, one_row, reversed_rows, of_another_site = map(np.asarray, found(x, keys))
     np.testing.assert_array_equal(one_row[0], dropped[2])
@@ -152,7 +155,7 @@ def test_dropout_masks_belong_to_tokens(small):
     assert not np.array_equal(of_another_site, dropped)
     assert np.mean(dropped > 0) == pytest.approx(0.75, abs=0.02)
     assert dropped.mean() == pytest.approx(1, abs=0.03)
-    assert block.dropout(x, 0.25, None, 1) is x
+    assert dropout(x, 0.25, None, 1) is x
 
 
 @pytest.mark.parametrize(("block", "writes"), [("sequential", 5), ("parallel", 3)])
@@ -271,9 +274,9 @@ def test_rope_scaling_keeps_short_and_stretches_long_wavelengths(small):
     cfg = small(head_dim=64, **{"attention.rope.theta": 500000.0}).model
     scaled = with_values(cfg, {"attention.rope.scaling": RopeScaling(factor=8.0)})
     x, at, later = np.ones((1, 1, 1, 64), np.float32), np.array([[100]]), np.array([[800]])
-    rope = jax.jit(ropes.rope, static_argnums=(2, 3))
-    plain, stretched = rope(x, at, cfg, 1), rope(x, later, scaled, 1)
-    np.testing.assert_allclose(rope(x, at, scaled, 1)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
+    rope = jax.jit(lambda cfg, x, at: rotate(rotary(cfg), x, Tokens(at)), static_argnums=0)
+    plain, stretched = rope(cfg, x, at), rope(scaled, x, later)
+    np.testing.assert_allclose(rope(scaled, x, at)[..., 0], plain[..., 0], atol=1e-6)  # the fastest frequency
     np.testing.assert_allclose(stretched[..., 31], plain[..., 31], atol=1e-6)  # the slowest, eight times as far
 
 
@@ -284,7 +287,7 @@ def test_gelu_rounds_once():
     slopes = [
         0.5 * math.erfc(-v / math.sqrt(2)) + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi) for v in map(float, x)
     ]
-    found, slope = jax.jit(jax.vmap(jax.value_and_grad(mlp.gelu)))(x)
+    found, slope = jax.jit(jax.vmap(jax.value_and_grad(gelu)))(x)
     np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(np.asarray(slope, np.float32), slopes, rtol=2**-8, atol=1e-6)
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.collectives import count
 from gspmd_lm import config
 from gspmd_lm.sharding import rules_file
-from gspmd_lm.sharding.chunks import in_turns
+from gspmd_lm.sharding.interleave import in_turns
 from gspmd_lm.train import state, step
 from tests.courses import begun, trace_gradients
 from tests.quick import QUICK

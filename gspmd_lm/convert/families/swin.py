@@ -12,7 +12,8 @@ from gspmd_lm.convert.families.vit import ImagePatches
 from gspmd_lm.convert.family import GELU, PLAIN_LAYERNORM, Family
 from gspmd_lm.convert.fields import MOST_LAYERS, Fixed, Flag, Given, Values
 from gspmd_lm.convert.images import ROWS_DIVIDE_BY
-from gspmd_lm.convert.layout import LEVEL, QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.convert.layout import QUERY_KEY_VALUE, Tensor, linear, norm, separate_qkv
+from gspmd_lm.model.addresses import level_name
 
 MOST_LEVELS = 8  # a limit: published models have four
 
@@ -83,7 +84,7 @@ _SWIN = (
 
 def _level_tensors(number: int) -> tuple[Tensor, ...]:
     """The tensors of one level of Swin."""
-    stage, ours = f"swin.encoder.layers.{number}", f"{LEVEL}{number}."
+    stage, ours = f"swin.encoder.layers.{number}", f"{level_name(number)}."
     layer, attention = f"{stage}.blocks.{{}}", f"{stage}.blocks.{{}}.attention"
     merge = f"swin.encoder.layers.{number - 1}.downsample"
     merged: Any = {"others": lambda level: dict.fromkeys("DO", 2 * level.embed)}

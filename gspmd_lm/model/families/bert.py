@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.config import Config
-from gspmd_lm.model.ends import class_scores, embed_tokens
+from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.objectives import (
     CLASSES,
@@ -20,6 +20,7 @@ from gspmd_lm.model.objectives import (
     output,
     target_inputs,
 )
+from gspmd_lm.model.parts.classes import class_scores
 from gspmd_lm.model.stack import Stack
 
 
@@ -29,7 +30,7 @@ class TextClassifier(Stack):
     @nn.compact
     def __call__(self, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None) -> jax.Array:
         """[B, classes], or [B, T, classes], float32. `batch`: see `decoder.Decoder`."""
-        x_BTD, _, keys_BT = embed_tokens(self, self.cfg, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
         return class_scores(self, self.cfg, self.blocks(x_BTD, batch, keys_BT)[0])
 
 

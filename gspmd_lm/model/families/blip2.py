@@ -10,12 +10,14 @@ from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.cache import Cache
 from gspmd_lm.model.decoder import Decoded, Decoder
-from gspmd_lm.model.ends import TRANSFORMED, before_blocks, embed_tokens
+from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families import t5, text
 from gspmd_lm.model.families.clip import VisionTower, image_input
 from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import Input, Shape
+from gspmd_lm.model.parts.classes import TRANSFORMED
+from gspmd_lm.model.parts.dropout import before_blocks
 from gspmd_lm.model.parts.memory import MEMORY
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
@@ -42,7 +44,7 @@ class ImageDecoder(Decoder):
         places_BT = batch.get(f"{prefix}positions") if "slot" in batch else batch.get(f"{prefix}places")
         first = put_first(rows_BQD, places_BT)
         x_BTD, table, keys_BT = embed_tokens(
-            self, cfg, batch, dropout_key, first=put_first(None) if cfg.encoder else first
+            self, self.ends, batch, dropout_key, first=put_first(None) if cfg.encoder else first
         )
         if cfg.encoder_config and f"{t5.SOURCE}positions" in batch:
             batch = t5.Encoder(cfg.encoder_config, name="encoder")(batch, table, dropout_key, first)

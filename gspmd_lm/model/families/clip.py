@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import SCORES, embed_tokens
+from gspmd_lm.model.ends import embed_tokens
 from gspmd_lm.model.families.text import Family, text_inputs
 from gspmd_lm.model.families.vit import PATCHES, encode_image
 from gspmd_lm.model.kernels.context import zigzag_sharded
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
+from gspmd_lm.model.parts.classes import SCORES
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
@@ -56,7 +57,7 @@ class Towers(Stack):
         """
         cfg, vision = self.cfg, self.cfg.vision_config
         assert cfg.vision and vision
-        x_BTD, _, keys_BT = embed_tokens(self, cfg, batch, dropout_key)
+        x_BTD, _, keys_BT = embed_tokens(self, self.ends, batch, dropout_key)
         x_BTD = self.blocks(x_BTD, batch, keys_BT)[0]
         is_text_BT = batch["segment_ids"] > 0
         is_last_BT = is_text_BT & (batch["positions"] == is_text_BT.sum(1, keepdims=True) - 1)

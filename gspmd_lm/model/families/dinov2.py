@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm.model.block import RESIDUAL
-from gspmd_lm.model.ends import TRANSFORMED, score_classes
 from gspmd_lm.model.families import vit
+from gspmd_lm.model.parts.classes import TRANSFORMED, score_classes
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.sharding.annotate import like, shard
 

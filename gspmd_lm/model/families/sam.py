@@ -13,14 +13,18 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.config.masks import PARTS, POINTS
+from gspmd_lm.model.addresses import layer_name
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import TRANSFORMED
+from gspmd_lm.model.compose import mlp_parts
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.kernels.attention import OUT, K, Q, TokenPlaces, V, attend_masked, head_numbers
-from gspmd_lm.model.mlp import ACTIVATIONS, Mlp
+from gspmd_lm.model.mlp import Mlp
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import Batch, Input, Objective, Shape, output
+from gspmd_lm.model.parts.activations import ACTIVATIONS
+from gspmd_lm.model.parts.classes import TRANSFORMED
 from gspmd_lm.model.stack import Stack
+from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
@@ -111,7 +115,7 @@ class MaskDecoder(nn.Module):
         image = Side(like(x_BTD + of_prompt, RESIDUAL), places_BTD, (BLOCK_INPUT, RESIDUAL), is_patch_BT)
 
         for number in range(cfg.layers):
-            tokens, image = TwoWay(cfg, name=f"layer_{number}")(tokens, image, number == 0)
+            tokens, image = TwoWay(cfg, name=layer_name(number))(tokens, image, number == 0)
         tokens_BPD = tokens.x + Crossing(cfg, name="last")(tokens, image)
         tokens_BPD = Norm(_with_eps(cfg, LAST_EPS), name="last_norm")(tokens_BPD)
         pixels_BTPK = upscale(self, cfg, image.x)
@@ -219,7 +223,7 @@ class TwoWay(nn.Module):
         y_BPD = Crossing(cfg, name="to_image")(tokens, image)
         tokens_BPD = Norm(cfg, name="to_image_norm")(tokens.x + y_BPD)
         with gathered(tokens_BPD, PROMPTS, PROMPTS) as in_BPD:
-            y, _ = Mlp(cfg, name="mlp")(in_BPD)
+            y, _ = Mlp(cfg, mlp_parts(cfg), name="mlp")(in_BPD, Tokens())
         tokens = tokens._replace(x=Norm(cfg, name="mlp_norm")(tokens_BPD + reduced(y, PROMPTS, PROMPTS)))
         y_BTD = Crossing(cfg, name="to_tokens")(image, tokens)
         return tokens, image._replace(x=shard(Norm(cfg, name="to_tokens_norm")(image.x + y_BTD), RESIDUAL))

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from gspmd_lm import config
+from gspmd_lm.model.addresses import level_name
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, score_classes, token_keys
 from gspmd_lm.model.families import vit
 from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.parts.classes import score_classes
+from gspmd_lm.model.parts.dropout import before_blocks, token_keys
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding.annotate import like
@@ -30,12 +32,12 @@ class LevelsClassifier(nn.Module):
         """[B, classes], float32. `batch`: see `vit.ImageClassifier`; no learned row stands before the patches."""
         first, *rest = levels = config.levels(self.cfg)
         x_BTD, keys_BT = before_blocks(first, vit.embed_patches(self, first, batch["patches"]), batch, dropout_key)
-        x_BTD = Level(first, name="level_0")(x_BTD, keys_BT)
+        x_BTD = Level(first, name=level_name(0))(x_BTD, keys_BT)
         for number, cfg in enumerate(rest, 1):
             if keys_BT is not None and dropout_key is not None:
                 places_BT = jnp.tile(jnp.arange(config.padded_rows(cfg.context, cfg.row_multiple)), (len(x_BTD), 1))
                 keys_BT = token_keys(jax.random.fold_in(dropout_key, number), batch["row"], places_BT)
-            x_BTD = Level(cfg, name=f"level_{number}")(x_BTD, keys_BT, merge=True)
+            x_BTD = Level(cfg, name=level_name(number))(x_BTD, keys_BT, merge=True)
         last = levels[-1]
         return score_classes(self, last, vit.mean_of_patches(last, x_BTD), "classifier", BLOCK_INPUT, RESIDUAL)[:, 0]
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from gspmd_lm.config import Config, ModelConfig
 from gspmd_lm.model.decoder import Decoder
-from gspmd_lm.model.objectives import ROW_SPEC, TOKEN_SPEC, TOKENS, Input, Objective, Shape
+from gspmd_lm.model.loss import TOKENS
+from gspmd_lm.model.objectives import ROW_SPEC, TOKEN_SPEC, Input, Objective, Shape
 
 Arrays = dict[str, jax.Array]
 Inputs = dict[str, Input]

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 
 from gspmd_lm import config
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks, score_classes
 from gspmd_lm.model.families.text import Family
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.objectives import CLASSES, ROW_SPEC, Input, Shape
+from gspmd_lm.model.parts.classes import score_classes
+from gspmd_lm.model.parts.dropout import before_blocks
 from gspmd_lm.model.stack import Stack
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import like, shard, use

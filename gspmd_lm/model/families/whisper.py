@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from gspmd_lm import config
 from gspmd_lm.config.media import WINDOW
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
-from gspmd_lm.model.ends import before_blocks
 from gspmd_lm.model.families import t5
-from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.objectives import Input, Shape
-from gspmd_lm.model.rope import sinusoids
+from gspmd_lm.model.parts.activations import ACTIVATIONS
+from gspmd_lm.model.parts.dropout import before_blocks
+from gspmd_lm.model.parts.embeddings import sinusoids
 from gspmd_lm.model.weights import bias, matrix, weight
 from gspmd_lm.sharding.annotate import Weight, shard, use
 from gspmd_lm.sharding.axes import SINUSOIDS

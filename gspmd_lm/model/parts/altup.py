@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, Branch, Stream
-from gspmd_lm.model.mlp import ACTIVATIONS
-from gspmd_lm.model.norm import Norm, root
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, Branch, BranchMaker, Stream
+from gspmd_lm.model.norm import Change, Norm
+from gspmd_lm.model.parts.activations import ACTIVATIONS, root
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, recomputed, shard, use
@@ -96,9 +96,10 @@ class Laurel(nn.Module):
 
 
 def around_streams(
-    cfg: config.ModelConfig, branches: Sequence[Callable[[jax.Array, Tokens], Stream]]
+    cfg: config.ModelConfig, makers: Sequence[BranchMaker], module: nn.Module
 ) -> Callable[[jax.Array, Tokens], Stream]:
     """One branch around several residual streams, which runs the branches of a layer on the first of them."""
+    branches = [make(module) for make in makers]
     altup = AltUp(cfg, name="altup")
 
     def compute(x_MBTD: jax.Array, tokens: Tokens) -> Stream:
@@ -111,9 +112,11 @@ def around_streams(
     return compute
 
 
-def with_laurel(cfg: config.ModelConfig, branch: Branch) -> Callable[[jax.Array, Tokens], Stream]:
+def with_laurel(
+    cfg: config.ModelConfig, make: Callable[[nn.Module], Branch], module: nn.Module
+) -> Callable[[jax.Array, Tokens], Stream]:
     """A branch with a low-rank product beside it, which reads the same input."""
-    laurel = Laurel(cfg, name="laurel")
+    branch, laurel = make(module), Laurel(cfg, name="laurel")
 
     def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
         normed_BTD = branch.before(x_BTD)
@@ -163,6 +166,12 @@ class Streams(nn.Module):
         """The mean of the streams after the last layer, [B, T, D], scaled to the same root mean square first."""
         others_MBTD = jnp.einsum("MBTD,MDO->MBTO", x_MBTD[1:], use(self.streams_out))
         return shard(_alike(x_MBTD[0], like(others_MBTD, STREAMS)).mean(0), RESIDUAL)
+
+
+def split_streams(cfg: config.ModelConfig, x_BTD: jax.Array) -> tuple[jax.Array, Change, None]:
+    """Several residual streams, [M, B, T, D], and the function that merges them after the last layer."""
+    streams = Streams(cfg, name="streams")
+    return streams.apart(x_BTD), streams.together, None
 
 
 def _alike(x_BTD: jax.Array, others_MBTD: jax.Array) -> jax.Array:

@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 
 from gspmd_lm import config
-from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, dropout
-from gspmd_lm.model.mlp import ACTIVATIONS
+from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL
 from gspmd_lm.model.norm import Change, Norm
+from gspmd_lm.model.parts.activations import ACTIVATIONS
+from gspmd_lm.model.parts.dropout import dropout
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import bias, matrix
 from gspmd_lm.sharding.annotate import shard
@@ -15,16 +16,14 @@ from gspmd_lm.sharding.matmuls import unreduced_matmul
 from gspmd_lm.sharding.partial_sums import reduced
 
 
-def beside_first_layer(
-    cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens
-) -> dict[str, Change]:
+def add_convolution(cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens) -> Change:
     """The change of the first layer's output: the convolution of its input is added, and the sum is normed."""
     convolved_BTD = convolve(cfg, module, x_BTD, tokens)
 
     def add(x_BTD: jax.Array) -> jax.Array:
         return shard(Norm(cfg, name="convolution_norm")(x_BTD + convolved_BTD), RESIDUAL)
 
-    return {"convolved_layers": add}
+    return add
 
 
 def convolve(cfg: config.ModelConfig, module: nn.Module, x_BTD: jax.Array, tokens: Tokens) -> jax.Array:

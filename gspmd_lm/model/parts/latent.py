@@ -11,7 +11,7 @@ from gspmd_lm.model.kernels.attention import Q, attend_to_cache
 from gspmd_lm.model.kernels.context import gathered_early, keys_spec
 from gspmd_lm.model.norm import Norm
 from gspmd_lm.model.tokens import Tokens
-from gspmd_lm.model.weights import matrix, with_adapter
+from gspmd_lm.model.weights import matrix
 from gspmd_lm.sharding.annotate import shard
 from gspmd_lm.sharding.matmuls import gathered, project, unreduced_matmul
 from gspmd_lm.sharding.partial_sums import Unreduced
@@ -44,13 +44,13 @@ class LatentAttention(nn.Module):
             self.q_norm = Norm(norm, "q_rank")
             self.wq_up = matrix(self, "wq_up", "q_rank heads head_dim", (R, N, H), cfg)
         else:
-            self.wq = with_adapter(self, matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg), cfg)
+            self.wq = self.parts.adapt(self, matrix(self, "wq", "embed heads head_dim", (D, N, H), cfg))
         self.wkv_down = matrix(self, "wkv_down", "embed kv_rank", (D, Z), cfg)
         self.wk_rope = matrix(self, "wk_rope", "embed rope_dim", (D, P), cfg)
         self.kv_norm = Norm(norm, "kv_rank")
         self.wk_up = matrix(self, "wk_up", "kv_rank heads head_dim", (Z, N, H - P), cfg)
         self.wv_up = matrix(self, "wv_up", "kv_rank heads head_dim", (Z, N, sizes.v_head_dim), cfg)
-        self.wo = with_adapter(self, matrix(self, "wo", "heads head_dim embed", (N, sizes.v_head_dim, D), cfg), cfg)
+        self.wo = self.parts.adapt(self, matrix(self, "wo", "heads head_dim embed", (N, sizes.v_head_dim, D), cfg))
         self.out_bias, self.numbers = self.parts.out_bias(self), self.parts.numbers(self)
         self.attend = self.parts.attend(self)
 

@@ -17,8 +17,8 @@ from einops import rearrange
 from gspmd_lm import config
 from gspmd_lm.config import with_values
 from gspmd_lm.model.cache import LinearState
-from gspmd_lm.model.mlp import ACTIVATIONS
 from gspmd_lm.model.norm import Norm
+from gspmd_lm.model.parts.activations import ACTIVATIONS
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.model.weights import matrix, weight
 from gspmd_lm.sharding.annotate import like, shard, use

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import flax.linen as nn
 import jax
 
 from gspmd_lm.model.block import BLOCK_INPUT, RESIDUAL, Branch, Part, Stream
@@ -11,11 +12,18 @@ from gspmd_lm.sharding.matmuls import gathered
 from gspmd_lm.sharding.partial_sums import Unreduced
 
 
-def side_by_side(branch: Branch, part: Part, before: Change | None = None) -> Callable[[jax.Array, Tokens], Stream]:
+def side_by_side(
+    make: Callable[[nn.Module], Branch],
+    make_part: Callable[[], Part],
+    make_norm: Callable[[nn.Module], Change] | None,
+    module: nn.Module,
+) -> Callable[[jax.Array, Tokens], Stream]:
     """A branch that adds the outputs of its own part and of another one before they are summed over devices.
 
-    before: the norm of the other part's input; None: that of the branch.
+    make_norm: makes the norm of the other part's input; None: it is that of the branch.
     """
+    branch, part = make(module), make_part()
+    before = make_norm and make_norm(module)
 
     def compute(x_BTD: jax.Array, tokens: Tokens) -> Stream:
         in_BTD = branch.before(x_BTD)

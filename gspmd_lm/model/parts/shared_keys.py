@@ -1,5 +1,8 @@
 """Keys and values that later layers reuse: the last layers compute none of their own (Gemma 3n)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,15 +11,22 @@ from gspmd_lm import config
 from gspmd_lm.model.attention import Attention
 from gspmd_lm.model.cache import Kept
 from gspmd_lm.model.kernels.context import keys_spec
+from gspmd_lm.model.norm import Change
 from gspmd_lm.model.tokens import Tokens
 from gspmd_lm.sharding.annotate import like, shard
 
 
-def no_keys(cfg: config.ModelConfig, rows: int, length: int) -> Kept:
-    """The keys and values that layers keep for later ones, [B, T, K, H], as zeros before the first layer."""
-    shape = rows, length, cfg.kv_head_rows, cfg.head_dim
+def keep_keys(
+    cfg: config.ModelConfig, begin: Callable[[jax.Array], tuple[jax.Array, Change, Any]], x_BTD: jax.Array
+) -> tuple[jax.Array, Change, Kept]:
+    """The result of `begin`, with the keys and values that layers keep for later ones, [B, T, K, H].
+
+    They are zeros before the first layer. begin: see `compose.StackParts`.
+    """
+    shape = *x_BTD.shape[:2], cfg.kv_head_rows, cfg.head_dim
     none = [like(jnp.zeros(shape, jnp.dtype(cfg.compute_dtype)), keys_spec(name)) for name in "kv"]
-    return {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
+    x_BTD, join, _ = begin(x_BTD)
+    return x_BTD, join, {kind: tuple(none) for kind in set(cfg.kind_of_each_layer)}
 
 
 def kind_of_layer(cfg: config.ModelConfig) -> str:
