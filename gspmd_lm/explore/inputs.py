@@ -1,4 +1,4 @@
-"""What a workbench shows a layout of: the config, the target and the text of the rules file, with the limits of each."""
+"""The inputs of a workbench: a config, a target and the text of a rules file, with the limits of each."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,6 +24,11 @@ class Inputs:
     path: str  # of the rules file, which it is saved in
     editable: bool = True  # whether there are rules to edit: a step of one's own has none
     program: str | None = None  # where a model or a step of one's own stands, in place of a config
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Inputs":
+        """The inputs of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
+        return cls(**{**values, "set": tuple(values["set"])})
 
     def changed(self, asked: Mapping[str, Any]) -> "Inputs":
         """These inputs with those that a page asks for. Raises InputError for a key or value that may not be."""
