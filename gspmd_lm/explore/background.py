@@ -1,5 +1,6 @@
 """What a workbench does in the background when it is asked to: one compilation, and one search."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -50,19 +51,22 @@ class _Background:
         self._tell()
         job = await Job.start(self.kind, self._subject)
         if number != self._runs or not self.running:  # it was stopped meanwhile
-            job.stop()
+            await job.close()
             return
         self._job = job
         await job.send({"inputs": dataclasses.asdict(inputs)})
-        async for answer in job.answers():
-            if number != self._runs:
-                return
-            ended = ended or "done" in answer or "error" in answer
-            self.progress = answer.get("progress") or self.progress
-            self.error = answer.get("error")
-            self.take(answer)
-            self._tell()
-        words = await job.last_words()
+        try:
+            async for answer in job.answers():
+                if number != self._runs:
+                    return
+                ended = ended or "done" in answer or "error" in answer
+                self.progress = answer.get("progress") or self.progress
+                self.error = answer.get("error")
+                self.take(answer)
+                self._tell()
+            words = await job.last_words()
+        finally:
+            await asyncio.shield(job.close())
         if number == self._runs and self.running:
             self._end(None if ended else f"the process has ended: {words}")
 

@@ -13,9 +13,10 @@ from gspmd_lm.explore import fixes, rows
 from gspmd_lm.explore.changes import changes
 from gspmd_lm.explore.controls import describe_names
 from gspmd_lm.explore.headline import headline
-from gspmd_lm.explore.inputs import Inputs
+from gspmd_lm.explore.inputs import SIMULATED, Inputs
 from gspmd_lm.explore.layer import read_layer
 from gspmd_lm.explore.layout import Layout
+from gspmd_lm.explore.steps import show_step
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.explore.views import list_arrays, show_mesh
 from gspmd_lm.foresight import explain
@@ -28,7 +29,6 @@ from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem, ShardingError
 from gspmd_lm.train import decoder, state, step
 
-SIMULATED = 64  # devices, for which layouts of cpu:N are traced
 MOST_TASKS = 4  # configs whose traces are kept
 MOST_TARGETS = 8  # whose estimators are kept
 
@@ -38,12 +38,15 @@ class Figures:
 
     def __init__(self, subject: Subject):
         self.subject = subject
+        self._steps: dict[str, dict[str, Any]] = {}  # by target
         self._traces: dict[tuple[Any, ...], TraceCache] = {}
         self._estimators: dict[tuple[Any, ...], tuple[Estimator, tuple[str, ...]]] = {}
 
     def estimate(self, inputs: Inputs) -> dict[str, Any]:
         """The problems of a layout and, where it can be estimated, all that is shown of it but its layer."""
         try:
+            if not inputs.editable:
+                return {"problems": [], "shown": self._show_step(inputs)}
             layout = self.layout(inputs)
         except InputError as error:
             return {"problems": describe_error(error, inputs), "shown": None}
@@ -53,6 +56,8 @@ class Figures:
 
     def trace(self, inputs: Inputs, pinned: Inputs | None = None) -> dict[str, Any]:
         """The layer of a layout that can be estimated, and its changes against a pinned one."""
+        if not inputs.editable:
+            return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
         layout = self.layout(inputs)
         devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
         shown: dict[str, Any] = {"layer": None, "changes": None}
@@ -88,11 +93,25 @@ class Figures:
             "names": describe_names(layout.task.names),
         }
 
+    def _show_step(self, inputs: Inputs) -> dict[str, Any]:
+        """All that is shown of a step of one's own."""
+        computed, target = self.subject.resolve(inputs), targets.parse(inputs.target)
+        if isinstance(computed, Config | Task):
+            raise InputError(f"{inputs.program}: a model needs rules\n  fix   --rules=FILE")
+        key = target.text
+        if key not in self._steps:
+            devices = simulated_devices(target.devices) if target.chip is None else targets.devices(target)
+            self._steps[key] = show_step(computed, target, devices)
+        return self._steps[key]
+
     def _trace_cache(self, inputs: Inputs) -> TraceCache:
         key = inputs.config, *inputs.overrides
         if key not in self._traces:
             computed = self.subject.resolve(inputs)
-            assert isinstance(computed, Config | Task)
+            if not isinstance(computed, Config | Task):
+                raise InputError(
+                    f"{inputs.program}: a step of one's own brings its shardings\n  fix   leave out --rules"
+                )
             self._traces[key] = TraceCache(decoder.task(computed))
             for old in [*self._traces][:-MOST_TASKS]:
                 del self._traces[old]

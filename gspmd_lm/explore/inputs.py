@@ -8,6 +8,7 @@ from gspmd_lm.errors import InputError
 
 MOST_TEXT = 100_000  # characters of a rules file
 MOST_WORDS = 2_000  # characters of any other input
+SIMULATED = 64  # devices, for which layouts of cpu:N are traced
 MOST_SETS = 100  # overrides of a config
 
 

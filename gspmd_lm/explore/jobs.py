@@ -81,6 +81,14 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    async def close(self) -> None:
+        """Ends the process, and waits until it has ended."""
+        self.stop()
+        assert self._process.stdout and self._process.stdin
+        self._process.stdin.close()
+        await self._process.stdout.read()
+        await self.last_words()
+
     async def _listen(self) -> None:
         assert self._process.stderr
         while chunk := await self._process.stderr.read(4096):
@@ -133,16 +141,11 @@ class Follower:
                 words = await self._job.last_words()
             finally:
                 watching.cancel()
-                self._job.stop()
+                await asyncio.shield(self._job.close())
             if self._request:
                 version, self._request = self._request["version"], None
                 why = f"it takes longer than {LONGEST_S:.0f} s" if self._late else words
                 self._fail(version, why)
-
-    def stop(self) -> None:
-        """Ends the process."""
-        if self._job:
-            self._job.stop()
 
     async def _watch(self, job: Job) -> None:
         """Ends the process where a request takes too long."""

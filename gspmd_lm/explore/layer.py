@@ -93,26 +93,15 @@ class _View:
             at = names.index(block) if phase == "forward" else 2 * len(names) - 1 - names.index(block)
             first = one.kind == "all-gather" or one.phase == "recomputation"
             rows = self._rows(one, array)
-            row = next(iter(rows), None)
-            cause = " because of " + " and ".join(f"`{show_row(other)}`" for other in rows) if rows else ""
-            again = ", computed again" if one.phase == "recomputation" else ""
             yield {
+                **describe_transfer(one, array or one.array, [show_row(row) for row in rows]),
                 "phase": phase,
                 "after": at - 1 if first else at,
-                "kind": one.kind,
-                "axis": one.mesh_axes,
-                "bytes": one.bytes,
-                "bytes_text": human_bytes(one.bytes),
-                "times_per_step": one.times_per_step,
                 "seconds": seconds,
                 "exposed_s": None if seconds is None else seconds * shares.get(one.mesh_axes, 0.0),
                 "text": "" if seconds is None else human_seconds(seconds),
-                "row": show_row(row) if row else None,
-                "rows": [show_row(other) for other in rows],
-                "line": self.known.get(row.key) if row else None,
+                "line": self.known.get(rows[0].key) if rows else None,
                 "array": array or None,
-                "source": None,
-                "because": f"{array or one.array}{again}: {_WORDS.get(one.kind, one.kind)} over {one.mesh_axes}{cause}",
             }
 
     def _seconds(self, one: Transfer) -> float | None:
@@ -174,6 +163,27 @@ class _View:
         rows = [row for row in self.rules.rows if row.key in keys]
         split = [row for row in rows if {*over} & {*row.mesh_axes}]
         return split or rows
+
+
+def describe_transfer(one: Transfer, name: str, rows: Sequence[str]) -> dict[str, Any]:
+    """A transfer as a page shows it, without times. name: what is sent. rows: those that cause it."""
+    cause = " because of " + " and ".join(f"`{row}`" for row in rows) if rows else ""
+    again = ", computed again" if one.phase == "recomputation" else ""
+    return {
+        "kind": one.kind,
+        "axis": one.mesh_axes,
+        "bytes": one.bytes,
+        "bytes_text": human_bytes(one.bytes),
+        "times_per_step": one.times_per_step,
+        "seconds": None,
+        "exposed_s": None,
+        "text": "",
+        "row": rows[0] if rows else None,
+        "rows": list(rows),
+        "line": None,
+        "source": None,
+        "because": f"{name}{again}: {_WORDS.get(one.kind, one.kind)} over {one.mesh_axes}{cause}",
+    }
 
 
 def _owners(array: str) -> tuple[str, ...]:

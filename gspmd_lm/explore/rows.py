@@ -68,12 +68,11 @@ def set_value(text: str, path: Path, value: Any) -> str:
     elif len(path) == 2 and path[0] in TABLES and path[:1] not in known:
         changed = _append(text, f"{path[0]}:\n  {flow(path[1])}: {flow(value)}")
     elif len(path) > 1 and path[:-1] not in known:
-        *above, key = path
-        return set_value(text, tuple(above), {key: value})
+        return set_value(text, path[:-1], {path[len(path) - 1]: value})
     elif len(path) == 1 and not known:
         changed = _append(text, f"{flow(path[0])}: {flow(value)}")
     else:
-        changed = _add(text, known, path, f"{flow(path[-1])}: {flow(value)}")
+        changed = _add(text, known, path, f"{flow(path[len(path) - 1])}: {flow(value)}")
     return _check(text, changed, path, value)
 
 

@@ -140,7 +140,7 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await workbench.start()
         yield
-        workbench.stop()
+        await workbench.stop()
 
     gets = (state, events, complete, share, report)
     posts = (edit, control, fix, pin, search, compile, load, save)
@@ -193,7 +193,12 @@ class Server:
         self.workbench = workbench
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((HOST, port))
+        try:
+            self._socket.bind((HOST, port))
+        except OSError as error:
+            self._socket.close()
+            raise InputError(f"--port={port}: {error.strerror}\n  fix   give another port, or none") from error
+        self._socket.listen()  # who comes before the server runs is answered once it does
         self.port = self._socket.getsockname()[1]
         self.token = secrets.token_urlsafe(24)
         app = make_app(workbench, self.token, self.port)

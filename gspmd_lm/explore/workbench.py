@@ -77,8 +77,10 @@ class Workbench:
 
     @property
     def command(self) -> str:
-        """The command that trains what stands in the editor, once it is saved."""
+        """What trains the layout that stands in the editor, once it is saved; of a step of one's own, explains it."""
         inputs = self.inputs
+        if inputs.program and inputs.editable:
+            return f"gspmd_lm.train({inputs.program.rpartition(':')[2]}, {inputs.path!r}, data=batch)"
         if inputs.program:
             return f"{versions.program()} explain {shlex.quote(f'--program={inputs.program}')} --target={inputs.target}"
         words = [f"--config={inputs.config}", *(f"--set={one}" for one in inputs.overrides), f"--rules={inputs.path}"]
@@ -104,12 +106,12 @@ class Workbench:
         self._spawn(self._layers.run())
         await self._ask()
 
-    def stop(self) -> None:
-        """Ends all jobs."""
-        for task in self._tasks:
+    async def stop(self) -> None:
+        """Ends all jobs, and waits until they have ended."""
+        tasks = [*self._tasks]
+        for task in tasks:
             task.cancel()
-        for one in (self._layouts, self._layers, self.compilation, self.search):
-            one.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def edit(self, asked: Mapping[str, Any]) -> int:
         """Takes new inputs. Returns their version; figures follow. Raises InputError for those that may not be."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gspmd_lm.errors import InputError, RunFailed
-from gspmd_lm.explore.inputs import Inputs
+from gspmd_lm.explore.inputs import SIMULATED, Inputs
 
 if TYPE_CHECKING:
     from gspmd_lm.explore.subject import Subject
@@ -29,8 +29,9 @@ def main(kind: str) -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    subject = pickle.loads(base64.b64decode(json.loads(requests.readline())))
-    _prepare()
+    sent = base64.b64decode(json.loads(requests.readline()))
+    _prepare()  # before a task is made, whose functions import jax
+    subject = pickle.loads(sent)
     _RUN[kind](subject, requests, answer)
 
 
@@ -43,7 +44,7 @@ def _prepare() -> None:
 
     from gspmd_lm.runtime import startup
 
-    startup.simulate_later(64)
+    startup.simulate_later(SIMULATED)
     jax.config.update("jax_platforms", "cpu")
     quiet.collect_seldom()
 
