@@ -2,6 +2,11 @@
 
 import pytest
 
+from gspmd_lm import api
+from gspmd_lm.explore import opening
+from gspmd_lm.explore.figures import Figures
+from gspmd_lm.explore.subject import Subject
+
 
 def test_a_model_of_a_file_is_edited_as_a_config_is(open_bench):
     with open_bench("examples/rules/fsdp.yaml", "v5p:2x2x2", program="examples/mixer.py:TASK") as bench:
@@ -41,7 +46,8 @@ def test_a_jitted_step_has_all_views_but_the_editor(open_bench):
         ("tp8", "examples/mixer.py:TASKS", "has no TASKS (did you mean TASK?)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(open_bench, rules, program, said):
-    with open_bench(rules, "cpu:8", program=program) as bench:
-        (problem,) = bench.finished()["problems"]
-        assert said in problem["message"] and problem["fix"]
+def test_what_does_not_go_together_is_refused(rules, program, said):
+    bench = opening.make_workbench(api.load_config, rules, "cpu:8", program=program)
+    figures = Figures(Subject(program, api.load_config, program=program))
+    (problem,) = figures.estimate(bench.inputs)["problems"]
+    assert said in problem["message"] and problem["fix"]

@@ -100,6 +100,7 @@ def test_the_last_good_layout_stays_shown_and_its_problem_is_told_as_explain_doe
         ({"config": "tiiny"}, "tiiny: no such file"),
         ({"set": ["model.layers=zero"]}, "model.layers"),
         ({"text": ""}, "this one is empty"),
+        ({"text": "dcn: {tensor: 2}\n"}, "a rules file needs a mesh"),
         ({"text": "mesh: {data: 10000000000}\n"}, "its sizes multiply to 10000000000"),
         ({"text": "a: &a [1]\nb: *a\n"}, "anchors and aliases are not supported"),
         ({"text": "[" * 50_000}, "levels"),
