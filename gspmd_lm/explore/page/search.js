@@ -1,0 +1,76 @@
+// The search: layouts by step time and memory as they are estimated, the frontier, and a click that loads one.
+import { write } from "./editor.js";
+import { all, find, h, moveFocus, replace, say } from "./dom.js";
+import { post, watch } from "./state.js";
+
+const [WIDTH, HEIGHT, LEFT, BOTTOM, EDGE] = [560, 260, 62, 34, 12];
+const LISTED = 12;
+
+async function load({ rank, name }) {
+  try {
+    write((await post("/load", { rank })).text);
+    say(`Loaded: ${name}. Undo takes it back.`);
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+// Round marks between two numbers.
+function findTicks(low, high) {
+  const raw = (high - low) / 4 || high || 1;
+  const unit = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * unit).find((size) => size >= raw);
+  const ticks = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) ticks.push(tick);
+  return ticks;
+}
+
+const GIGABYTE = 1e9;
+const writeTime = (seconds) => (seconds >= 1 ? `${+seconds.toPrecision(3)} s` : `${+(1e3 * seconds).toPrecision(3)} ms`);
+const writeBytes = (bytes) => (bytes >= GIGABYTE ? `${+(bytes / GIGABYTE).toPrecision(3)} GB` : `${+(bytes / 1e6).toPrecision(3)} MB`);
+
+function drawPlot(points, limit) {
+  const times = points.map(({ step_time_s }) => step_time_s);
+  const sizes = points.map(({ peak_bytes }) => peak_bytes);
+  const [left, right] = [0, 1.05 * Math.max(...times)];
+  const top = 1.05 * Math.max(...sizes, limit && limit < 3 * Math.max(...sizes) ? limit : 0);
+  const x = (seconds) => LEFT + ((WIDTH - LEFT - EDGE) * (seconds - left)) / (right - left);
+  const y = (bytes) => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - EDGE) * (bytes / top);
+  const front = points.filter((point) => point.front).sort((a, b) => a.step_time_s - b.step_time_s);
+  const dots = points.map((point) => h("circle", {
+    class: `point${point.fits ? "" : " large"}${point.front ? " front" : ""}${point.compiled ? " compiled" : ""}`,
+    cx: x(point.step_time_s), cy: y(point.peak_bytes), r: point.front ? 6 : 4.5, tabindex: -1, role: "button",
+    "data-key": `point ${point.rank}`, "data-rank": point.rank, "aria-label": `${point.name}: ${point.text}`,
+    onclick: () => load(point),
+    onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); load(point); } },
+  }, h("title", {}, `${point.name}\n${point.text}`)));
+  return h("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${points.length} layouts by step time and memory` },
+    findTicks(left, right).map((tick) => [h("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE, y2: HEIGHT - BOTTOM }),
+      h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeTime(tick))]),
+    findTicks(0, top).map((tick) => [h("line", { class: "grid", x1: LEFT, x2: WIDTH - EDGE, y1: y(tick), y2: y(tick) }),
+      h("text", { class: "y", x: LEFT - 6, y: y(tick) + 4 }, writeBytes(tick))]),
+    limit && limit <= top && [h("line", { class: "limit", x1: LEFT, x2: WIDTH - EDGE, y1: y(limit), y2: y(limit) }),
+      h("text", { class: "limit-name", x: WIDTH - EDGE, y: y(limit) - 5 }, "memory of a device")],
+    h("text", { class: "x", x: (LEFT + WIDTH) / 2, y: HEIGHT - 3 }, "step time"),
+    front.length > 1 && h("polyline", { class: "frontier", points: front.map((point) => `${x(point.step_time_s)},${y(point.peak_bytes)}`).join(" ") }),
+    dots);
+}
+
+function drawList(points) {
+  const best = [...points].sort((a, b) => b.fits - a.fits || a.step_time_s - b.step_time_s).slice(0, LISTED);
+  return h("ol", { class: "found", "aria-label": "the fastest layouts that were found" }, best.map((point) => h("li", {},
+    h("button", { type: "button", "data-key": `load ${point.rank}`, onclick: () => load(point) }, point.name),
+    h("span", { class: point.fits ? "dim" : "bad" }, ` ${point.text}${point.fits ? "" : ", does not fit"}`))));
+}
+
+watch(({ search, headline }) => [search, headline?.memory?.limit_bytes], ([search, limit]) => {
+  const { running, progress, points, error } = search;
+  replace(find("#search"),
+    running && h("p", { class: "progress" }, h("progress", progress?.total ? { max: progress.total, value: progress.done } : {}), " ", progress?.text || "begins"),
+    error && h("p", { class: "bad" }, error),
+    points.length > 0 && h("div", { class: "two" }, drawPlot(points, limit), drawList(points)),
+    !running && !points.length && !error && h("p", { class: "dim" }, "Search tries many layouts for this model and target. Each becomes a point here."));
+  const dots = all("#search circle");
+  if (dots.length) dots[0].setAttribute("tabindex", 0);
+});
+find("#search").addEventListener("keydown", (event) => { if (event.target.matches("circle")) moveFocus(event, all("#search circle")); });
