@@ -36,6 +36,7 @@ FLOORS = (
     "foresight",
     "plan",
     "show",
+    "explore",
     "session",
     "api",
     "cli",

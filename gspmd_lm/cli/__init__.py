@@ -20,6 +20,7 @@ from gspmd_lm.cli.completion import COMPLETION
 from gspmd_lm.cli.convert import CONVERT
 from gspmd_lm.cli.eval import EVAL
 from gspmd_lm.cli.explain import COMPARE, EXPLAIN
+from gspmd_lm.cli.explore import EXPLORE
 from gspmd_lm.cli.generate import GENERATE
 from gspmd_lm.cli.keys import KEYS
 from gspmd_lm.cli.plan import PLAN
@@ -28,7 +29,7 @@ from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
 
-VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, PLOT, KEYS, COMPLETION)}
+VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

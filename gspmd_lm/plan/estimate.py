@@ -9,7 +9,7 @@ What the backward pass recomputes, and what is saved for it, follow from the tra
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspmd_lm.config import Config
 from gspmd_lm.foresight import bounds
@@ -209,6 +209,24 @@ class Estimator:
             device_bytes += costs.part.kept * costs.local_bytes(kept.on_device)
             host_bytes += costs.part.kept * sum(costs.local_bytes(loop.arrays) for loop in kept.on_host)
         return RematEstimate(0.0, device_bytes, host_bytes, layout.state_bytes + device_bytes + layout.working_bytes)
+
+    def memory_parts(self, rules: Rules) -> dict[str, float]:
+        """What holds the bytes of which `estimate(rules).peak_bytes` is the sum, and how many of them."""
+        layout = self._layout(rules)
+        saved_bytes = self._memory(layout, layout.saved_bytes(rules.remat)).device_bytes
+        weights = bounds.held_bytes(rules, "weights", self._params)
+        optimizer = bounds.held_bytes(rules, "optimizer", self._optimizer)
+        return {
+            "weights": weights,
+            "optimizer": optimizer,
+            "gradients": layout.state_bytes - weights - optimizer,
+            "saved activations": saved_bytes,
+            "working set": layout.working_bytes,
+        }
+
+    def locations(self, rules: Rules) -> dict[str, Sequence[Any]]:
+        """Where the devices of a mesh are, in its order: see `Overlap.locations`."""
+        return self._overlap.locations(rules)
 
     # Compute
 
