@@ -75,6 +75,7 @@ function drawDetails(array) {
 }
 
 function draw({ arrays, mesh }) {
+  if (!mesh) return; // nothing has been estimated yet
   const current = findChosen(arrays);
   chosen = current?.path ?? null;
   replace(find("#tree"), drawTree(arrays, current));

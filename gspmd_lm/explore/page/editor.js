@@ -147,13 +147,13 @@ watch(({ inputs }) => inputs.editable, (editable) => {
 // Problems: a mark at the row with the fix as a button, and the list below the editor.
 watch(({ problems, shown_version, version }) => [problems, shown_version === version], ([problems]) => {
   const doc = view.state.doc;
-  const marks = problems.map(({ line, message, fix: words, fix_text }, i) => {
+  const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
     const at = doc.line(Math.min(line || 1, doc.lines));
     const actions = fix_text ? [{ name: `Fix: ${words}`, apply: () => fix(i) }] : [];
-    return { from: at.from + at.text.search(/\S|$/), to: at.to, severity: "error", message, actions };
+    return { from: at.from + at.text.search(/\S|$/), to: at.to, severity: warning ? "warning" : "error", message, actions };
   });
   view.dispatch(cm.setDiagnostics(view.state, marks));
-  replace(find("#problems"), problems.map(({ line, message, fix: words, fix_text }, i) => h("li", {},
+  replace(find("#problems"), problems.map(({ line, message, fix: words, fix_text, warning }, i) => h("li", { class: warning ? "warning" : null },
     line && rowButton(`line ${line}`, line, `problem ${i}`), h("span", { class: "message" }, message),
     words && h("span", { class: "dim" }, `fix: ${words}`),
     fix_text && h("button", { type: "button", class: "fix", "data-key": `fix ${i}`, onclick: () => fix(i) }, "Apply the fix"))));

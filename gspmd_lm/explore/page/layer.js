@@ -48,10 +48,14 @@ function drawReason(collective) {
 }
 
 function draw({ layer, mesh }) {
-  if (!layer) return replace(find("#layer"), h("p", { class: "dim" }, "Nothing is known of the layers of this program."));
+  if (!mesh) return; // nothing has been estimated yet
+  if (!layer) {
+    replace(find("#layer"), h("p", { class: "dim" }, "Nothing is known of the layers of this program."));
+    return;
+  }
   const axes = mesh.axes.map(({ name }) => name);
-  return replace(find("#layer"),
+  replace(find("#layer"),
     drawPhase(layer, "forward", axes), drawPhase(layer, "backward", axes),
     h("div", { id: "reason", "aria-live": "polite" }, drawReason(layer.collectives.find((collective) => keyOf(collective) === chosen))));
 }
-watch(({ layer, mesh }) => [layer, mesh.axes], (_, now) => draw(now));
+watch(({ layer, mesh }) => [layer, mesh?.axes], (_, now) => draw(now));
