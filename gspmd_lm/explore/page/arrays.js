@@ -11,26 +11,35 @@ const closed = new Set(); // groups that are folded
 const describe = (axes) => (axes.length ? axes.join("×") : "·");
 const splitText = (array) => (array.at_rest || array.in_use || []).map(describe).join(" ");
 
+// What tells an array from others of its path: a weight and its moments share theirs.
+const keyOf = (arrays, array) => `${array.group} ${array.path} ${arrays.filter(({ group, path }) => group === array.group && path === array.path).indexOf(array)}`;
+
 // The chosen array; at first the one that is split in the most ways.
 function findChosen(arrays) {
   const ways = ({ at_rest, in_use }) => (at_rest || in_use || []).flat().length;
-  return arrays.find(({ path }) => path === chosen) || arrays.reduce((best, array) => (!best || ways(array) > ways(best) ? array : best), null);
+  return arrays.find((array) => keyOf(arrays, array) === chosen)
+    || arrays.reduce((best, array) => (!best || ways(array) > ways(best) ? array : best), null);
 }
 
 // Chooses an array by its path, as the other views do.
 export function choose(path) {
-  chosen = path;
-  const { group } = state.arrays.find((array) => array.path === path) || {};
-  if (group) closed.delete(group);
+  const { arrays } = state;
+  const array = arrays.find((one) => one.path === path);
+  if (array) chooseKey(keyOf(arrays, array));
+}
+
+function chooseKey(key) {
+  chosen = key;
+  closed.delete(key.split(" ")[0]); // its group
   draw(state);
   find(`#tree [aria-selected="true"]`)?.scrollIntoView({ block: "nearest" });
 }
 
 function drawTree(arrays, current) {
   const item = (array) => h("li", {
-    role: "treeitem", tabindex: array === current ? 0 : -1, "aria-selected": array === current, "data-key": `array ${array.path}`,
-    onclick: () => { choose(array.path); }, "data-path": array.path,
-  }, h("span", { class: "path" }, array.path), h("span", { class: "split dim" }, splitText(array)), h("span", { class: "num" }, array.bytes_text));
+    role: "treeitem", tabindex: array === current ? 0 : -1, "aria-selected": array === current, "data-path": array.path,
+    "data-key": keyOf(arrays, array), onclick: () => chooseKey(keyOf(arrays, array)),
+  }, h("span", { class: "path" }, h("bdi", {}, array.path)), h("span", { class: "split dim" }, splitText(array)), h("span", { class: "num" }, array.bytes_text));
   return Object.entries(GROUPS).map(([group, label]) => {
     const members = arrays.filter((array) => array.group === group);
     if (!members.length) return null;
@@ -44,10 +53,10 @@ function drawTree(arrays, current) {
 }
 
 function onTreeKey(event) {
-  const { group, path } = event.target.dataset;
+  const { group, key } = event.target.dataset;
   if (event.key === "Enter" || event.key === " ") {
     event.preventDefault();
-    if (path) choose(path);
+    if (!group) chooseKey(key);
     else if (!closed.delete(group)) closed.add(group);
     draw(state);
   } else if ((event.key === "ArrowLeft" || event.key === "ArrowRight") && group) {
@@ -56,7 +65,9 @@ function onTreeKey(event) {
   } else moveFocus(event, [...find("#tree").querySelectorAll("[role=treeitem]")]);
 }
 find("#tree").addEventListener("keydown", onTreeKey);
-find("#tree").addEventListener("focusin", ({ target }) => { if (target.dataset.path && target.dataset.path !== chosen) choose(target.dataset.path); });
+find("#tree").addEventListener("focusin", ({ target: { dataset } }) => {
+  if (dataset.path && dataset.key !== chosen) chooseKey(dataset.key);
+});
 
 function drawDetails(array) {
   if (!array) return null;
@@ -77,7 +88,7 @@ function drawDetails(array) {
 function draw({ arrays, mesh }) {
   if (!mesh) return; // nothing has been estimated yet
   const current = findChosen(arrays);
-  chosen = current?.path ?? null;
+  chosen = current ? keyOf(arrays, current) : null;
   replace(find("#tree"), drawTree(arrays, current));
   replace(find("#array"), drawDetails(current));
   drawPlacement(find("#placement"), mesh, current);

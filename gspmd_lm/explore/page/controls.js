@@ -97,6 +97,6 @@ function drawControls(controls) {
   }));
 }
 watch(({ controls }) => controls.map(({ value, ...rest }) => rest), (_, { controls }) => drawControls(controls));
-watch(({ controls }) => controls.map(({ value }) => value), (_, { controls }) => {
+watch(({ controls, version }) => [version, controls.map(({ value }) => value)], (_, { controls }) => {
   for (const { name, value } of controls) if (name !== dragged) shown.get(name)?.(value);
 });

@@ -18,8 +18,9 @@ function drawChange({ pinned, better }) {
 function drawFigure(figure) {
   const { label, text, kind, error, compiled } = figure;
   return h("div", { class: "figure", "data-name": figure.name },
-    h("dt", {}, label, " ", h("abbr", { class: "kind", title: KINDS[kind] || kind }, error ? `${kind} ±${error}` : kind)),
+    h("dt", {}, label),
     h("dd", {}, h("b", {}, text), " ", drawChange(figure)),
+    h("dd", {}, h("abbr", { class: "kind", title: figure.error_about || KINDS[kind] || kind }, error ? `${kind} ±${error}` : kind)),
     compiled && h("dd", { class: "compiled" }, "compiled ", h("b", {}, compiled.text)));
 }
 

@@ -10,7 +10,7 @@ const MOST_PARTS = 4096; // rectangles of one picture
 // "0, 4, 8 +13": the first devices that hold a part, as many as there is room for.
 function listDevices(devices, room) {
   const shown = [];
-  for (const { id } of devices) {
+  for (const { id } of [...devices].sort((a, b) => a.id - b.id)) {
     const words = [...shown, id].join(",");
     if (words.length > room - 4 && shown.length && shown.length < devices.length) return `${shown.join(",")} +${devices.length - shown.length}`;
     shown.push(id);
@@ -45,7 +45,8 @@ function drawArray(placement, name, whole) {
 
 // The mesh: the devices in their hosts, and the hosts in their slices.
 function drawMesh(mesh, colourOf) {
-  const slices = Map.groupBy(mesh.devices, ({ slice }) => slice);
+  const inOrder = [...mesh.devices].sort((a, b) => a.slice - b.slice || a.host - b.host || a.id - b.id);
+  const slices = Map.groupBy(inOrder, ({ slice }) => slice);
   const drawn = [...slices].map(([slice, inSlice]) => h("div", { class: "slice" },
     slices.size > 1 && h("h4", {}, `slice ${slice}`),
     h("div", { class: "hosts" }, [...Map.groupBy(inSlice, ({ host }) => host)].map(([host, devices]) => (
