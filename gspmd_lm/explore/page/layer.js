@@ -3,48 +3,56 @@ import { choose } from "./arrays.js";
 import { rowButton } from "./editor.js";
 import { find, h, replace } from "./dom.js";
 import { state, watch } from "./state.js";
+import { writeBytes, writeSeconds } from "./units.js";
 
 const ARROWS = { "all-gather": "⇉", "reduce-scatter": "⇇", "all-reduce": "⇄", "all-to-all": "⤨", "collective-permute": "↷" };
-let chosen = null; // the collective whose reasons are shown, as a key
+let chosen = null; // the transfers whose reasons are shown, as a key
 
-// The same collective after an edit has the same key, so that it stays chosen.
-const keyOf = ({ phase, after, kind, axis, array }) => [phase, after, kind, axis, array].join(" ");
+const lastName = (path) => path.split(".").at(-1);
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
-const drawBlock = ({ name, ops }) => h("li", { class: "block" }, h("b", {}, name),
-  h("ul", {}, ops.map((op) => h("li", {}, op.name, " ", h("span", { class: "dim" }, op.text)))));
+// Transfers of the same kind, at the same place and because of the same row are one box: those of wq, wk and wv, say.
+// The same box after an edit has the same key, so that it stays chosen.
+function gather(collectives) {
+  const key = ({ phase, after, kind, axis, row }) => [phase, after, kind, axis, row].join(" ");
+  return [...Map.groupBy(collectives, key)].map(([name, members]) => {
+    const known = members.filter(({ seconds }) => seconds !== null);
+    const [seconds, exposed] = [sum(known.map((one) => one.seconds)), sum(known.map(({ exposed_s }) => exposed_s ?? 0))];
+    return { ...members[0], key: name, members, bytes: sum(members.map(({ bytes }) => bytes)), timed: known.length > 0, seconds, exposed };
+  });
+}
 
-function drawCollective(collective, axes) {
-  const { kind, axis, bytes_text, text, seconds, exposed_s } = collective;
-  const key = keyOf(collective);
-  const waits = exposed_s > 0;
-  const share = seconds > 0 ? Math.min(1, exposed_s / seconds) : 0;
+const drawBlock = ({ name, ops }) => h("li", { class: "block" }, h("b", { title: name }, lastName(name)),
+  h("ul", {}, ops.map((op) => h("li", {}, h("span", {}, lastName(op.name)), " ", h("span", { class: "dim" }, op.text)))));
+
+function drawTransfers(box, axes) {
+  const { key, kind, axis, members, bytes, timed, seconds, exposed } = box;
+  const share = seconds > 0 ? Math.min(1, exposed / seconds) : 0;
+  const wait = share > 0.995 ? "exposed" : share > 0.005 ? `${Math.round(100 * share)}% exposed` : "hidden";
   return h("li", {}, h("button", {
-    type: "button", class: `collective axis-${axes.indexOf(axis.split(/\W+/)[0]) % 6} ${waits ? "waits" : "hidden-time"}`, "data-key": key,
+    type: "button", class: `collective axis-${axes.indexOf(axis.split(/\W+/)[0]) % 6} ${share > 0 ? "waits" : "overlapped"}`, "data-key": key,
     "aria-expanded": chosen === key, "aria-controls": "reason", style: `--exposed:${share}`,
-    title: waits ? "some of its time is exposed: the devices wait" : "hidden behind computation",
+    title: share > 0 ? "The devices wait for the exposed part of its time." : "It is hidden behind computation.",
     onclick: () => { chosen = chosen === key ? null : key; draw(state); },
-  }, h("span", { class: "what" }, h("span", { "aria-hidden": "true" }, `${ARROWS[kind] || "→"} `), kind),
-  h("span", {}, `${axis} · ${bytes_text}`), h("span", {}, text), h("span", { class: "wait" }, waits ? "exposed" : "hidden")));
+  }, h("span", { class: "what" }, h("span", { "aria-hidden": "true" }, `${ARROWS[kind] || "→"} `), kind, members.length > 1 && ` × ${members.length}`),
+  h("span", {}, `${axis} · ${writeBytes(bytes)}`),
+  timed && h("span", {}, writeSeconds(seconds), " ", h("span", { class: "wait" }, wait))));
 }
 
-// Blocks and collectives of a phase, in their order: after block -1 stands what comes before the first.
-function drawPhase({ blocks, collectives }, phase, axes) {
-  const here = collectives.filter((collective) => collective.phase === phase);
-  const steps = [];
-  const after = (index) => here.filter((collective) => collective.after === index).map((collective) => drawCollective(collective, axes));
+// Blocks and transfers of a phase, in their order: after block -1 stands what comes before the first.
+function drawPhase({ blocks }, boxes, phase, axes) {
   const own = blocks.map((block, index) => ({ block, index })).filter(({ block }) => block.phase === phase);
-  steps.push(...after((own[0]?.index ?? 0) - 1));
-  for (const { block, index } of own) steps.push(drawBlock(block), ...after(index));
-  return h("div", { class: "phase" }, h("h3", {}, phase),
-    h("ol", { class: "flow", "aria-label": `${phase} pass of one layer` }, steps));
+  const after = (index) => boxes.filter((box) => box.phase === phase && box.after === index).map((box) => drawTransfers(box, axes));
+  const steps = [after((own[0]?.index ?? 0) - 1), own.map(({ block, index }) => [drawBlock(block), after(index)])];
+  return h("div", { class: "phase" }, h("h3", {}, phase), h("ol", { class: "flow", "aria-label": `${phase} pass of one layer` }, steps));
 }
 
-function drawReason(collective) {
-  if (!collective) return h("p", { class: "dim" }, "Choose a transfer to see why it is there.");
-  const { kind, because, row, line, array, source } = collective;
-  return h("p", {}, h("b", {}, kind), ": ", because, " ", row && rowButton(row, line, "reason row"),
-    array && [" ", h("button", { type: "button", class: "row", "data-key": "reason array", onclick: () => choose(array) }, array)],
-    source && [" ", h("span", { class: "dim" }, "in ", h("code", {}, source))]);
+function drawReason(box) {
+  if (!box) return h("p", { class: "dim" }, "Choose a transfer to see why it is there.");
+  return h("ul", {}, box.members.map(({ because, row, line, array, source }, i) => h("li", {},
+    h("b", {}, box.kind), ": ", because, " ", row && rowButton(row, line, `reason row ${i}`), " ",
+    array && h("button", { type: "button", class: "row", "data-key": `reason array ${i}`, onclick: () => choose(array) }, array), " ",
+    source && h("span", { class: "dim" }, "in ", h("code", {}, source)))));
 }
 
 function draw({ layer, mesh }) {
@@ -54,8 +62,9 @@ function draw({ layer, mesh }) {
     return;
   }
   const axes = mesh.axes.map(({ name }) => name);
+  const boxes = gather(layer.collectives);
   replace(find("#layer"),
-    drawPhase(layer, "forward", axes), drawPhase(layer, "backward", axes),
-    h("div", { id: "reason", "aria-live": "polite" }, drawReason(layer.collectives.find((collective) => keyOf(collective) === chosen))));
+    ["forward", "backward"].map((phase) => drawPhase(layer, boxes, phase, axes)),
+    h("div", { id: "reason", "aria-live": "polite" }, drawReason(boxes.find(({ key }) => key === chosen))));
 }
 watch(({ layer, mesh }) => [layer, mesh?.axes], (_, now) => draw(now));

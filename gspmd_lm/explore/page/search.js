@@ -2,6 +2,7 @@
 import { write } from "./editor.js";
 import { all, find, h, moveFocus, replace, say } from "./dom.js";
 import { post, watch } from "./state.js";
+import { writeBytes, writeSeconds } from "./units.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, EDGE] = [560, 260, 62, 34, 12];
 const LISTED = 12;
@@ -25,10 +26,6 @@ function findTicks(low, high) {
   return ticks;
 }
 
-const GIGABYTE = 1e9;
-const writeTime = (seconds) => (seconds >= 1 ? `${+seconds.toPrecision(3)} s` : `${+(1e3 * seconds).toPrecision(3)} ms`);
-const writeBytes = (bytes) => (bytes >= GIGABYTE ? `${+(bytes / GIGABYTE).toPrecision(3)} GB` : `${+(bytes / 1e6).toPrecision(3)} MB`);
-
 function drawPlot(points, limit) {
   const times = points.map(({ step_time_s }) => step_time_s);
   const sizes = points.map(({ peak_bytes }) => peak_bytes);
@@ -46,7 +43,7 @@ function drawPlot(points, limit) {
   }, h("title", {}, `${point.name}\n${point.text}`)));
   return h("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${points.length} layouts by step time and memory` },
     findTicks(left, right).map((tick) => [h("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE, y2: HEIGHT - BOTTOM }),
-      h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeTime(tick))]),
+      h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeSeconds(tick))]),
     findTicks(0, top).map((tick) => [h("line", { class: "grid", x1: LEFT, x2: WIDTH - EDGE, y1: y(tick), y2: y(tick) }),
       h("text", { class: "y", x: LEFT - 6, y: y(tick) + 4 }, writeBytes(tick))]),
     limit && limit <= top && [h("line", { class: "limit", x1: LEFT, x2: WIDTH - EDGE, y1: y(limit), y2: y(limit) }),
