@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         compare,
         dry_run,
         explain,
+        explore,
         load,
         load_config,
         load_rules,
@@ -43,6 +44,7 @@ __all__ = [
     "compare",
     "dry_run",
     "explain",
+    "explore",
     "load",
     "load_config",
     "load_rules",
@@ -57,7 +59,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api": "build checkpoints compare dry_run explain load load_config load_rules load_task plan show start train",
+    "api": "build checkpoints compare dry_run explain explore load load_config load_rules load_task plan show start "
+    "train",
     "errors": "InputError RunFailed",
     "sharding.annotate": "parameter shard use",
     "program.task": "Generation Input Task",

@@ -8,7 +8,7 @@ import yaml
 
 from gspmd_lm import config as configs
 from gspmd_lm import errors
-from gspmd_lm.cli import config_keys
+from gspmd_lm.show import config_keys
 from gspmd_lm.hardware import chips, target
 from gspmd_lm.program import supported
 from gspmd_lm.runtime import compiler

@@ -29,7 +29,8 @@ from gspmd_lm.cli.train import TRAIN
 from gspmd_lm.cli.verb import HELP, MACHINE, Verb
 from gspmd_lm.errors import InputError, RunFailed, did_you_mean, either, printable
 
-VERBS = {verb.name: verb for verb in (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)}
+_VERBS = (TRAIN, EVAL, GENERATE, CONVERT, EXPLAIN, COMPARE, PLAN, EXPLORE, PLOT, KEYS, COMPLETION)
+VERBS = {verb.name: verb for verb in _VERBS}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -140,8 +141,8 @@ def _parse_flags(verb: Verb, arguments: Sequence[str]) -> tuple[flags.FlagValues
 
 def _settings(name: str) -> list[str]:
     """The keys of a config, or else of a rules file, that have the name of a flag that does not exist."""
-    from gspmd_lm.cli import config_keys
     from gspmd_lm.sharding import rules_file
+    from gspmd_lm.show import config_keys
 
     keys = [key.name for group in config_keys.sections() for key in group.keys if key.name.count(".") == 1]
     return [key for key in keys if key.endswith(f".{name}")] or [f"rules.{name}"] * (name in rules_file.SECTIONS)

@@ -1,20 +1,24 @@
 """explore: a page on this machine that shows at each keystroke what a rules file does."""
 
-import importlib.util
 import webbrowser
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
 from gspmd_lm.cli.verb import MACHINE, Flags, Verb, on_target, overrides
+from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
-
-_NEEDED = ("starlette", "uvicorn")
 
 
 def _define(flags: Flags) -> None:
     on_target(flags)
-    flags.text("rules", "fsdp_tp", "The rules file that is edited: a path, or a name in rules/.")
+    flags.text(
+        "rules",
+        None,
+        "The rules file that is edited: a path, or a name in rules/. The default is fsdp_tp; --program has none.",
+    )
     flags.text("target", "v5p:4x4x4", "The hardware, which need not be here: v5e:4x8, h100:8, cpu:8, ...")
     flags.text(
         "program", None, "A model or a step of your own in place of a config: file.py:TASK, or file.py:function."
@@ -29,21 +33,21 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     """Serves the page until it is interrupted. Returns the exit code."""
     from gspmd_lm import api
     from gspmd_lm.cli import inputs
-
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(f"explore needs {' and '.join(missing)}\n  fix   pip install 'gspmd_lm[explore]'")
-    if not values.program:
-        inputs.read_config(values)  # what is wrong with it is told before anything is served
     from gspmd_lm.explore import opening
 
+    opening.check_installed()
+    if values.program and (values["config"].present or values.set):
+        raise InputError(f"--program={values.program}: says itself what is computed\n  fix   drop --config and --set")
+    if not values.program:
+        inputs.read_config(values)  # what is wrong with it is told before anything is served
     server = opening.open_server(
         api.load_config,
-        values.rules,
+        values.rules or (None if values.program else "fsdp_tp"),
         values.target,
         "" if values.program else values.config,
         inputs.config_sets(values),
         program=values.program,
+        changes=_changes(inputs.rules_sets(values), values.mesh),
         port=values.port,
     )
     outputs.say(f"the workbench is at {server.url}\nCtrl-C ends it")
@@ -51,6 +55,24 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         webbrowser.open(server.url)
     server.run()
     return 0
+
+
+def _changes(sets: Sequence[str], mesh: str) -> dict[tuple[str, ...], Any]:
+    """Keys of the rules file and the values that --set and --mesh lay over them: they are written into its text."""
+    changes: dict[tuple[str, ...], Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        _, _, path = key.strip().partition(".")
+        section, dot, row = path.partition(".")
+        if not equals or not section:
+            raise InputError(f"--set {text}: not a key of a rules file and its value\n  fix   --set rules.KEY=VALUE")
+        changes[(section, row) if dot else (section,)] = core_yaml.parse(value, f"--set {text}")
+    for one in filter(None, mesh.split(",")):
+        name, _, size = one.partition("=")
+        if not size.removeprefix("-").isdecimal():
+            raise InputError(f"--mesh={mesh}: {name} has no size\n  fix   write --mesh={name}=SIZE")
+        changes["mesh", name] = int(size)
+    return changes
 
 
 EXPLORE = Verb(

@@ -1,44 +1,36 @@
 """What a workbench shows of a layout, as plain values: worked out from shapes, in a process that has jax."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from gspmd_lm.config import Config
 from gspmd_lm.errors import InputError
-from gspmd_lm.explore import rows
+from gspmd_lm.explore import fixes, rows
+from gspmd_lm.explore.changes import changes
+from gspmd_lm.explore.controls import describe_names
 from gspmd_lm.explore.headline import headline
-from gspmd_lm.explore.inputs import Inputs
+from gspmd_lm.explore.inputs import SIMULATED, Inputs
+from gspmd_lm.explore.layer import read_layer
+from gspmd_lm.explore.layout import Layout
+from gspmd_lm.explore.steps import show_step
 from gspmd_lm.explore.subject import Subject
 from gspmd_lm.explore.views import list_arrays, show_mesh
 from gspmd_lm.foresight import explain
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.hardware.target import Target
-from gspmd_lm.plan.estimate import Estimate, Estimator
+from gspmd_lm.plan.estimate import Estimator
 from gspmd_lm.plan.traces import TraceCache
 from gspmd_lm.program.task import Task
 from gspmd_lm.sharding import rules_file
 from gspmd_lm.sharding.problems import Problem, ShardingError
-from gspmd_lm.sharding.rules import Rules
-from gspmd_lm.sharding.shapes import Arrays
-from gspmd_lm.train import decoder, state
+from gspmd_lm.train import decoder, state, step
 
 MOST_TASKS = 4  # configs whose traces are kept
 MOST_TARGETS = 8  # whose estimators are kept
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """A layout that has passed all checks, with its estimate."""
-
-    task: Task
-    target: Target
-    rules: Rules  # filled
-    arrays: Arrays
-    warnings: Sequence[Problem]
-    estimator: Estimator
-    estimate: Estimate
-    not_known: tuple[str, ...]
 
 
 class Figures:
@@ -46,20 +38,37 @@ class Figures:
 
     def __init__(self, subject: Subject):
         self.subject = subject
+        self._steps: dict[str, dict[str, Any]] = {}  # by target
         self._traces: dict[tuple[Any, ...], TraceCache] = {}
         self._estimators: dict[tuple[Any, ...], tuple[Estimator, tuple[str, ...]]] = {}
 
-    def parts(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answers to a request, one after the other: problems and figures."""
-        inputs = Inputs(**request["inputs"] | {"set": tuple(request["inputs"]["set"])})
+    def estimate(self, inputs: Inputs) -> dict[str, Any]:
+        """The problems of a layout and, where it can be estimated, all that is shown of it but its layer."""
         try:
+            if not inputs.editable:
+                return {"problems": [], "shown": self._show_step(inputs)}
             layout = self.layout(inputs)
         except InputError as error:
-            yield {"problems": describe_error(error, inputs), "shown": None}
-            return
+            return {"problems": describe_error(error, inputs), "shown": None}
         known = rows.lines(inputs.text)
-        warnings = [_describe(str(one), one, inputs, known) for one in layout.warnings]
-        yield {"problems": warnings, "shown": self.show(layout, known)}
+        problems = [_describe(str(one), one, inputs, known) for one in layout.warnings]
+        return {"problems": problems, "shown": self.show(layout, known)}
+
+    def trace(self, inputs: Inputs, pinned: Inputs | None = None) -> dict[str, Any]:
+        """The layer of a layout that can be estimated, and its changes against a pinned one."""
+        if not inputs.editable:
+            return {"shown": {"layer": self._show_step(inputs)["layer"], "changes": None}}
+        layout = self.layout(inputs)
+        devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
+        shown: dict[str, Any] = {"layer": None, "changes": None}
+        if devices:
+            built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
+            shown["layer"] = read_layer(built, layout.estimator, rows.lines(inputs.text))
+        else:
+            shown["layer_not_known"] = f"the layer: it is traced for up to {SIMULATED} simulated devices"
+        if pinned and pinned != inputs:
+            shown["changes"] = changes(self.layout(pinned), layout)
+        return {"shown": shown}
 
     def layout(self, inputs: Inputs) -> Layout:
         """The layout of some inputs. Raises InputError for everything that is wrong with it, as `explain` does."""
@@ -81,13 +90,28 @@ class Figures:
             "arrays": list_arrays(layout.task, layout.rules, layout.arrays, known),
             "batch": layout.task.rows,
             "seq": layout.task.config.data.seq if layout.task.config else None,
+            "names": describe_names(layout.task.names),
         }
+
+    def _show_step(self, inputs: Inputs) -> dict[str, Any]:
+        """All that is shown of a step of one's own."""
+        computed, target = self.subject.resolve(inputs), targets.parse(inputs.target)
+        if isinstance(computed, Config | Task):
+            raise InputError(f"{inputs.program}: a model needs rules\n  fix   --rules=FILE")
+        key = target.text
+        if key not in self._steps:
+            devices = simulated_devices(target.devices) if target.chip is None else targets.devices(target)
+            self._steps[key] = show_step(computed, target, devices)
+        return self._steps[key]
 
     def _trace_cache(self, inputs: Inputs) -> TraceCache:
         key = inputs.config, *inputs.overrides
         if key not in self._traces:
             computed = self.subject.resolve(inputs)
-            assert isinstance(computed, Config | Task)
+            if not isinstance(computed, Config | Task):
+                raise InputError(
+                    f"{inputs.program}: a step of one's own brings its shardings\n  fix   leave out --rules"
+                )
             self._traces[key] = TraceCache(decoder.task(computed))
             for old in [*self._traces][:-MOST_TASKS]:
                 del self._traces[old]
@@ -111,6 +135,12 @@ class Figures:
         return self._estimators[key]
 
 
+def simulated_devices(count: int) -> list[Any]:
+    """So many simulated devices; none where there are not as many."""
+    devices = jax.devices("cpu")
+    return devices[:count] if count <= len(devices) else []
+
+
 def describe_error(error: InputError, inputs: Inputs) -> list[dict[str, Any]]:
     """The problems that an error tells, in its words, each at its line."""
     if isinstance(error, ShardingError) and error.causes:
@@ -129,22 +159,19 @@ def describe_error(error: InputError, inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def _yaml_line(message: str, inputs: Inputs) -> int | None:
-    """The line that an error of YAML names."""
-    words = message.removeprefix(f"{inputs.path}: not valid YAML").replace(",", " ").replace(":", " ").split()
-    if message == f"{inputs.path}: not valid YAML" or "line" not in words or not message.startswith(inputs.path):
-        return None
-    numbers = [
-        int(after) for before, after in zip(words, words[1:], strict=False) if before == "line" and after.isdecimal()
-    ]
-    return numbers[-1] if numbers else None
+    """The last of the lines that an error of YAML names."""
+    found = re.findall(r"line (\d+)", message) if message.startswith(f"{inputs.path}: not valid YAML") else []
+    return int(found[-1]) if found else None
 
 
 def _describe(message: str, problem: Problem, inputs: Inputs, known: Mapping[str, int]) -> dict[str, Any]:
     head, _, rest = message.partition("\n  fix   ")
+    edits = fixes.find_edits(problem, inputs.path)
     return {
         "line": rows.line_of(problem.row, inputs.path, known),
         "message": head,
         "fix": rest or None,
-        "fix_text": False,
+        "fix_text": bool(edits),
         "warning": problem.warning,
+        "edits": edits,
     }

@@ -33,7 +33,7 @@ def headline(task: Task, target: Target, rules: Rules, estimator: Estimator) -> 
         known = {"error": error, "error_about": about}
         tokens, unit = task.batch_size
         flops = bounds.step_flops(rules, estimator.traces.trace(rules).graph) / rules.devices
-        figures += of_time(
+        figures += figures_of_time(
             estimate.step_time_s, flops / chip.peak_bf16_flops_per_s / estimate.step_time_s, tokens, unit, target
         )
         for one in figures:
@@ -60,15 +60,19 @@ def headline(task: Task, target: Target, rules: Rules, estimator: Estimator) -> 
     }
 
 
-def of_time(step_time_s: float, mfu: float, tokens: int, unit: str, target: Target) -> list[dict[str, Any]]:
+def figures_of_time(
+    step_time_s: float, mfu: float, tokens: int | None, unit: str, target: Target
+) -> list[dict[str, Any]]:
     """The figures that follow from the time of a step."""
     assert target.chip
-    speed = tokens / step_time_s
     made = [
         figure("step_time_s", "step time", step_time_s, human_seconds(step_time_s)),
         figure("mfu", "MFU", mfu, f"{mfu:.1%}", "higher"),
-        figure("tokens_per_s", f"{unit}/s", speed, human_short(speed), "higher"),
     ]
+    if tokens is None or not step_time_s:
+        return made
+    speed = tokens / step_time_s
+    made.append(figure("tokens_per_s", f"{unit}/s", speed, human_short(speed), "higher"))
     if target.chip.usd_per_hour is not None:
         chips = target.devices // target.chip.devices_per_chip
         usd = 1e9 / speed / HOUR_S * chips * target.chip.usd_per_hour

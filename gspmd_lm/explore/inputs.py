@@ -1,4 +1,4 @@
-"""What a workbench shows a layout of: the config, the target and the text of the rules file, with the limits of each."""
+"""The inputs of a workbench: a config, a target and the text of a rules file, with the limits of each."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from gspmd_lm.errors import InputError
 
 MOST_TEXT = 100_000  # characters of a rules file
 MOST_WORDS = 2_000  # characters of any other input
+SIMULATED = 64  # devices, for which layouts of cpu:N are traced
 MOST_SETS = 100  # overrides of a config
 
 
@@ -24,6 +25,11 @@ class Inputs:
     path: str  # of the rules file, which it is saved in
     editable: bool = True  # whether there are rules to edit: a step of one's own has none
     program: str | None = None  # where a model or a step of one's own stands, in place of a config
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Inputs":
+        """The inputs of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
+        return cls(**{**values, "set": tuple(values["set"])})
 
     def changed(self, asked: Mapping[str, Any]) -> "Inputs":
         """These inputs with those that a page asks for. Raises InputError for a key or value that may not be."""

@@ -1,20 +1,34 @@
 """A workbench from what a command or a program says: its inputs are read, and its server is made."""
 
-from collections.abc import Callable, Sequence
+import importlib.util
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from gspmd_lm.config.paths import find_file, read_text
+from gspmd_lm.errors import InputError
+from gspmd_lm.explore import rows
 from gspmd_lm.explore.inputs import Inputs
-from gspmd_lm.explore.server import Server
 from gspmd_lm.explore.subject import Subject
-from gspmd_lm.explore.workbench import Workbench
+from gspmd_lm.foresight.pickled import pickle_task
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding.rules import Rules
 
 if TYPE_CHECKING:
     from gspmd_lm.config import Config
+    from gspmd_lm.explore.server import Server
+
+NEEDED = ("starlette", "uvicorn")
+
+
+def check_installed() -> None:
+    """Raises InputError where the libraries of the server are not installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"explore needs {' and '.join(missing)}, which the extra `explore` installs\n"
+            "  fix   pip install 'gspmd_lm[explore]'"
+        )
 
 
 def open_server(
@@ -25,8 +39,9 @@ def open_server(
     sets: Sequence[str] = (),
     given: Any = None,
     program: str | None = None,
+    changes: Mapping[rows.Path, Any] = types.MappingProxyType({}),
     port: int = 0,
-) -> Server:
+) -> "Server":
     """The server of a workbench, which does not run yet.
 
     Args:
@@ -36,17 +51,35 @@ def open_server(
         sets: what is laid over the config.
         given: a config, a task or a step of Python.
         program: where a task or a step stands.
+        changes: keys of the rules file and their values, which are written into its text.
+        port: of the page; 0: any that is free.
 
     Raises:
-        InputError: there is no such file, or no such target.
+        InputError: there is no such file, or no such target, or the extra `explore` is not installed.
     """
+    check_installed()
+    from gspmd_lm.explore.server import Server
+    from gspmd_lm.explore.workbench import Workbench
+
     targets.parse(target)
     path, text = _rules_text(rules)
-    name = program or getattr(given, "name", "") or getattr(given, "__name__", "") or config
+    for key, value in changes.items():
+        text = rows.set_value(text, key, value)
+    named = _is_config(given) or not (given or program)
+    name = config or getattr(given, "name", "") or getattr(given, "__name__", "") or program or "step"
     subject = Subject(name, load_config, given, program)
-    own = program or (None if given is None or _is_config(given) else name)
-    inputs = Inputs(name if own is None else "", tuple(sets), target, None, None, text, path, rules is not None, own)
-    return Server(Workbench(inputs, cloudpickle.dumps(subject)), port)
+    inputs = Inputs(
+        config=name if named else "",
+        set=tuple(sets),
+        target=target,
+        batch=None,
+        seq=None,
+        text=text,
+        path=path,
+        editable=rules is not None,
+        program=None if named else program or name,
+    )
+    return Server(Workbench(inputs, pickle_task(subject)), port)
 
 
 def _is_config(given: Any) -> bool:

@@ -16,6 +16,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
+    HTMLResponse,
     JSONResponse,
     PlainTextResponse,
     RedirectResponse,
@@ -26,16 +27,23 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gspmd_lm import files
 from gspmd_lm.errors import InputError
+from gspmd_lm.explore import controls
 from gspmd_lm.explore.inputs import MOST_TEXT
-from gspmd_lm.explore.workbench import Workbench
+from gspmd_lm.explore.share import share_page
+from gspmd_lm.explore.workbench import FileExists, Workbench
 
 HOST = "127.0.0.1"
 PAGE = Path(__file__).parent / "page"
 COOKIE = "gspmd_lm_token"
 HEARTBEAT_S = 15.0
 MOST_BODY = 4 * MOST_TEXT + 10_000  # bytes of a request
-POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors *"
+NOT_STORED = {"Cache-Control": "no-store"}
+# What a page may load: the workbench its own files, a page that stands alone nothing but what is in it.
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-src 'self' data:"
+STANDS_ALONE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SCRIPTS_OF_ITS_OWN = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 class Guard:
@@ -56,8 +64,10 @@ class Guard:
             return PlainTextResponse("this server answers to 127.0.0.1 and localhost alone", 421)
         if origin is not None and origin.partition("://")[2] not in self.hosts:
             return PlainTextResponse("requests of other pages are refused", 403)
+        if request.url.path.startswith("/static/"):
+            return None  # the files of the page, which tell nothing
         given = request.headers.get("x-token") or request.cookies.get(self.cookie(host))
-        if request.url.path == "/" and request.method == "GET":
+        if request.method == "GET":  # in a frame of a notebook, a browser keeps no cookie
             given = request.query_params.get("token") or given
         if not hmac.compare_digest((given or "").encode(), self.token.encode()):
             return PlainTextResponse("the token is missing: open the address that the command has printed", 403)
@@ -73,8 +83,8 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
     """The application that serves a workbench at a port."""
 
     async def index(request: Request) -> Response:
-        if "token" not in request.query_params:
-            return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+        if "token" not in request.query_params or "frame" in request.query_params:
+            return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY, **NOT_STORED})
         response = RedirectResponse("/", 303)
         response.set_cookie(Guard.cookie(request.headers["host"]), token, httponly=True, samesite="strict")
         return response
@@ -83,26 +93,62 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         return JSONResponse(workbench.state())
 
     async def events(_: Request) -> Response:
-        return StreamingResponse(
-            _events(workbench), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return StreamingResponse(_events(workbench), media_type="text/event-stream", headers=NOT_STORED)
+
+    async def complete(_: Request) -> Response:
+        return JSONResponse(controls.completion(workbench.told.shown.get("names")))
+
+    async def share(_: Request) -> Response:
+        named = {"Content-Disposition": 'attachment; filename="layout.html"', "Content-Security-Policy": STANDS_ALONE}
+        return HTMLResponse(share_page(workbench.state()), headers=named)
+
+    async def report(_: Request) -> Response:
+        inputs = workbench.told.inputs
+        found = workbench.compilation.results.get(inputs) if inputs else None
+        if not found:
+            return PlainTextResponse("this layout is not compiled", 404)
+        return HTMLResponse(found["page"], headers={"Content-Security-Policy": SCRIPTS_OF_ITS_OWN})
 
     async def edit(asked: dict[str, Any]) -> Any:
         return {"version": await workbench.edit(asked)}
+
+    async def control(asked: dict[str, Any]) -> Any:
+        return {"text": workbench.control(asked.get("name"), asked.get("value"))}
+
+    async def fix(asked: dict[str, Any]) -> Any:
+        return {"text": workbench.fix(asked.get("problem"))}
+
+    async def pin(asked: dict[str, Any]) -> Any:
+        await workbench.pin(asked.get("clear") is True)
+        return {}
+
+    async def search(asked: dict[str, Any]) -> Any:
+        workbench.find(asked.get("stop") is True)
+        return {}
+
+    async def compile(asked: dict[str, Any]) -> Any:
+        workbench.compile(asked.get("stop") is True)
+        return {}
+
+    async def load(asked: dict[str, Any]) -> Any:
+        return {"text": workbench.load(asked.get("rank"))}
+
+    async def save(asked: dict[str, Any]) -> Any:
+        return {"path": workbench.save(asked.get("path"), asked.get("overwrite") is True)}
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await workbench.start()
         yield
-        workbench.stop()
+        await workbench.stop()
 
-    posts = {"edit": edit}
+    gets = (state, events, complete, share, report)
+    posts = (edit, control, fix, pin, search, compile, load, save)
     return Starlette(
         routes=[
             Route("/", index),
-            Route("/state", state),
-            Route("/events", events),
-            *(Route(f"/{name}", _post(function), methods=["POST"]) for name, function in posts.items()),
+            *(Route(f"/{function.__name__}", function) for function in gets),
+            *(Route(f"/{function.__name__}", _post(function), methods=["POST"]) for function in posts),
             Mount("/static", StaticFiles(directory=PAGE)),
         ],
         middleware=[Middleware(Guard, token=token, hosts=frozenset({f"{HOST}:{port}", f"localhost:{port}"}))],
@@ -120,15 +166,9 @@ def _post(function: Callable[[dict[str, Any]], Awaitable[Any]]) -> Callable[[Req
             if len(body) > MOST_BODY:
                 return JSONResponse({"error": f"the request has more than {MOST_BODY:,} bytes"}, 413)
         try:
-            asked = json.loads(body or b"{}")
-        except (ValueError, RecursionError):
-            return JSONResponse({"error": "the request is not JSON"}, 400)
-        if not isinstance(asked, dict):
-            return JSONResponse({"error": "the request is not a JSON object"}, 400)
-        try:
-            return JSONResponse(await function(asked))
+            return JSONResponse(await function(files.json_object(body or b"{}", "the request")))
         except InputError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return JSONResponse({"error": str(error)}, 409 if isinstance(error, FileExists) else 400)
 
     return endpoint
 
@@ -150,9 +190,15 @@ class Server:
     """A workbench that is served at an address of this machine."""
 
     def __init__(self, workbench: Workbench, port: int = 0):
+        self.workbench = workbench
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((HOST, port))
+        try:
+            self._socket.bind((HOST, port))
+        except OSError as error:
+            self._socket.close()
+            raise InputError(f"--port={port}: {error.strerror}\n  fix   give another port, or none") from error
+        self._socket.listen()  # who comes before the server runs is answered once it does
         self.port = self._socket.getsockname()[1]
         self.token = secrets.token_urlsafe(24)
         app = make_app(workbench, self.token, self.port)
