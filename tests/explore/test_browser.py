@@ -50,10 +50,10 @@ def rules(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def address(rules: Path) -> Iterator[str]:
     command = ("explore", "--config=tiny", f"--rules={rules}", "--target=cpu:8", "--noopen")
-    process = subprocess.Popen([sys.executable, ROOT / "main.py", *command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout
+    process = subprocess.Popen([sys.executable, ROOT / "main.py", *command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr
     try:
-        found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)))
+        found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stderr)))
         yield found[0]
     finally:
         process.terminate()

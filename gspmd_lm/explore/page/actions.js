@@ -1,7 +1,7 @@
 // The buttons of the page's head: pin, compile, search, save, copy, share, and light or dark.
 import { settle } from "./editor.js";
 import { find, say } from "./dom.js";
-import { post, state, watch } from "./state.js";
+import { locate, post, state, watch } from "./state.js";
 
 // A button that says why it could not do what it was asked for.
 function onPress(id, act) {
@@ -15,7 +15,7 @@ function onPress(id, act) {
   });
 }
 
-const isPinned = ({ headline }) => Boolean(headline?.figures.some(({ pinned }) => pinned));
+const isPinned = ({ pinned }) => Boolean(pinned);
 onPress("#pin", async () => {
   const clear = isPinned(state);
   await post("/pin", clear ? { clear: true } : {});
@@ -43,6 +43,8 @@ onPress("#copy", async () => {
   await navigator.clipboard.writeText(command);
   say(`Copied: ${command}`);
 });
+
+find("#share").href = locate("/share");
 
 // Save asks where, and once more before it writes over a file that is not the one that was opened.
 const dialog = find("#save-dialog");

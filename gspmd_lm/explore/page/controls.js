@@ -43,9 +43,15 @@ function set(name, value) {
   setters.get(name)(value);
 }
 
+// -1 is the size that is left over by the other axes of the mesh.
+function writeSize(name, value) {
+  const axis = value === -1 && state.mesh?.axes.find((one) => `mesh.${one.name}` === name);
+  return axis ? `-1: ${axis.size}` : value ?? "–";
+}
+
 function drawSlider(control, id) {
   const { name, label } = control;
-  const choices = control.choices || [control.value];
+  const choices = control.choices.includes(control.value) ? control.choices : [control.value, ...control.choices];
   const output = h("output", { for: id });
   const slider = h("input", {
     type: "range", id, min: 0, max: choices.length - 1, step: 1, "data-key": id, "aria-label": label,
@@ -56,7 +62,7 @@ function drawSlider(control, id) {
   });
   const show = (value) => {
     if (choices.includes(value)) slider.value = choices.indexOf(value);
-    output.textContent = slider.ariaValueText = value ?? "–";
+    output.textContent = slider.ariaValueText = writeSize(name, value);
   };
   const step = (by, sign) => h("button", {
     type: "button", class: "step", "aria-label": `${label} ${by > 0 ? "larger" : "smaller"}`, "data-key": `${id} ${by}`,

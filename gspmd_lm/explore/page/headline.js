@@ -25,16 +25,19 @@ function drawFigure(figure) {
 }
 
 // Peak memory as a bar against the limit. A peak beyond the limit makes the bar longer, and the limit a mark within it.
-function drawMemory({ peak_bytes, limit_bytes, parts, fits }) {
+function drawMemory({ peak_bytes, limit_bytes, text, parts, fits, compiled, pinned }) {
   const scale = Math.max(peak_bytes, limit_bytes || 0) || 1;
   const percent = (bytes) => `${(100 * bytes) / scale}%`;
   return h("div", { class: "memory" },
-    h("div", { class: "meter", role: "img", "aria-label": `memory: ${parts.map(({ name, text }) => `${name} ${text}`).join(", ")}; ${fits ? "fits" : "does not fit"}` },
+    h("div", { class: "meter", role: "img", "aria-label": `memory: ${parts.map(({ name, text }) => `${name} ${text}`).join(", ")}` },
       parts.map(({ name, bytes, text }, i) => h("span", { class: `part-${i % 6}`, style: `width:${percent(bytes)}`, title: `${name} ${text}` })),
       limit_bytes && h("i", { style: `left:${percent(limit_bytes)}`, title: "the limit of a device" })),
     h("p", { class: "legend" },
-      h("b", { class: fits ? "good" : "bad" }, fits ? "fits" : "does not fit"),
-      parts.map(({ name, text }, i) => h("span", {}, h("i", { class: `swatch part-${i % 6}` }), `${name} ${text}`))));
+      h("span", {}, `memory ${text} `, pinned && [drawChange({ pinned, better: "lower" }), " "],
+        limit_bytes && h("b", { class: fits ? "good" : "bad" }, fits ? "fits" : "does not fit")),
+      parts.map(({ name, text }, i) => h("span", {}, h("i", { class: `swatch part-${i % 6}` }), `${name} ${text}`))),
+    compiled && h("p", { class: "legend compiled" }, "compiled ", h("b", {}, compiled.text), " ",
+      compiled.limit_bytes && h("b", { class: compiled.fits ? "good" : "bad" }, compiled.fits ? "fits" : "does not fit")));
 }
 
 function drawExposed(exposed) {

@@ -39,7 +39,7 @@ export class Placement {
     const [hue, shade] = first[1] > 1 ? [first, second] : [second, whole];
     const angle = 215 + (320 * hue[0]) / hue[1];
     const step = shade[1] > 1 ? shade[0] / (shade[1] - 1) : 0.5;
-    return `light-dark(hsl(${angle} 55% ${88 - 22 * step}%), hsl(${angle} 36% ${24 + 18 * step}%))`;
+    return `light-dark(hsl(${angle} 55% ${88 - 22 * step}%), hsl(${angle} 40% ${20 + 11 * step}%))`;
   }
 
   // The devices that hold each place of the picture, from key to devices.

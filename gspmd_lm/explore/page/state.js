@@ -1,6 +1,13 @@
 // The server's state: follows it and tells the views that are concerned by a change.
 import { find, say } from "./dom.js";
 
+// In a notebook's frame the browser keeps no cookie: the token of the address goes with each request.
+const token = new URLSearchParams(location.search).get("token");
+const headers = token ? { "X-Token": token } : {};
+
+// The address of something that is not fetched: of a stream, or of a page that is opened.
+export const locate = (path) => (token ? `${path}?token=${encodeURIComponent(token)}` : path);
+
 const watchers = [];
 export let state = null;
 
@@ -22,12 +29,12 @@ function adopt(next) {
 
 // The server's answer to a GET. Raises an Error with the server's words if it refuses.
 export async function get(path) {
-  return answer(await fetch(path));
+  return answer(await fetch(path, { headers }));
 }
 
 // The server's answer to a POST, as get.
 export async function post(path, body = {}) {
-  const sent = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const sent = { method: "POST", headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body) };
   return answer(await fetch(path, sent));
 }
 
@@ -39,7 +46,7 @@ async function answer(response) {
 
 // Follows /events for ever. The browser itself connects again; a lost connection is said meanwhile.
 export function follow() {
-  const source = new EventSource("/events");
+  const source = new EventSource(locate("/events"));
   source.addEventListener("state", ({ data }) => adopt(JSON.parse(data)));
   source.addEventListener("open", () => connect(true));
   source.addEventListener("error", () => connect(false));
@@ -56,7 +63,8 @@ function connect(connected) {
 
 // The line that says what the server does, and the mark that greys figures of an older edit.
 watch(({ busy, version, shown_version }) => ({ busy, version, old: shown_version < version }), ({ busy, old }) => {
-  document.body.classList.toggle("old", old || busy !== null);
+  document.body.classList.toggle("old", old);
+  document.body.classList.toggle("busy", busy !== null);
   find("#views").setAttribute("aria-busy", old || busy !== null);
   find("#busy").textContent = { tracing: "tracing the model", estimating: "estimating" }[busy] || "";
 });
