@@ -397,7 +397,8 @@ def explore(
     place = task if isinstance(task, str) and ":" in task else None
     name = task if isinstance(task, str) and not place else ""
     given = None if isinstance(task, str) else task
-    server = opening.open_server(load_config, rules, target, name, given=given, program=place, port=port)
+    workbench = opening.make_workbench(load_config, rules, target, name, given=given, program=place)
+    server = opening.open_server(workbench, port)
     from gspmd_lm.explore.notebook import Explorer
 
     return Explorer(server)

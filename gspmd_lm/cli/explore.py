@@ -1,13 +1,15 @@
 """explore: a page on this machine that shows at each keystroke what a rules file does."""
 
+import asyncio
+import json
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from gspmd_lm.cli import outputs
-from gspmd_lm.cli.verb import MACHINE, Flags, Verb, on_target, overrides
+from gspmd_lm.cli.verb import MACHINE, RESULTS, Flags, Verb, on_target, overrides
 from gspmd_lm.config import core_yaml
 from gspmd_lm.errors import InputError
 
@@ -24,6 +26,8 @@ def _define(flags: Flags) -> None:
         "program", None, "A model or a step of your own in place of a config: file.py:TASK, or file.py:function."
     )
     overrides(flags)
+    flags.group(RESULTS)
+    flags.text("json", None, "Write what the page would show to this file, and end: no page is served.")
     flags.group(MACHINE)
     flags.whole("port", 0, "The port of the page on this machine. By default it is any that is free.", 0)
     flags.yes_no("open", "Open the page in the browser of this machine.")
@@ -35,12 +39,11 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
     from gspmd_lm.cli import inputs
     from gspmd_lm.explore import opening
 
-    opening.check_installed()
     if values.program and (values["config"].present or values.set):
         raise InputError(f"--program={values.program}: says itself what is computed\n  fix   drop --config and --set")
     if not values.program:
         inputs.read_config(values)  # what is wrong with it is told before anything is served
-    server = opening.open_server(
+    workbench = opening.make_workbench(
         api.load_config,
         values.rules or (None if values.program else "fsdp_tp"),
         values.target,
@@ -48,13 +51,25 @@ def run(values: flags.FlagValues, names: list[str]) -> int:
         inputs.config_sets(values),
         program=values.program,
         changes=_changes(inputs.rules_sets(values), values.mesh),
-        port=values.port,
     )
+    if values.json:
+        outputs.check_writable((values.json,))
+        state = asyncio.run(workbench.finish())
+        outputs.write(values.json, json.dumps(state, indent=1) + "\n")
+        if not state["shown_version"]:
+            raise InputError("\n".join(_words(one) for one in state["problems"]))
+        outputs.say(f"wrote {values.json}")
+        return 0
+    server = opening.open_server(workbench, values.port)
     outputs.say(f"the workbench is at {server.url}\nCtrl-C ends it")
     if values.open:
         webbrowser.open(server.url)
     server.run()
     return 0
+
+
+def _words(problem: Mapping[str, Any]) -> str:
+    return problem["message"] + (f"\n  fix   {problem['fix']}" if problem["fix"] else "")
 
 
 def _changes(sets: Sequence[str], mesh: str) -> dict[tuple[str, ...], Any]:

@@ -31,7 +31,7 @@ class Inputs:
         """The inputs of which `values` are what `dataclasses.asdict` made, once it was written as JSON."""
         return cls(**{**values, "set": tuple(values["set"])})
 
-    def changed(self, asked: Mapping[str, Any]) -> "Inputs":
+    def with_changes(self, asked: Mapping[str, Any]) -> "Inputs":
         """These inputs with those that a page asks for. Raises InputError for a key or value that may not be."""
         known = {"text", "config", "set", "target", "batch", "seq"}
         if unknown := asked.keys() - known:

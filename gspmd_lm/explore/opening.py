@@ -10,6 +10,7 @@ from gspmd_lm.errors import InputError
 from gspmd_lm.explore import rows
 from gspmd_lm.explore.inputs import Inputs
 from gspmd_lm.explore.subject import Subject
+from gspmd_lm.explore.workbench import Workbench
 from gspmd_lm.foresight.pickled import pickle_task
 from gspmd_lm.hardware import target as targets
 from gspmd_lm.sharding.rules import Rules
@@ -31,7 +32,7 @@ def check_installed() -> None:
         )
 
 
-def open_server(
+def make_workbench(
     load_config: "Callable[[str, Sequence[str]], Config]",
     rules: Rules | str | None,
     target: str,
@@ -40,9 +41,8 @@ def open_server(
     given: Any = None,
     program: str | None = None,
     changes: Mapping[rows.Path, Any] = types.MappingProxyType({}),
-    port: int = 0,
-) -> "Server":
-    """The server of a workbench, which does not run yet.
+) -> Workbench:
+    """A workbench, which has not begun yet.
 
     Args:
         load_config: what makes a config of a name and of what is laid over it.
@@ -52,15 +52,10 @@ def open_server(
         given: a config, a task or a step of Python.
         program: where a task or a step stands.
         changes: keys of the rules file and their values, which are written into its text.
-        port: of the page; 0: any that is free.
 
     Raises:
-        InputError: there is no such file, or no such target, or the extra `explore` is not installed.
+        InputError: there is no such file, or no such target.
     """
-    check_installed()
-    from gspmd_lm.explore.server import Server
-    from gspmd_lm.explore.workbench import Workbench
-
     targets.parse(target)
     path, text = _rules_text(rules)
     for key, value in changes.items():
@@ -79,7 +74,18 @@ def open_server(
         editable=rules is not None,
         program=None if named else program or name,
     )
-    return Server(Workbench(inputs, pickle_task(subject)), port)
+    return Workbench(inputs, pickle_task(subject))
+
+
+def open_server(workbench: Workbench, port: int = 0) -> "Server":
+    """The server of a workbench, which does not run yet. port: of the page; 0: any that is free.
+
+    Raises InputError where the port is taken, or the extra `explore` is not installed.
+    """
+    check_installed()
+    from gspmd_lm.explore.server import Server
+
+    return Server(workbench, port)
 
 
 def _is_config(given: Any) -> bool:

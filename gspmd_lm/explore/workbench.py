@@ -106,6 +106,15 @@ class Workbench:
         self._spawn(self._layers.run())
         await self._ask()
 
+    async def finish(self) -> dict[str, Any]:
+        """The state once all of it is worked out. The workbench begins and ends."""
+        await self.start()
+        while self._layouts.busy or self._layers.busy or self.told.checked < self.version:
+            await self.wait(1.0)
+        state = self.state()
+        await self.stop()
+        return state
+
     async def stop(self) -> None:
         """Ends all jobs, and waits until they have ended."""
         tasks = [*self._tasks]
@@ -115,7 +124,7 @@ class Workbench:
 
     async def edit(self, asked: Mapping[str, Any]) -> int:
         """Takes new inputs. Returns their version; figures follow. Raises InputError for those that may not be."""
-        inputs = self.inputs.changed(asked)
+        inputs = self.inputs.with_changes(asked)
         if inputs != self.inputs:
             self.inputs = inputs
             self.version += 1
