@@ -18,7 +18,7 @@ export function findPlace(lines, before) {
   return { table: table || null, key: key || null, word: before.match(/[\w.]*$/)[0] };
 }
 
-function optionsAt({ table, key }) {
+function optionsAt({ table, key, word }) {
   const { keys, axes, arrays, mesh_axes, values } = words;
   if (key) {
     const known = values[table ? `${table}.${key}` : key] || values[key];
@@ -29,7 +29,11 @@ function optionsAt({ table, key }) {
   if (AXIS_TABLES.has(table)) return options(mesh_axes, "variable", ": ");
   const inside = Object.entries(keys).filter(([name]) => name.startsWith(`${table}.`));
   if (inside.length) return options(Object.fromEntries(inside.map(([name, about]) => [name.slice(table.length + 1), about])), "keyword", ": ");
-  return [...options(axes, "property", ": "), ...options(arrays, "class", ": ")];
+  const [array, axis] = word.split(".");
+  if (axis !== undefined) { // an axis of one array, such as residual.seq
+    return Object.entries(axes).map(([name, meaning]) => ({ label: `${array}.${name}`, detail: meaning, type: "property", apply: `${array}.${name}: ` }));
+  }
+  return [...options(axes, "property", ": "), ...options(arrays, "class", ".")];
 }
 
 // CodeMirror's source of completions.

@@ -5,6 +5,7 @@ import { find, h, latest, replace, say } from "./dom.js";
 import { post, watch } from "./state.js";
 
 const SENT_AFTER_MS = 40; // of the last key
+const FIX = "fix: ";
 const QUIET = cm.Annotation.define(); // marks a text that the server has already
 
 const theme = cm.EditorView.theme({
@@ -149,12 +150,12 @@ watch(({ problems, shown_version, version }) => [problems, shown_version === ver
   const doc = view.state.doc;
   const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
     const at = doc.line(Math.min(line || 1, doc.lines));
-    const actions = fix_text ? [{ name: `Fix: ${words}`, apply: () => fix(i) }] : [];
-    return { from: at.from + at.text.search(/\S|$/), to: at.to, severity: warning ? "warning" : "error", message, actions };
+    const actions = fix_text ? [{ name: "Apply the fix", apply: () => fix(i) }] : [];
+    return { from: at.from + at.text.search(/\S|$/), to: at.to, severity: warning ? "warning" : "error", message: words ? `${message}\n${FIX}${words}` : message, actions };
   });
   view.dispatch(cm.setDiagnostics(view.state, marks));
   replace(find("#problems"), problems.map(({ line, message, fix: words, fix_text, warning }, i) => h("li", { class: warning ? "warning" : null },
     line && rowButton(`line ${line}`, line, `problem ${i}`), h("span", { class: "message" }, message),
-    words && h("span", { class: "dim" }, `fix: ${words}`),
+    words && h("span", { class: "dim" }, `${FIX}${words}`),
     fix_text && h("button", { type: "button", class: "fix", "data-key": `fix ${i}`, onclick: () => fix(i) }, "Apply the fix"))));
 });

@@ -39,13 +39,14 @@ function arrange({ blocks, collectives }, phase) {
 // same key, so that it stays chosen.
 function gather(transfers, gap, isSmall) {
   const name = (one) => [gap, ...(isSmall(one) ? ["small"] : [one.kind, one.axis, one.row])].join(" ");
-  return [...Map.groupBy(transfers, name)].map(([key, members]) => {
+  const boxes = [...Map.groupBy(transfers, name)].map(([key, members]) => {
     const timed = members.filter(({ seconds }) => seconds !== null);
     return {
       key, members, timed: timed.length > 0, bytes: sum(members.map(({ bytes }) => bytes)), small: isSmall(members[0]),
       seconds: sum(timed.map(({ seconds }) => seconds)), exposed: sum(timed.map(({ exposed_s }) => exposed_s ?? 0)),
     };
   });
+  return boxes.sort((a, b) => a.small - b.small);
 }
 
 function drawBlock({ name, ops }) {
@@ -65,12 +66,12 @@ function drawTransfers(box, axes) {
   const what = small ? "small ones" : [h("span", { "aria-hidden": "true" }, `${ARROWS[kind] || "→"} `), kind];
   return h("button", {
     type: "button", "data-key": key, "aria-expanded": chosen === key, "aria-controls": "reason", style: `--exposed:${share}`,
-    class: `collective ${small ? "" : `axis-${axes.indexOf(axis.split(/\W+/)[0]) % 6}`} ${share > 0 ? "waits" : "overlapped"}`,
+    class: `collective ${small ? "small" : `axis-${axes.indexOf(axis.split(/\W+/)[0]) % 6}`} ${share > 0 ? "waits" : "overlapped"}`,
     title: share > 0 ? "The devices wait for the exposed part of its time." : "It is hidden behind computation.",
     onclick: () => { chosen = chosen === key ? null : key; draw(state); },
   }, h("span", { class: "what" }, what, members.length > 1 && ` × ${members.length}`),
   h("span", {}, small ? "" : `${axis} · `, writeBytes(bytes)),
-  timed && h("span", {}, writeSeconds(seconds), " ", h("span", { class: "wait" }, wait)));
+  timed && !small && h("span", {}, writeSeconds(seconds), " ", h("span", { class: "wait" }, wait)));
 }
 
 function drawPhase({ blocks, gaps, rest }, phase, axes) {
