@@ -308,7 +308,7 @@ def test_the_keyboard_alone_is_enough(bench):
     bench.expect("[id='control-mesh.tensor']").to_be_focused()  # the new figures leave the focus where it is
     go_to("#layer .collective")
     bench.page.keyboard.press("Enter")
-    bench.expect("#layer .collective[aria-expanded=true]").to_be_focused()
+    bench.expect("#layer .collective[aria-pressed=true]").to_be_focused()
     go_to("#tree [role=treeitem]")
     first = bench.page.locator("#array h3 code").inner_text()
     bench.page.keyboard.press("ArrowDown")

@@ -32,11 +32,13 @@ for (const [id, name] of [["#compile", "compile"], ["#find", "search"]]) {
   onPress(id, () => post(`/${name}`, state[name].running ? { stop: true } : {}));
   watch((now) => now[name].running, (running) => { find(id).textContent = running ? "Stop" : label; });
 }
-watch(({ compile }) => compile, ({ running, progress, seconds, error }) => {
-  const status = find("#compiling");
-  status.textContent = running ? `compiling: ${progress || "begins"}${seconds ? `, ${Math.round(seconds)} s` : ""}` : error || "";
-  status.classList.toggle("bad", Boolean(error) && !running);
+watch(({ compile }) => compile, ({ running, progress, seconds }) => {
+  document.body.classList.toggle("compiling", running);
+  find("#compiling").textContent = running ? `compiling, ${Math.round(seconds)} s` : "";
+  find("#compiling").title = progress;
 });
+watch(({ compile }) => compile.error, (error) => { if (error) say(error, true); });
+watch(({ compile }) => compile.running && compile.progress, (progress) => { if (progress) say(progress); });
 
 onPress("#copy", async () => {
   const { command } = state;

@@ -29,8 +29,13 @@ export const all = (selector, within = document) => [...within.querySelectorAll(
 export const range = (n) => Array.from({ length: n }, (_, i) => i);
 export const product = (sizes) => sizes.reduce((a, b) => a * b, 1);
 
-// Says a sentence in the status line, which screen readers read aloud.
+const SHOWN_MS = 8000; // of a sentence that reports no mistake
+let fading = null;
+
+// Says a sentence in the corner of the page, which screen readers read aloud. It goes away by itself unless it is bad.
 export function say(message, bad = false) {
+  clearTimeout(fading);
+  if (!bad) fading = setTimeout(() => say("", true), SHOWN_MS);
   const status = find("#status");
   status.textContent = message;
   status.classList.toggle("bad", bad);

@@ -9,7 +9,7 @@ const ARROWS = { "all-gather": "⇉", "reduce-scatter": "⇇", "all-reduce": "�
 const SMALL = 1 / 200; // of the bytes of the largest transfer over the same mesh axis: smaller ones share a box
 const STACK = "layers"; // the module whose own operations stand between the blocks
 const MOST_OPS = 5; // of a block that are listed
-let chosen = null; // the transfers whose reasons are shown, as a key
+let chosen = null; // the box whose reasons are shown, as a key; the first one where it is gone
 let whole = false; // with what stands before and after the layers
 
 const lastName = (path) => path.split(".").at(-1);
@@ -58,30 +58,30 @@ function drawBlock({ name, ops }) {
     h("ul", {}, times.map(([op, seconds]) => h("li", {}, h("span", {}, op), h("span", { class: "dim" }, writeSeconds(seconds))))));
 }
 
-function drawTransfers(box, axes) {
+function drawTransfers(box, axes, current) {
   const { key, members, bytes, small, timed, seconds, exposed } = box;
   const [{ kind, axis }] = members;
   const share = seconds > 0 ? Math.min(1, exposed / seconds) : 0;
   const wait = share > 0.995 ? "exposed" : share > 0.005 ? `${Math.round(100 * share)}% exposed` : "hidden";
   const what = small ? "small ones" : [h("span", { "aria-hidden": "true" }, `${ARROWS[kind] || "→"} `), kind];
   return h("button", {
-    type: "button", "data-key": key, "aria-expanded": chosen === key, "aria-controls": "reason", style: `--exposed:${share}`,
+    type: "button", "data-key": key, "aria-pressed": current, style: `--exposed:${share}`,
     class: `collective ${small ? "small" : `axis-${axes.indexOf(axis.split(/\W+/)[0]) % 6}`} ${share > 0 ? "waits" : "overlapped"}`,
     title: share > 0 ? "The devices wait for the exposed part of its time." : "It is hidden behind computation.",
-    onclick: () => { chosen = chosen === key ? null : key; draw(state); },
+    onclick: () => { chosen = key; draw(state); },
   }, h("span", { class: "what" }, what, members.length > 1 && ` × ${members.length}`),
   h("span", {}, small ? "" : `${axis} · `, writeBytes(bytes)),
   timed && !small && h("span", {}, writeSeconds(seconds), " ", h("span", { class: "wait" }, wait)));
 }
 
-function drawPhase({ blocks, gaps, rest }, phase, axes) {
-  const drawGap = (boxes) => boxes.length > 0 && h("li", { class: "gap" }, boxes.map((box) => drawTransfers(box, axes)));
+function drawPhase({ blocks, gaps, rest }, phase, axes, current) {
+  const drawGap = (boxes) => boxes.length > 0 && h("li", { class: "gap" }, boxes.map((box) => drawTransfers(box, axes, box === current)));
   return h("div", { class: "phase" }, h("h3", {}, phase, rest > 0 && h("span", { class: "dim" }, `, and ${writeSeconds(rest)} between the blocks`)), h("ol", { class: "flow", "aria-label": `${phase} pass of one layer` },
     drawGap(gaps[0]), blocks.map((block, i) => [drawBlock(block), drawGap(gaps[i + 1])])));
 }
 
 function drawReason(box) {
-  if (!box) return h("p", { class: "dim" }, "Choose a transfer to see why it is there.");
+  if (!box) return h("p", { class: "dim" }, "The devices send each other nothing here.");
   return h("ul", {}, box.members.map(({ kind, because, row, line, array, source }, i) => h("li", {},
     h("b", {}, kind), ": ", because, " ", row && rowButton(row, line, `reason row ${i}`), " ",
     array && h("button", { type: "button", class: "row", "data-key": `reason array ${i}`, onclick: () => choose(array) }, array), " ",
@@ -97,9 +97,10 @@ function draw({ layer, mesh }) {
   const axes = mesh.axes.map(({ name }) => name);
   const phases = ["forward", "backward"].map((phase) => [phase, arrange(layer, phase)]);
   const boxes = phases.flatMap(([, { gaps }]) => gaps.flat());
+  const box = boxes.find(({ key }) => key === chosen) ?? boxes[0];
   replace(find("#layer"),
-    phases.map(([phase, arranged]) => drawPhase(arranged, phase, axes)),
-    h("div", { id: "reason", "aria-live": "polite" }, drawReason(boxes.find(({ key }) => key === chosen))));
+    phases.map(([phase, arranged]) => drawPhase(arranged, phase, axes, box)),
+    h("div", { id: "reason", "aria-live": "polite" }, drawReason(box)));
 }
 find("#whole").addEventListener("change", ({ target }) => { whole = target.checked; draw(state); });
 watch(({ layer, mesh }) => [layer, mesh?.axes], (_, now) => draw(now));

@@ -33,7 +33,8 @@ function drawPlot(points, limit) {
   const writeCost = timed ? writeSeconds : writeBytes;
   const times = points.map(costOf);
   const sizes = points.map(({ peak_bytes }) => peak_bytes);
-  const [left, right] = [0, 1.05 * Math.max(...times) || 1];
+  const margin = 0.05 * (Math.max(...times) - Math.min(...times)) || 0.05 * times[0] || 1;
+  const [left, right] = [Math.max(0, Math.min(...times) - margin), Math.max(...times) + margin];
   const top = 1.05 * Math.max(...sizes, limit && limit < 3 * Math.max(...sizes) ? limit : 0);
   const x = (cost) => LEFT + ((WIDTH - LEFT - EDGE) * (cost - left)) / (right - left);
   const y = (bytes) => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - EDGE) * (bytes / top);
@@ -41,10 +42,10 @@ function drawPlot(points, limit) {
   const dots = points.map((point) => h("circle", {
     class: `point${point.fits ? "" : " large"}${point.front ? " front" : ""}${point.compiled ? " compiled" : ""}`,
     cx: x(costOf(point)), cy: y(point.peak_bytes), r: point.front ? 6 : 4.5, tabindex: -1, role: "button",
-    "data-key": `point ${point.rank}`, "data-rank": point.rank, "aria-label": `${point.name}: ${point.text}`,
+    "data-key": `point ${point.rank}`, "data-rank": point.rank, "aria-label": point.text,
     onclick: () => load(point),
     onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); load(point); } },
-  }, h("title", {}, `${point.name}\n${point.text}`)));
+  }, h("title", {}, point.text)));
   return h("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${points.length} layouts by step time and memory` },
     findTicks(left, right).map((tick) => [h("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE, y2: HEIGHT - BOTTOM }),
       h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeCost(tick))]),
@@ -60,8 +61,8 @@ function drawPlot(points, limit) {
 function drawList(points) {
   const best = points.slice(0, LISTED); // those that fit come first, and of them the fastest
   return h("ol", { class: "found", "aria-label": "the fastest layouts that were found" }, best.map((point) => h("li", {},
-    h("button", { type: "button", "data-key": `load ${point.rank}`, onclick: () => load(point) }, point.name),
-    h("span", { class: point.fits ? "dim" : "bad" }, ` ${point.text}${point.fits ? "" : ", does not fit"}`))));
+    h("button", { type: "button", "data-key": `load ${point.rank}`, title: point.name, onclick: () => load(point) }, point.name),
+    h("span", { class: point.fits ? "dim" : "bad" }, ` ${point.text.replace(`${point.name}: `, "")}${point.fits ? "" : ", does not fit"}`))));
 }
 
 watch(({ search, headline }) => [search, headline?.memory?.limit_bytes], ([search, limit]) => {
