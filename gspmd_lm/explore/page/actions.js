@@ -27,18 +27,39 @@ watch(isPinned, (pinned) => {
 });
 
 // Compile and Search run in the background: the same button stops them.
-for (const [id, name] of [["#compile", "compile"], ["#find", "search"]]) {
+for (const [id, name] of [
+  ["#compile", "compile"],
+  ["#find", "search"],
+]) {
   const label = find(id).textContent;
   onPress(id, () => post(`/${name}`, state[name].running ? { stop: true } : {}));
-  watch((now) => now[name].running, (running) => { find(id).textContent = running ? "Stop" : label; });
+  watch(
+    (now) => now[name].running,
+    (running) => {
+      find(id).textContent = running ? "Stop" : label;
+    },
+  );
 }
-watch(({ compile }) => compile, ({ running, progress, seconds }) => {
-  document.body.classList.toggle("compiling", running);
-  find("#compiling").textContent = running ? `compiling, ${Math.round(seconds)} s` : "";
-  find("#compiling").title = progress;
-});
-watch(({ compile }) => compile.error, (error) => { if (error) say(error, true); });
-watch(({ compile }) => compile.running && compile.progress, (progress) => { if (progress) say(progress); });
+watch(
+  ({ compile }) => compile,
+  ({ running, progress, seconds }) => {
+    document.body.classList.toggle("compiling", running);
+    find("#compiling").textContent = running ? `compiling, ${Math.round(seconds)} s` : "";
+    find("#compiling").title = progress;
+  },
+);
+watch(
+  ({ compile }) => compile.error,
+  (error) => {
+    if (error) say(error, true);
+  },
+);
+watch(
+  ({ compile }) => compile.running && compile.progress,
+  (progress) => {
+    if (progress) say(progress);
+  },
+);
 
 onPress("#copy", async () => {
   const { command } = state;
@@ -75,19 +96,28 @@ find("#save-form").addEventListener("submit", async (event) => {
     offerOverwriting(error.status === 409, error.message);
   }
 });
-addEventListener("keydown", (event) => {
-  if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
-  const button = { s: "#save", Enter: "#compile" }[event.key];
-  if (!button || dialog.open) return;
-  event.preventDefault();
-  find(button).click();
-}, true);
+addEventListener(
+  "keydown",
+  (event) => {
+    if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
+    const button = { s: "#save", Enter: "#compile" }[event.key];
+    if (!button || dialog.open) return;
+    event.preventDefault();
+    find(button).click();
+  },
+  true,
+);
 
 // Light or dark: as the system says, until the button is pressed.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const root = document.documentElement;
 const isDark = () => (root.style.colorScheme || (dark.matches ? "dark" : "light")) === "dark";
-const nameTheme = () => { find("#theme").textContent = isDark() ? "Light" : "Dark"; };
-find("#theme").addEventListener("click", () => { root.style.colorScheme = isDark() ? "light" : "dark"; nameTheme(); });
+const nameTheme = () => {
+  find("#theme").textContent = isDark() ? "Light" : "Dark";
+};
+find("#theme").addEventListener("click", () => {
+  root.style.colorScheme = isDark() ? "light" : "dark";
+  nameTheme();
+});
 dark.addEventListener("change", nameTheme);
 nameTheme();

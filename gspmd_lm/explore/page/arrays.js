@@ -12,13 +12,16 @@ const describe = (axes) => (axes.length ? axes.join("×") : "·");
 const splitText = (array) => (array.at_rest || array.in_use || []).map(describe).join(" ");
 
 // What tells an array from others of its path: a weight and its moments share theirs.
-const keyOf = (arrays, array) => `${array.group} ${array.path} ${arrays.filter(({ group, path }) => group === array.group && path === array.path).indexOf(array)}`;
+const keyOf = (arrays, array) =>
+  `${array.group} ${array.path} ${arrays.filter(({ group, path }) => group === array.group && path === array.path).indexOf(array)}`;
 
 // The chosen array; at first the one that is split in the most ways.
 function findChosen(arrays) {
   const ways = ({ at_rest, in_use }) => (at_rest || in_use || []).flat().length;
-  return arrays.find((array) => keyOf(arrays, array) === chosen)
-    || arrays.reduce((best, array) => (!best || ways(array) > ways(best) ? array : best), null);
+  return (
+    arrays.find((array) => keyOf(arrays, array) === chosen) ||
+    arrays.reduce((best, array) => (!best || ways(array) > ways(best) ? array : best), null)
+  );
 }
 
 // Chooses an array by its path, as the other views do.
@@ -36,19 +39,41 @@ function chooseKey(key) {
 }
 
 function drawTree(arrays, current) {
-  const item = (array) => h("li", {
-    role: "treeitem", tabindex: array === current ? 0 : -1, "aria-selected": array === current, "data-path": array.path,
-    "data-key": keyOf(arrays, array), onclick: () => chooseKey(keyOf(arrays, array)),
-  }, h("span", { class: "path" }, h("bdi", {}, array.path)), h("span", { class: "split dim" }, splitText(array)), h("span", { class: "num" }, array.bytes_text));
+  const item = (array) =>
+    h(
+      "li",
+      {
+        role: "treeitem",
+        tabindex: array === current ? 0 : -1,
+        "aria-selected": array === current,
+        "data-path": array.path,
+        "data-key": keyOf(arrays, array),
+        onclick: () => chooseKey(keyOf(arrays, array)),
+      },
+      h("span", { class: "path" }, h("bdi", {}, array.path)),
+      h("span", { class: "split dim" }, splitText(array)),
+      h("span", { class: "num" }, array.bytes_text),
+    );
   return Object.entries(GROUPS).map(([group, label]) => {
     const members = arrays.filter((array) => array.group === group);
     if (!members.length) return null;
-    const fold = () => { if (!closed.delete(group)) closed.add(group); draw(state); };
-    return h("li", {
-      role: "treeitem", "aria-expanded": !closed.has(group), tabindex: -1, "data-key": `group ${group}`, "data-group": group,
-      "aria-label": `${label}, ${members.length} arrays`,
-    }, h("span", { class: "fold", onclick: fold }, label, h("span", { class: "dim" }, ` ${members.length}`)),
-    !closed.has(group) && h("ul", { role: "group" }, members.map(item)));
+    const fold = () => {
+      if (!closed.delete(group)) closed.add(group);
+      draw(state);
+    };
+    return h(
+      "li",
+      {
+        role: "treeitem",
+        "aria-expanded": !closed.has(group),
+        tabindex: -1,
+        "data-key": `group ${group}`,
+        "data-group": group,
+        "aria-label": `${label}, ${members.length} arrays`,
+      },
+      h("span", { class: "fold", onclick: fold }, label, h("span", { class: "dim" }, ` ${members.length}`)),
+      !closed.has(group) && h("ul", { role: "group" }, members.map(item)),
+    );
   });
 }
 
@@ -60,7 +85,8 @@ function onTreeKey(event) {
     else if (!closed.delete(group)) closed.add(group);
     draw(state);
   } else if ((event.key === "ArrowLeft" || event.key === "ArrowRight") && group) {
-    if (event.key === "ArrowLeft") closed.add(group); else closed.delete(group);
+    if (event.key === "ArrowLeft") closed.add(group);
+    else closed.delete(group);
     draw(state);
   } else moveFocus(event, [...find("#tree").querySelectorAll("[role=treeitem]")]);
 }
@@ -74,13 +100,24 @@ function drawDetails(array) {
   const dimensions = array.shape.map((size, i) => {
     const row = array.rows.find(({ dim }) => dim === i);
     const ways = (split) => (split ? describe(split[i] || []) : "–");
-    return h("tr", {}, h("th", { scope: "row" }, array.axes[i] ?? `${i}`), h("td", { class: "num" }, size.toLocaleString("en")),
-      h("td", {}, ways(array.at_rest)), h("td", {}, ways(array.in_use)),
-      h("td", {}, row ? rowButton(row.row, row.line, `dimension ${i}`) : h("span", { class: "dim" }, "no row: whole")));
+    return h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, array.axes[i] ?? `${i}`),
+      h("td", { class: "num" }, size.toLocaleString("en")),
+      h("td", {}, ways(array.at_rest)),
+      h("td", {}, ways(array.in_use)),
+      h("td", {}, row ? rowButton(row.row, row.line, `dimension ${i}`) : h("span", { class: "dim" }, "no row: whole")),
+    );
   });
   const head = ["dimension", "size", "at rest", "in use", "because of"].map((name) => h("th", { scope: "col" }, name));
   return [
-    h("h3", {}, h("code", {}, array.path), h("span", { class: "dim" }, ` ${array.dtype}, ${array.bytes_text} on a device`)),
+    h(
+      "h3",
+      {},
+      h("code", {}, array.path),
+      h("span", { class: "dim" }, ` ${array.dtype}, ${array.bytes_text} on a device`),
+    ),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, dimensions))),
   ];
 }
@@ -93,4 +130,7 @@ function draw({ arrays, mesh }) {
   replace(find("#array"), drawDetails(current));
   drawPlacement(find("#placement"), mesh, current);
 }
-watch(({ arrays, mesh }) => [arrays, mesh], (_, now) => draw(now));
+watch(
+  ({ arrays, mesh }) => [arrays, mesh],
+  (_, now) => draw(now),
+);

@@ -4,8 +4,8 @@ import { get } from "./state.js";
 const AXIS_TABLES = new Set(["mesh", "dcn"]); // their keys are axes of the mesh; all other tables split arrays
 let words = null;
 
-const options = (meanings, type, after = "") => Object.entries(meanings || {}).map(([label, meaning]) => (
-  { label, detail: meaning, type, apply: label + after }));
+const options = (meanings, type, after = "") =>
+  Object.entries(meanings || {}).map(([label, meaning]) => ({ label, detail: meaning, type, apply: label + after }));
 
 // What stands around the cursor: the table, the key if the cursor is behind its colon, and the word before the cursor.
 export function findPlace(lines, before) {
@@ -28,10 +28,21 @@ function optionsAt({ table, key, word }) {
   if (!table) return options(keys, "keyword", ": ");
   if (AXIS_TABLES.has(table)) return options(mesh_axes, "variable", ": ");
   const inside = Object.entries(keys).filter(([name]) => name.startsWith(`${table}.`));
-  if (inside.length) return options(Object.fromEntries(inside.map(([name, about]) => [name.slice(table.length + 1), about])), "keyword", ": ");
+  if (inside.length)
+    return options(
+      Object.fromEntries(inside.map(([name, about]) => [name.slice(table.length + 1), about])),
+      "keyword",
+      ": ",
+    );
   const [array, axis] = word.split(".");
-  if (axis !== undefined) { // an axis of one array, such as residual.seq
-    return Object.entries(axes).map(([name, meaning]) => ({ label: `${array}.${name}`, detail: meaning, type: "property", apply: `${array}.${name}: ` }));
+  if (axis !== undefined) {
+    // an axis of one array, such as residual.seq
+    return Object.entries(axes).map(([name, meaning]) => ({
+      label: `${array}.${name}`,
+      detail: meaning,
+      type: "property",
+      apply: `${array}.${name}: `,
+    }));
   }
   return [...options(axes, "property", ": "), ...options(arrays, "class", ".")];
 }

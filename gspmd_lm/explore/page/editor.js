@@ -15,12 +15,22 @@ const theme = cm.EditorView.theme({
   ".cm-activeLine, .cm-activeLineGutter": { background: "var(--active)" },
   ".cm-cursor": { borderLeftColor: "var(--ink)" },
   "&.cm-focused .cm-selectionBackground, .cm-selectionBackground": { background: "var(--selected) !important" },
-  ".cm-tooltip": { background: "var(--panel)", color: "var(--ink)", border: "1px solid var(--line)", borderRadius: "6px" },
+  ".cm-tooltip": {
+    background: "var(--panel)",
+    color: "var(--ink)",
+    border: "1px solid var(--line)",
+    borderRadius: "6px",
+  },
   ".cm-tooltip-autocomplete ul li[aria-selected]": { background: "var(--accent)", color: "var(--on-accent)" },
   ".cm-completionDetail": { fontStyle: "normal", color: "inherit", opacity: ".75", fontFamily: "var(--sans)" },
   ".cm-matchingBracket": { background: "var(--selected)" },
   ".cm-diagnostic": { borderLeft: "3px solid var(--bad)", whiteSpace: "pre-wrap", maxWidth: "34rem" },
-  ".cm-diagnosticAction": { background: "var(--accent)", color: "var(--on-accent)", font: "inherit", margin: ".3rem 0 0" },
+  ".cm-diagnosticAction": {
+    background: "var(--accent)",
+    color: "var(--on-accent)",
+    font: "inherit",
+    margin: ".3rem 0 0",
+  },
 });
 const colours = cm.HighlightStyle.define([
   { tag: [cm.tags.propertyName, cm.tags.definition(cm.tags.propertyName)], color: "var(--key)" },
@@ -57,18 +67,37 @@ const send = latest(async (text) => {
 const view = new cm.EditorView({
   parent: find("#editor"),
   extensions: [
-    cm.lineNumbers(), cm.lintGutter(), cm.history(), cm.drawSelection(), cm.indentOnInput(), cm.bracketMatching(),
-    cm.closeBrackets(), cm.highlightActiveLine(), cm.highlightActiveLineGutter(), cm.yaml(), pointed, theme,
-    cm.syntaxHighlighting(colours), cm.autocompletion({ override: [complete], icons: false }),
+    cm.lineNumbers(),
+    cm.lintGutter(),
+    cm.history(),
+    cm.drawSelection(),
+    cm.indentOnInput(),
+    cm.bracketMatching(),
+    cm.closeBrackets(),
+    cm.highlightActiveLine(),
+    cm.highlightActiveLineGutter(),
+    cm.yaml(),
+    pointed,
+    theme,
+    cm.syntaxHighlighting(colours),
+    cm.autocompletion({ override: [complete], icons: false }),
     // Tab leaves the editor, as everywhere on the page; Escape closes the list of completions.
-    cm.keymap.of([...cm.closeBracketsKeymap, ...cm.defaultKeymap, ...cm.historyKeymap, ...cm.completionKeymap,
-      ...cm.lintKeymap]),
+    cm.keymap.of([
+      ...cm.closeBracketsKeymap,
+      ...cm.defaultKeymap,
+      ...cm.historyKeymap,
+      ...cm.completionKeymap,
+      ...cm.lintKeymap,
+    ]),
     cm.EditorView.contentAttributes.of({ "aria-label": "rules file" }),
     cm.EditorView.updateListener.of((update) => {
       if (!update.docChanged || update.transactions.some((transaction) => transaction.annotation(QUIET))) return;
       clearTimeout(timer);
       document.body.classList.add("old");
-      timer = setTimeout(() => { timer = null; send(text()); }, SENT_AFTER_MS);
+      timer = setTimeout(() => {
+        timer = null;
+        send(text());
+      }, SENT_AFTER_MS);
     }),
   ],
 });
@@ -115,11 +144,21 @@ export const point = (line) => view.dispatch({ effects: pointAt.of(line) });
 // A button with a row of the rules file: it leads to the row's line.
 export function rowButton(row, line, key) {
   if (!line) return h("code", {}, row);
-  return h("button", {
-    type: "button", class: "row", "data-key": key, title: `line ${line} of the rules file`,
-    onclick: () => goTo(line), onpointerenter: () => point(line), onpointerleave: () => point(null),
-    onfocus: () => point(line), onblur: () => point(null),
-  }, row);
+  return h(
+    "button",
+    {
+      type: "button",
+      class: "row",
+      "data-key": key,
+      title: `line ${line} of the rules file`,
+      onclick: () => goTo(line),
+      onpointerenter: () => point(line),
+      onpointerleave: () => point(null),
+      onfocus: () => point(line),
+      onblur: () => point(null),
+    },
+    row,
+  );
 }
 
 async function fix(index) {
@@ -134,28 +173,57 @@ async function fix(index) {
 }
 
 // The server's text is adopted where this page has nothing of its own to say: at first, and when another page edits.
-watch(({ inputs, version }) => [inputs.text, version], ([theirs, version]) => {
-  if (timer !== null || version < editVersion || theirs === agreed || theirs === null) return;
-  const first = agreed === null;
-  agreed = theirs;
-  write(theirs, [QUIET.of(true), cm.Transaction.addToHistory.of(!first)]);
-});
+watch(
+  ({ inputs, version }) => [inputs.text, version],
+  ([theirs, version]) => {
+    if (timer !== null || version < editVersion || theirs === agreed || theirs === null) return;
+    const first = agreed === null;
+    agreed = theirs;
+    write(theirs, [QUIET.of(true), cm.Transaction.addToHistory.of(!first)]);
+  },
+);
 
-watch(({ inputs }) => inputs.editable, (editable) => {
-  for (const node of [find("#rules"), find("#controls")]) node.hidden = !editable;
-});
+watch(
+  ({ inputs }) => inputs.editable,
+  (editable) => {
+    for (const node of [find("#rules"), find("#controls")]) node.hidden = !editable;
+  },
+);
 
 // Problems: a mark at the row with the fix as a button, and the list below the editor.
-watch(({ problems, shown_version, version }) => [problems, shown_version === version], ([problems]) => {
-  const doc = view.state.doc;
-  const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
-    const at = doc.line(Math.min(line || 1, doc.lines));
-    const actions = fix_text ? [{ name: "Apply the fix", apply: () => fix(i) }] : [];
-    return { from: at.from + at.text.search(/\S|$/), to: at.to, severity: warning ? "warning" : "error", message: words ? `${message}\n${FIX}${words}` : message, actions };
-  });
-  view.dispatch(cm.setDiagnostics(view.state, marks));
-  replace(find("#problems"), problems.map(({ line, message, fix: words, fix_text, warning }, i) => h("li", { class: warning ? "warning" : null },
-    line && rowButton(`line ${line}`, line, `problem ${i}`), h("span", { class: "message" }, message),
-    words && h("span", { class: "dim" }, `${FIX}${words}`),
-    fix_text && h("button", { type: "button", class: "fix", "data-key": `fix ${i}`, onclick: () => fix(i) }, "Apply the fix"))));
-});
+watch(
+  ({ problems, shown_version, version }) => [problems, shown_version === version],
+  ([problems]) => {
+    const doc = view.state.doc;
+    const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
+      const at = doc.line(Math.min(line || 1, doc.lines));
+      const actions = fix_text ? [{ name: "Apply the fix", apply: () => fix(i) }] : [];
+      return {
+        from: at.from + at.text.search(/\S|$/),
+        to: at.to,
+        severity: warning ? "warning" : "error",
+        message: words ? `${message}\n${FIX}${words}` : message,
+        actions,
+      };
+    });
+    view.dispatch(cm.setDiagnostics(view.state, marks));
+    replace(
+      find("#problems"),
+      problems.map(({ line, message, fix: words, fix_text, warning }, i) =>
+        h(
+          "li",
+          { class: warning ? "warning" : null },
+          line && rowButton(`line ${line}`, line, `problem ${i}`),
+          h("span", { class: "message" }, message),
+          words && h("span", { class: "dim" }, `${FIX}${words}`),
+          fix_text &&
+            h(
+              "button",
+              { type: "button", class: "fix", "data-key": `fix ${i}`, onclick: () => fix(i) },
+              "Apply the fix",
+            ),
+        ),
+      ),
+    );
+  },
+);

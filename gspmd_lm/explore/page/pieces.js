@@ -14,13 +14,17 @@ export class Placement {
 
   // The index of a device's piece along each dimension.
   piece({ coords }) {
-    return this.split.map((axes) => axes.reduce((at, axis) => at * (this.sizes.get(axis) ?? 1) + (coords[this.places.get(axis)] ?? 0), 0));
+    return this.split.map((axes) =>
+      axes.reduce((at, axis) => at * (this.sizes.get(axis) ?? 1) + (coords[this.places.get(axis)] ?? 0), 0),
+    );
   }
 
   // The one or two dimensions that the picture tells apart, those that are split first; [down, across].
   get drawn() {
     const { shape } = this.array;
-    const order = range(shape.length).sort((a, b) => (this.counts[b] > 1) - (this.counts[a] > 1) || shape[b] - shape[a]);
+    const order = range(shape.length).sort(
+      (a, b) => (this.counts[b] > 1) - (this.counts[a] > 1) || shape[b] - shape[a],
+    );
     return order.slice(0, 2).sort((a, b) => a - b);
   }
 
@@ -55,10 +59,12 @@ export class Placement {
   // The indices of the whole array that a device holds, as one writes them in Python.
   slices(device) {
     const piece = this.piece(device);
-    return this.array.shape.map((size, i) => {
-      if (this.counts[i] === 1) return ":";
-      const length = size / this.counts[i];
-      return `${Math.floor(piece[i] * length)}:${Math.floor((piece[i] + 1) * length)}`;
-    }).join(", ");
+    return this.array.shape
+      .map((size, i) => {
+        if (this.counts[i] === 1) return ":";
+        const length = size / this.counts[i];
+        return `${Math.floor(piece[i] * length)}:${Math.floor((piece[i] + 1) * length)}`;
+      })
+      .join(", ");
   }
 }

@@ -39,40 +39,110 @@ function drawPlot(points, limit) {
   const x = (cost) => LEFT + ((WIDTH - LEFT - EDGE) * (cost - left)) / (right - left);
   const y = (bytes) => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - EDGE) * (bytes / top);
   const front = points.filter((point) => point.front).sort((a, b) => costOf(a) - costOf(b));
-  const dots = points.map((point) => h("circle", {
-    class: `point${point.fits ? "" : " large"}${point.front ? " front" : ""}${point.compiled ? " compiled" : ""}`,
-    cx: x(costOf(point)), cy: y(point.peak_bytes), r: point.front ? 6 : 4.5, tabindex: -1, role: "button",
-    "data-key": `point ${point.rank}`, "data-rank": point.rank, "aria-label": point.text,
-    onclick: () => load(point),
-    onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); load(point); } },
-  }, h("title", {}, point.text)));
-  return h("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "group", "aria-label": `${points.length} layouts by step time and memory` },
-    findTicks(left, right).map((tick) => [h("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE, y2: HEIGHT - BOTTOM }),
-      h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeCost(tick))]),
-    findTicks(0, top).map((tick) => [h("line", { class: "grid", x1: LEFT, x2: WIDTH - EDGE, y1: y(tick), y2: y(tick) }),
-      h("text", { class: "y", x: LEFT - 6, y: y(tick) + 4 }, writeBytes(tick))]),
-    limit && limit <= top && [h("line", { class: "limit", x1: LEFT, x2: WIDTH - EDGE, y1: y(limit), y2: y(limit) }),
-      h("text", { class: "limit-name", x: WIDTH - EDGE, y: y(limit) - 5 }, "memory of a device")],
+  const dots = points.map((point) =>
+    h(
+      "circle",
+      {
+        class: `point${point.fits ? "" : " large"}${point.front ? " front" : ""}${point.compiled ? " compiled" : ""}`,
+        cx: x(costOf(point)),
+        cy: y(point.peak_bytes),
+        r: point.front ? 6 : 4.5,
+        tabindex: -1,
+        role: "button",
+        "data-key": `point ${point.rank}`,
+        "data-rank": point.rank,
+        "aria-label": point.text,
+        onclick: () => load(point),
+        onkeydown: (event) => {
+          if (event.key === "Enter" || event.key === " ") {
+            event.preventDefault();
+            load(point);
+          }
+        },
+      },
+      h("title", {}, point.text),
+    ),
+  );
+  return h(
+    "svg",
+    {
+      class: "plot",
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "group",
+      "aria-label": `${points.length} layouts by step time and memory`,
+    },
+    findTicks(left, right).map((tick) => [
+      h("line", { class: "grid", x1: x(tick), x2: x(tick), y1: EDGE, y2: HEIGHT - BOTTOM }),
+      h("text", { class: "x", x: x(tick), y: HEIGHT - BOTTOM + 15 }, writeCost(tick)),
+    ]),
+    findTicks(0, top).map((tick) => [
+      h("line", { class: "grid", x1: LEFT, x2: WIDTH - EDGE, y1: y(tick), y2: y(tick) }),
+      h("text", { class: "y", x: LEFT - 6, y: y(tick) + 4 }, writeBytes(tick)),
+    ]),
+    limit &&
+      limit <= top && [
+        h("line", { class: "limit", x1: LEFT, x2: WIDTH - EDGE, y1: y(limit), y2: y(limit) }),
+        h("text", { class: "limit-name", x: WIDTH - EDGE, y: y(limit) - 5 }, "memory of a device"),
+      ],
     h("text", { class: "x", x: (LEFT + WIDTH) / 2, y: HEIGHT - 3 }, timed ? "step time" : "sent by a device"),
-    front.length > 1 && h("polyline", { class: "frontier", points: front.map((point) => `${x(costOf(point))},${y(point.peak_bytes)}`).join(" ") }),
-    dots);
+    front.length > 1 &&
+      h("polyline", {
+        class: "frontier",
+        points: front.map((point) => `${x(costOf(point))},${y(point.peak_bytes)}`).join(" "),
+      }),
+    dots,
+  );
 }
 
 function drawList(points) {
   const best = points.slice(0, LISTED); // those that fit come first, and of them the fastest
-  return h("ol", { class: "found", "aria-label": "the fastest layouts that were found" }, best.map((point) => h("li", {},
-    h("button", { type: "button", "data-key": `load ${point.rank}`, title: point.name, onclick: () => load(point) }, point.name),
-    h("span", { class: point.fits ? "dim" : "bad" }, ` ${point.text.replace(`${point.name}: `, "")}${point.fits ? "" : ", does not fit"}`))));
+  return h(
+    "ol",
+    { class: "found", "aria-label": "the fastest layouts that were found" },
+    best.map((point) =>
+      h(
+        "li",
+        {},
+        h(
+          "button",
+          { type: "button", "data-key": `load ${point.rank}`, title: point.name, onclick: () => load(point) },
+          point.name,
+        ),
+        h(
+          "span",
+          { class: point.fits ? "dim" : "bad" },
+          ` ${point.text.replace(`${point.name}: `, "")}${point.fits ? "" : ", does not fit"}`,
+        ),
+      ),
+    ),
+  );
 }
 
-watch(({ search, headline }) => [search, headline?.memory?.limit_bytes], ([search, limit]) => {
-  const { running, progress, points, error } = search;
-  replace(find("#search"),
-    running && h("p", { class: "progress" }, h("progress", progress?.done ? { max: progress.total, value: progress.done } : {}), " ", progress?.text || "begins"),
-    error && h("p", { class: "bad" }, error),
-    points.length > 0 && h("div", { class: "two" }, drawPlot(points, limit), drawList(points)),
-    !running && !points.length && !error && h("p", { class: "dim" }, "Search tries many layouts for this model and target. Each becomes a point here."));
-  const dots = all("#search circle");
-  if (dots.length) dots[0].setAttribute("tabindex", 0);
+watch(
+  ({ search, headline }) => [search, headline?.memory?.limit_bytes],
+  ([search, limit]) => {
+    const { running, progress, points, error } = search;
+    replace(
+      find("#search"),
+      running &&
+        h(
+          "p",
+          { class: "progress" },
+          h("progress", progress?.done ? { max: progress.total, value: progress.done } : {}),
+          " ",
+          progress?.text || "begins",
+        ),
+      error && h("p", { class: "bad" }, error),
+      points.length > 0 && h("div", { class: "two" }, drawPlot(points, limit), drawList(points)),
+      !running &&
+        !points.length &&
+        !error &&
+        h("p", { class: "dim" }, "Search tries many layouts for this model and target. Each becomes a point here."),
+    );
+    const dots = all("#search circle");
+    if (dots.length) dots[0].setAttribute("tabindex", 0);
+  },
+);
+find("#search").addEventListener("keydown", (event) => {
+  if (event.target.matches("circle")) moveFocus(event, all("#search circle"));
 });
-find("#search").addEventListener("keydown", (event) => { if (event.target.matches("circle")) moveFocus(event, all("#search circle")); });

@@ -34,7 +34,11 @@ export async function get(path) {
 
 // The server's answer to a POST, as get.
 export async function post(path, body = {}) {
-  const sent = { method: "POST", headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const sent = {
+    method: "POST",
+    headers: { ...headers, "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  };
   return answer(await fetch(path, sent));
 }
 
@@ -62,9 +66,12 @@ function connect(connected) {
 }
 
 // The line that says what the server does, and the mark that greys figures of an older edit.
-watch(({ busy, version, shown_version }) => ({ busy, version, old: shown_version < version }), ({ busy, old }) => {
-  document.body.classList.toggle("old", old);
-  document.body.classList.toggle("busy", busy !== null);
-  find("#views").setAttribute("aria-busy", old || busy !== null);
-  find("#busy").textContent = { tracing: "tracing the model", estimating: "estimating" }[busy] || "";
-});
+watch(
+  ({ busy, version, shown_version }) => ({ busy, version, old: shown_version < version }),
+  ({ busy, old }) => {
+    document.body.classList.toggle("old", old);
+    document.body.classList.toggle("busy", busy !== null);
+    find("#views").setAttribute("aria-busy", old || busy !== null);
+    find("#busy").textContent = { tracing: "tracing the model", estimating: "estimating" }[busy] || "";
+  },
+);

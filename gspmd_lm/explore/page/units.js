@@ -1,7 +1,16 @@
 // Bytes and seconds as gspmd_lm/units.py writes them.
 
-const BYTES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
-const SECONDS = [[1, "s"], [1e-3, "ms"], [0, "us"]];
+const BYTES = [
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+];
+const SECONDS = [
+  [1, "s"],
+  [1e-3, "ms"],
+  [0, "us"],
+];
 
 export function writeBytes(bytes) {
   const [size, unit] = BYTES.find(([factor]) => bytes >= factor) || [1, "B"];
