@@ -200,8 +200,8 @@ def test_a_transfer_leads_to_its_row_and_to_its_array(bench):
     bench.expect("#reason >> nth=0").to_contain_text("embed: fsdp")
     bench.page.locator("#reason .row", has_text="embed: fsdp").first.click()
     bench.expect(".cm-activeLine").to_contain_text("embed: fsdp")
+    array = bench.page.locator("#reason li").first.inner_text().split(" array ")[1].split(":")[0]
     bench.page.locator("#reason [data-key^='reason array']").first.click()
-    array = bench.page.locator("#reason [data-key^='reason array']").first.inner_text()
     bench.expect("#array h3 code").to_have_text(array)
 
 
