@@ -97,7 +97,9 @@ def _sizes(devices: int) -> list[int]:
 
 def set_control(text: str, target: Target, name: Any, value: Any) -> str:
     """The text with the value of a control. Raises InputError for a control or a value that there is none of."""
-    path = tuple(str(name).split("."))
+    if not isinstance(name, str):
+        raise InputError("control: needs a name")
+    path = tuple(name.split("."))
     known = {one["name"]: one for one in list_controls(text, target)}
     axis_of_mesh = len(path) == 2 and path[0] == "mesh" and path[1] in MESH_AXES
     if name not in known and not axis_of_mesh:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from gspmd_lm.sharding.problems import Problem, ShardingError
 from gspmd_lm.train import decoder, state, step
 
 MOST_TASKS = 4  # configs whose traces are kept
+MOST_LAYERS = 64  # that are kept
 MOST_TARGETS = 8  # whose estimators are kept
 
 
@@ -39,6 +40,7 @@ class Figures:
     def __init__(self, subject: Subject):
         self.subject = subject
         self._steps: dict[str, dict[str, Any]] = {}  # by target
+        self._layers: dict[tuple[str, ...], dict[str, Any]] = {}
         self._traces: dict[tuple[Any, ...], TraceCache] = {}
         self._estimators: dict[tuple[Any, ...], tuple[Estimator, tuple[str, ...]]] = {}
 
@@ -62,8 +64,7 @@ class Figures:
         devices = layout.estimator.devices() or simulated_devices(layout.target.devices)
         shown: dict[str, Any] = {"layer": None, "changes": None}
         if devices:
-            built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
-            shown["layer"] = read_layer(built, layout.estimator, rows.lines(inputs.text))
+            shown["layer"] = self._layer(layout, devices, inputs)
         else:
             shown["layer_not_known"] = f"the layer: it is traced for up to {SIMULATED} simulated devices"
         if pinned and pinned != inputs:
@@ -92,6 +93,16 @@ class Figures:
             "seq": layout.task.config.data.seq if layout.task.config else None,
             "names": describe_names(layout.task.names),
         }
+
+    def _layer(self, layout: Layout, devices: Sequence[Any], inputs: Inputs) -> dict[str, Any]:
+        """The layer of a layout, which is traced if it is none of the last ones."""
+        key = inputs.config, *inputs.overrides, inputs.target, inputs.text
+        if key not in self._layers:
+            built = step.build_step(layout.task, layout.rules, layout.arrays, devices)
+            self._layers[key] = read_layer(built, layout.estimator, rows.lines(inputs.text))
+            for old in [*self._layers][:-MOST_LAYERS]:
+                del self._layers[old]
+        return self._layers[key]
 
     def _show_step(self, inputs: Inputs) -> dict[str, Any]:
         """All that is shown of a step of one's own."""

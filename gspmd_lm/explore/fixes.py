@@ -55,7 +55,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
     """The text with the changes of a fix. Raises InputError where it does not have what they change."""
     for kind, path, *values in edits:
         if kind == "set":
-            text = rows.set_value(text, tuple(path), core_yaml.load(values[0]))
+            text = rows.set_value(text, tuple(path), core_yaml.parse(values[0], ".".join(path)))
         elif kind == "remove":
             text = rows.remove(text, tuple(path))
         else:

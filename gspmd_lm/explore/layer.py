@@ -127,7 +127,8 @@ class _View:
         """The array that a transfer moves: a weight that is gathered is known by its shape, the next of those alike."""
         known = {array.path: array for array in self.placed}
         if one.array in known:
-            return one.array if _same_size(known[one.array], one.shape) else ""
+            is_gathered = one.kind == "all-gather" and not _same_size(known[one.array], one.shape)
+            return "" if is_gathered else one.array  # of a product that is summed, its weight
         if one.kind != "all-gather":
             return ""
         weights = [array for array in self.placed if array.at_rest is not None]

@@ -29,8 +29,8 @@ class Place:
 
 
 def places(text: str) -> dict[Path, Place]:
-    """Each key of a rules file and its place. Raises YamlError where the text is not YAML that a rules file may be."""
-    core_yaml.load(text)  # neither deep nor with aliases, tags or several documents
+    """Each key of a rules file and its place. Raises InputError where the text is not YAML that a rules file may be."""
+    core_yaml.parse(text, "the rules file")  # neither deep nor with aliases, tags or several documents
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     return dict(_places(root, ())) if isinstance(root, yaml.MappingNode) else {}
 

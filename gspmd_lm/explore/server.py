@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import (
     FileResponse,
     HTMLResponse,
-    JSONResponse,
     PlainTextResponse,
     RedirectResponse,
     Response,
@@ -90,13 +88,13 @@ def make_app(workbench: Workbench, token: str, port: int) -> Starlette:
         return response
 
     async def state(_: Request) -> Response:
-        return JSONResponse(workbench.state())
+        return _json(workbench.state())
 
     async def events(_: Request) -> Response:
         return StreamingResponse(_events(workbench), media_type="text/event-stream", headers=NOT_STORED)
 
     async def complete(_: Request) -> Response:
-        return JSONResponse(controls.completion(workbench.told.shown.get("names")))
+        return _json(controls.completion(workbench.told.shown.get("names")))
 
     async def share(_: Request) -> Response:
         named = {"Content-Disposition": 'attachment; filename="layout.html"', "Content-Security-Policy": STANDS_ALONE}
@@ -164,13 +162,21 @@ def _post(function: Callable[[dict[str, Any]], Awaitable[Any]]) -> Callable[[Req
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BODY:
-                return JSONResponse({"error": f"the request has more than {MOST_BODY:,} bytes"}, 413)
+                return _json({"error": f"the request has more than {MOST_BODY:,} bytes"}, 413)
         try:
-            return JSONResponse(await function(files.json_object(body or b"{}", "the request")))
+            asked = files.json_object(body or b"{}", "the request")
+            if files.has_half_characters(body.decode(), asked):
+                raise InputError("the request: it has half of a character")
+            return _json(await function(asked))
         except InputError as error:
-            return JSONResponse({"error": str(error)}, 409 if isinstance(error, FileExists) else 400)
+            return _json({"error": str(error)}, 409 if isinstance(error, FileExists) else 400)
 
     return endpoint
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    """The answer with a value. What a text calls a number, such as .inf, need not be one of JSON."""
+    return Response(files.json_line(value), status, media_type="application/json")
 
 
 async def _events(workbench: Workbench) -> AsyncIterator[str]:
@@ -179,7 +185,7 @@ async def _events(workbench: Workbench) -> AsyncIterator[str]:
     while True:
         if told != workbench.revision:
             told = workbench.revision
-            yield f"event: state\ndata: {json.dumps(workbench.state())}\n\n"
+            yield f"event: state\ndata: {files.json_line(workbench.state())}\n"
         else:
             yield ": still here\n\n"
         if told == workbench.revision:

@@ -315,7 +315,7 @@ class _Reader:
     def dcn(self, value: Any, mesh: Mapping[str, int]) -> dict[str, int]:
         return {
             name: slices
-            for name, slices in self.mapping("dcn", value).items()
+            for name, slices in (self.mapping("dcn", value).items() if mesh else ())
             if self.check_word(name, mesh, "dcn: the mesh has no axis", f"dcn.{name}", slices)
             and self.size(slices, f"dcn: {name}", f"dcn.{name}")
         }

@@ -24,8 +24,8 @@ class Client:
     def state(self):
         return self.http.get("/state").json()
 
-    def post(self, name, **values):
-        return self.http.post(f"/{name}", json=values)
+    def post(self, path, /, **values):
+        return self.http.post(f"/{path}", json=values)
 
     def until(self, holds):
         """The first state in which something holds."""
