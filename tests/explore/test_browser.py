@@ -36,7 +36,7 @@ rules:
 weights:
   embed: fsdp # ZeRO-3
 """
-PATIENCE_MS = 120_000  # for a trace or a compile on two busy cores
+PATIENCE_MS = 40_000  # for a trace or a compile on two busy cores
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
 

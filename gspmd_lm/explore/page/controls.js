@@ -24,9 +24,12 @@ watch(
     for (const field of document.querySelectorAll("#inputs input")) {
       if (field === document.activeElement) continue;
       const value = inputs[field.name];
+      field.closest("label").hidden =
+        inputs.program !== null && (value === null || value === "" || field.name === "set");
       field.value = Array.isArray(value) ? value.join(" ") : (value ?? "");
     }
-    find("#path").textContent = inputs.path || inputs.program || "";
+    find("#path").textContent = inputs.path || "";
+    find("#program").textContent = inputs.program || "";
     document.title = `${inputs.config || inputs.program || "explore"}: ${inputs.path || "layout"}`;
   },
 );

@@ -186,7 +186,7 @@ watch(
 watch(
   ({ inputs }) => inputs.editable,
   (editable) => {
-    for (const node of [find("#rules"), find("#controls")]) node.hidden = !editable;
+    document.body.classList.toggle("fixed", !editable);
   },
 );
 
@@ -195,8 +195,9 @@ watch(
   ({ problems, shown_version, version }) => [problems, shown_version === version],
   ([problems]) => {
     const doc = view.state.doc;
-    const marks = problems.map(({ line, message, fix: words, fix_text, warning }, i) => {
-      const at = doc.line(Math.min(line || 1, doc.lines));
+    const inText = problems.map((problem, i) => [problem, i]).filter(([{ line }]) => line);
+    const marks = inText.map(([{ line, message, fix: words, fix_text, warning }, i]) => {
+      const at = doc.line(Math.min(line, doc.lines));
       const actions = fix_text ? [{ name: "Apply the fix", apply: () => fix(i) }] : [];
       return {
         from: at.from + at.text.search(/\S|$/),
