@@ -50,7 +50,7 @@ function drawTree(arrays, current) {
         "data-key": keyOf(arrays, array),
         onclick: () => chooseKey(keyOf(arrays, array)),
       },
-      h("span", { class: "path" }, h("bdi", {}, array.path)),
+      h("span", { class: "path", title: array.path }, h("bdi", {}, array.path)),
       h("span", { class: "split dim" }, splitText(array)),
       h("span", { class: "num" }, array.bytes_text),
     );
